@@ -1,0 +1,72 @@
+"""Everything autopar raises on purpose.
+
+AutoparError
+ |- SpecError                 a file or value the user wrote cannot be used
+ |   |- ClusterSpecError      ... in a cluster description
+ |   `- PlanError             ... in a plan file
+ |       `- PlanMismatchError the plan is for another model, cluster or world size
+ |- CaptureError              the model cannot be captured as one training graph
+ |   `- SignatureError        a batch does not fit what was captured
+ |- OptimizerError            the optimizer cannot be used with this model or plan
+ |- InfeasibleError           no plan satisfies the constraints
+ |- CollectiveError           ranks disagree, or a rank is late or gone
+ `- VerificationError         the distributed program differs from the single process
+
+Each message says what, where, what was expected, and what to do. Everything here derives
+from `ValueError` or `RuntimeError` as well, so that code unaware of autopar can catch it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AutoparError(Exception):
+    """Base class of all errors that autopar raises on purpose."""
+
+
+class SpecError(AutoparError, ValueError):
+    """A file or value written by the user cannot be used."""
+
+
+class ClusterSpecError(SpecError):
+    """A cluster description cannot be used."""
+
+
+class PlanError(SpecError):
+    """A plan file cannot be used."""
+
+
+class PlanMismatchError(PlanError):
+    """A plan was made for another model, cluster or world size."""
+
+
+class CaptureError(AutoparError, RuntimeError):
+    """The model cannot be captured as one training graph."""
+
+
+class SignatureError(CaptureError, ValueError):
+    """A batch does not fit the signature of the captured model."""
+
+
+class OptimizerError(AutoparError, ValueError):
+    """The optimizer cannot be used with this model or with this plan."""
+
+
+class InfeasibleError(AutoparError, ValueError):
+    """No plan satisfies the constraints, which the message names."""
+
+
+class CollectiveError(AutoparError, RuntimeError):
+    """Ranks disagree about the program, or one of them is late or gone."""
+
+
+class VerificationError(AutoparError, RuntimeError):
+    """The distributed program does not compute what the single process computes."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean 'x'?" for the nearest of `known`, or an empty string where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,117 @@
+"""The primitives that strategies are made of, and the record of one step that they form.
+
+A strategy says what it does once, by emitting primitives. The record is read twice: the runtime writes it
+into the FX graph, the cost model prices it. So a cost cannot drift from what is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Kind(StrEnum):
+    """What a primitive does. Collectives are over all ranks and return at once; `WAIT` completes them."""
+
+    PACK = "pack"
+    """Flatten, concatenate and cast the group's gradients, as soon as the last of them is complete."""
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    """Sum to `owner`."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """Sum; rank r keeps `splits[r]` elements, in rank order."""
+    ALL_GATHER = "all_gather"
+    """Concatenate every rank's `splits[r]` elements."""
+    BROADCAST = "broadcast"
+    """Send from `owner` to all."""
+    WAIT = "wait"
+    UPDATE = "update"
+    """The optimizer, on the elements that this rank holds. Its value is the updated parameters, same layout."""
+    DELIVER = "deliver"
+    """Hand the synchronized gradient over to `parameter.grad` (a program without an optimizer)."""
+    STORE = "store"
+    """Write received parameter values into the parameters."""
+    CLIP = "clip"
+    """The clipping coefficient, from the global norm over all its inputs; one small sum where some are sharded."""
+
+
+COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST})
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """One step of a lowered strategy."""
+
+    index: int
+    """Its place in the record; `inputs` refers to it."""
+    kind: Kind
+    group: int
+    """Index of the sync group; `WHOLE_STEP` where it belongs to none."""
+    inputs: tuple[int, ...]
+    elements: int
+    """Of the whole flat value, over all ranks."""
+    dtype: str
+    """Of the value, as it lies in memory and on the wire."""
+    stage: int
+    """0: as soon as its inputs are there, beside the backward pass. s > 0: after the backward pass, behind the
+    s-th wait of its group. Stages from `CLIP_STAGE` on also lie behind the global gradient norm."""
+    splits: tuple[int, ...] = ()
+    """Elements that each rank holds, where the value is sharded."""
+    owner: int | None = None
+    """The one rank that holds the value, where one does."""
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+    def held_elements(self, rank: int) -> int:
+        """Elements of the value that `rank` holds."""
+        if self.splits:
+            return self.splits[rank]
+        if self.owner is not None and self.kind is not Kind.BROADCAST:
+            return self.elements if rank == self.owner else 0
+        return self.elements
+
+
+WHOLE_STEP = -1
+CLIP_STAGE = 100
+
+
+def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[int]]:
+    """Bytes that each rank sends and receives for a primitive: (sent, received), both indexed by rank.
+
+    The formulas are those of the algorithms that `runtime.collectives` runs; `tests/lab` holds them to the bytes
+    seen on the wire. n ranks, S bytes in all, s_r bytes held by rank r:
+
+    all-reduce (ring)              2 (n-1)/n S      2 (n-1)/n S
+    reduce to the owner (direct)   S from the others; (n-1) S into the owner
+    broadcast (direct)             (n-1) S from the owner; S into the others
+    reduce-scatter (pairwise)      S - s_r          (n-1) s_r
+    all-gather (pairwise)          (n-1) s_r        S - s_r
+    """
+    n, size = world_size, primitive.bytes
+    nothing = [0] * n
+    if n == 1 or primitive.kind not in COLLECTIVES:
+        return nothing, list(nothing)
+    if primitive.kind is Kind.ALL_REDUCE:
+        each = round(2 * (n - 1) / n * size)
+        return [each] * n, [each] * n
+    if primitive.kind in (Kind.REDUCE, Kind.BROADCAST):
+        many = [(n - 1) * size if r == primitive.owner else 0 for r in range(n)]
+        once = [0 if r == primitive.owner else size for r in range(n)]
+        return (once, many) if primitive.kind is Kind.REDUCE else (many, once)
+    width = DTYPE_BYTES[primitive.dtype]
+    rest = [size - s * width for s in primitive.splits]
+    share = [(n - 1) * s * width for s in primitive.splits]
+    return (rest, share) if primitive.kind is Kind.REDUCE_SCATTER else (share, rest)
+
+
+def order_hash(primitives: tuple[Primitive, ...], world_size: int) -> str:
+    """A hash over the collectives in issue order: what all ranks must agree on before the first step."""
+    lines = [
+        f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner}" for p in primitives if p.kind in COLLECTIVES
+    ]
+    return hashlib.sha256("\n".join([str(world_size), *lines]).encode()).hexdigest()[:16]

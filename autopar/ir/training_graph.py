@@ -1,0 +1,86 @@
+"""The training graph: one training step's forward and backward pass, with a table of its parameters.
+
+Made by `autopar.ir.capture`; read by strategies, cost models and the search; rewritten by the runtime.
+Everything but `module` is plain data, so planning does not touch torch again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from autopar.spec.plan import ModelFingerprint, ParameterSpec
+
+if TYPE_CHECKING:
+    import torch
+
+GradientStructure = Literal["dense", "rows", "factors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trainable parameter, seen from the graph. Positions are indices into `TrainingGraph.compute`."""
+
+    spec: ParameterSpec
+    gradient: str
+    """Name of the node whose value is the gradient, complete over all uses of the parameter."""
+    ready: int
+    """Position of that node."""
+    first_use: int
+    """Position of the first node that reads the parameter in the forward pass."""
+    last_use: int
+    """Position of the last node that reads it, or a view of it; it may be overwritten after that."""
+    structure: GradientStructure = "dense"
+    """`rows`: rows of an embedding table; `factors`: a product of two thin matrices; as found in the graph."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeNode:
+    """One node of the joint graph, with what it costs."""
+
+    name: str
+    op: str
+    """The aten operator, as `mm.default`."""
+    flops: int
+    bytes_moved: int
+    """Read and written; 0 for views."""
+    live_bytes: int
+    """Bytes of values alive while the node runs, parameters, buffers and inputs not counted."""
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """The joint forward and backward graph of a model's training step on one rank's batch."""
+
+    model: ModelFingerprint
+    parameters: tuple[Parameter, ...]
+    """The trainable ones, in the order of `named_parameters`."""
+    compute: tuple[ComputeNode, ...]
+    """The graph's nodes in execution order, placeholders and output left out."""
+    backward_start: int
+    """Position of the first node of the backward pass."""
+    batch_size: int | None
+    """Samples in the batch that was captured (dimension 0 of its first tensor)."""
+    buffer_bytes: int
+    input_bytes: int
+    module: torch.fx.GraphModule | None = field(default=None, compare=False, repr=False)
+    """The graph itself: placeholders are parameters, buffers, batch tensors and the tangents of the outputs."""
+
+    @property
+    def by_name(self) -> Mapping[str, Parameter]:
+        return {p.name: p for p in self.parameters}
+
+    @property
+    def parameter_bytes(self) -> int:
+        from autopar.ir.primitives import DTYPE_BYTES
+
+        return sum(p.numel * DTYPE_BYTES[p.spec.dtype] for p in self.parameters)

@@ -1,0 +1,40 @@
+"""The family of synchronization strategies: one file each, listed here."""
+
+from __future__ import annotations
+
+if __name__ != "autopar.strategies":
+    raise ImportError("import autopar.strategies, not strategies: this folder ships as a subpackage of autopar")
+
+from autopar.errors import PlanError, did_you_mean
+from autopar.strategies.all_reduce import AllReduce
+from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, Value
+from autopar.strategies.parameter_server import ParameterServer
+from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+
+__all__ = [
+    "STRATEGIES",
+    "AllReduce",
+    "Context",
+    "Emitter",
+    "Group",
+    "Member",
+    "Options",
+    "ParameterServer",
+    "PartitionedParameterServer",
+    "Strategy",
+    "Value",
+    "strategy_named",
+]
+
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s for s in (AllReduce(), ParameterServer(), PartitionedParameterServer())
+}
+
+
+def strategy_named(name: str) -> Strategy:
+    """Looks a strategy up; raises `PlanError` with the nearest name where there is none."""
+    if name not in STRATEGIES:
+        raise PlanError(
+            f"unknown strategy '{name}'{did_you_mean(name, STRATEGIES)} known: {', '.join(STRATEGIES)}"
+        )
+    return STRATEGIES[name]

@@ -1,0 +1,151 @@
+"""Lowers a plan: asks each group's strategy to emit its primitives, and puts them in one fixed order.
+
+The order is the same on every rank, whatever the batch: collectives are issued in the order of the plan's
+groups, each as soon as its gradients are complete and the one before it has been issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from autopar.errors import PlanError, did_you_mean
+from autopar.ir.primitives import CLIP_STAGE, WHOLE_STEP, Kind, Primitive, order_hash
+from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.plan import SyncGroup
+from autopar.strategies import strategy_named
+from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A primitive, and the position in the graph's compute behind which it runs (-1: before everything)."""
+
+    primitive: Primitive
+    position: int
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """One training step: the graph's compute, and the primitives placed between it."""
+
+    context: Context
+    groups: tuple[Group, ...]
+    primitives: tuple[Primitive, ...]
+    """As recorded; `Primitive.index` and `inputs` refer to this tuple."""
+    placed: tuple[Placed, ...]
+    """In execution order."""
+
+    @property
+    def order_hash(self) -> str:
+        """What all ranks must agree on before the first step."""
+        return order_hash(tuple(p.primitive for p in self.placed), self.context.world_size)
+
+
+def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Context) -> StepProgram:
+    """Lowers sync groups for one training graph; raises `PlanError` where a strategy cannot be used."""
+    emit = Emitter(context)
+    resolved = []
+    for index, spec in enumerate(groups):
+        strategy = strategy_named(spec.strategy)
+        options = check_options(strategy, spec, context)
+        group = resolve(index, spec, graph)
+        for member in group.members:
+            reason = strategy.applies(member, context)
+            if reason is None and not member.slice.whole and not context.elementwise_update:
+                reason = "the optimizer's update is not elementwise, so it cannot run on a slice"
+            if reason is not None:
+                raise PlanError(f"group {index}: '{member.slice}' cannot use {spec.strategy}: {reason}")
+        strategy.lower(group, options, emit)
+        resolved.append(group)
+    primitives = emit.primitives
+    if context.clips:
+        primitives.append(_clip(primitives))
+    bookends = _weight_and_loss(len(primitives), graph) if context.world_size > 1 else ()
+    placed = _place(primitives, resolved, graph, context)
+    placed = sorted([*placed, *bookends], key=lambda p: p.position)
+    return StepProgram(
+        context=context,
+        groups=tuple(resolved),
+        primitives=(*primitives, *(b.primitive for b in bookends)),
+        placed=tuple(placed),
+    )
+
+
+def resolve(index: int, spec: SyncGroup, graph: TrainingGraph) -> Group:
+    """Looks a group's parameters up; raises `PlanError` where one is missing or the dtypes differ."""
+    table = graph.by_name
+    members = []
+    for piece in spec.members:
+        if piece.name not in table:
+            raise PlanError(f"group {index}: the model has no trainable parameter '{piece.name}'")
+        members.append(Member(piece, table[piece.name]))
+    dtypes = {m.parameter.spec.dtype for m in members}
+    if len(dtypes) > 1:
+        raise PlanError(f"group {index}: parameters of different dtypes ({', '.join(sorted(dtypes))}) in one group")
+    return Group(index, spec, tuple(members))
+
+
+def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Options:
+    """Reads a group's options; raises `PlanError` with the nearest name for an unknown one."""
+    known = strategy.Options.model_fields
+    for key in spec.options:
+        if key not in known:
+            raise PlanError(
+                f"{strategy.name} has no option '{key}'{did_you_mean(key, known)} known: {', '.join(known) or 'none'}"
+            )
+    try:
+        options = strategy.Options.model_validate(spec.options)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise PlanError(f"{strategy.name}, option {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+    owner = getattr(options, "owner", None)
+    if owner is not None and owner >= context.world_size:
+        raise PlanError(f"{strategy.name}: owner is rank {owner}, there are {context.world_size} ranks")
+    shares = getattr(options, "shares", ())
+    if shares and len(shares) != context.world_size:
+        raise PlanError(f"{strategy.name}: {len(shares)} shares for {context.world_size} ranks")
+    return options
+
+
+def _clip(primitives: Sequence[Primitive]) -> Primitive:
+    sources = tuple(p.inputs[0] for p in primitives if p.kind in (Kind.UPDATE, Kind.DELIVER))
+    return Primitive(len(primitives), Kind.CLIP, WHOLE_STEP, sources, 1, "float64", stage=CLIP_STAGE - 1)
+
+
+def _weight_and_loss(first: int, graph: TrainingGraph) -> tuple[Placed, ...]:
+    """The two small sums of every step: the batch weights, before the backward pass, and the loss, after it."""
+    start, end = graph.backward_start - 1, len(graph.compute) - 1
+
+    def one(i: int, kind: Kind, source: tuple[int, ...], stage: int) -> Primitive:
+        return Primitive(first + i, kind, WHOLE_STEP, source, 1, "float64", stage)
+
+    return (
+        Placed(one(0, Kind.ALL_REDUCE, (), 0), -1),
+        Placed(one(1, Kind.WAIT, (first,), 0), start),
+        Placed(one(2, Kind.ALL_REDUCE, (), 0), start),
+        Placed(one(3, Kind.WAIT, (first + 2,), 1), end),
+    )
+
+
+def _place(
+    primitives: Sequence[Primitive], groups: Sequence[Group], graph: TrainingGraph, context: Context
+) -> list[Placed]:
+    end = len(graph.compute) - 1
+    issued = -1
+    placed: list[Placed] = []
+    for p in primitives:
+        if p.stage > 0 or p.kind is Kind.CLIP:
+            continue
+        group = groups[p.group]
+        if p.kind in (Kind.UPDATE, Kind.DELIVER, Kind.STORE):
+            position = max(group.ready, *(m.parameter.last_use for m in group.members))
+        elif context.world_size == 1:
+            position = group.ready
+        else:
+            position = issued = max(issued, group.ready)
+        placed.append(Placed(p, position))
+    late = sorted((p for p in primitives if p.stage > 0), key=lambda p: (p.stage, p.group, p.index))
+    return [*placed, *(Placed(p, end) for p in late)]

@@ -1,0 +1,41 @@
+"""Parameter server: the owner of a group sums its gradients, updates it, and sends the parameters back.
+
+The owner is one of the ranks (a colocated server). Li et al., "Scaling Distributed Machine Learning with the
+Parameter Server", OSDI 2014. All traffic of the group passes through the owner's link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, WireDtype
+
+
+class ParameterServerOptions(Options):
+    owner: int = Field(default=0, ge=0)
+    """The rank that holds the optimizer state of the group and updates it."""
+    wire: WireDtype = "same"
+    """Number format of the gradients on the wire; parameters come back in their own."""
+
+
+class ParameterServer(Strategy):
+    name = "parameter_server"
+    summary = "reduce to an owner; the owner updates and broadcasts the parameters"
+    Options = ParameterServerOptions
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        if not context.has_optimizer:
+            return "the owner applies the update, so the program needs the optimizer"
+        return None
+
+    def options(self, context: Context) -> Sequence[ParameterServerOptions]:
+        return [ParameterServerOptions(owner=r) for r in range(context.world_size)]
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        assert isinstance(options, ParameterServerOptions)
+        gradients = emit.pack(group, options.wire)
+        summed = emit.wait(emit.reduce(gradients, options.owner))
+        parameters = emit.update(summed, group)
+        emit.store(emit.wait(emit.broadcast(parameters)))
