@@ -63,7 +63,7 @@ def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Conte
     primitives = emit.primitives
     if context.clips:
         primitives.append(_clip(primitives))
-    bookends = _weight_and_loss(len(primitives), graph) if context.world_size > 1 else ()
+    bookends = _weight_and_loss(len(primitives), graph, context) if context.world_size > 1 else ()
     placed = _place(primitives, resolved, graph, context)
     placed = sorted([*placed, *bookends], key=lambda p: p.position)
     return StepProgram(
@@ -115,16 +115,22 @@ def _clip(primitives: Sequence[Primitive]) -> Primitive:
     return Primitive(len(primitives), Kind.CLIP, WHOLE_STEP, sources, 1, "float64", stage=CLIP_STAGE - 1)
 
 
-def _weight_and_loss(first: int, graph: TrainingGraph) -> tuple[Placed, ...]:
-    """The two small sums of every step: the batch weights, before the backward pass, and the loss, after it."""
+def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> tuple[Placed, ...]:
+    """The small sums of every step: the batch weights, before the backward pass, and the loss, after it. A program
+    without an optimizer begins with the backward pass, and leaves the loss to the user."""
     start, end = graph.backward_start - 1, len(graph.compute) - 1
 
     def one(i: int, kind: Kind, source: tuple[int, ...], stage: int) -> Primitive:
         return Primitive(first + i, kind, WHOLE_STEP, source, 1, "float64", stage)
 
-    return (
-        Placed(one(0, Kind.ALL_REDUCE, (), 0), -1),
+    weight = (
+        Placed(one(0, Kind.ALL_REDUCE, (), 0), -1 if context.has_optimizer else start),
         Placed(one(1, Kind.WAIT, (first,), 0), start),
+    )
+    if not context.has_optimizer:
+        return weight
+    return (
+        *weight,
         Placed(one(2, Kind.ALL_REDUCE, (), 0), start),
         Placed(one(3, Kind.WAIT, (first + 2,), 1), end),
     )

@@ -1,7 +1,7 @@
 """The training graph: one training step's forward and backward pass, with a table of its parameters.
 
 Made by `autopar.ir.capture`; read by strategies, cost models and the search; rewritten by the runtime.
-Everything but `module` is plain data, so planning does not touch torch again.
+Everything but `joint` is plain data, so planning does not touch torch again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
 if TYPE_CHECKING:
-    import torch
+    from autopar.ir.capture import JointGraph
 
 GradientStructure = Literal["dense", "rows", "factors"]
 
@@ -72,8 +72,8 @@ class TrainingGraph:
     """Samples in the batch that was captured (dimension 0 of its first tensor)."""
     buffer_bytes: int
     input_bytes: int
-    module: torch.fx.GraphModule | None = field(default=None, compare=False, repr=False)
-    """The graph itself: placeholders are parameters, buffers, batch tensors and the tangents of the outputs."""
+    joint: JointGraph | None = field(default=None, compare=False, repr=False)
+    """The graph itself; absent where only a plan is to be priced."""
 
     @property
     def by_name(self) -> Mapping[str, Parameter]:

@@ -1,0 +1,47 @@
+"""autopar: a planner and compiler for distributed PyTorch training.
+
+    program = autopar.optimize(model, cluster, example_inputs=batch, optimizer=optimizer)
+    for batch in loader:
+        loss = program.step(batch)
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import optimize as optimize
+    from autopar.api import plan as plan
+    from autopar.errors import AutoparError as AutoparError
+    from autopar.runtime.program import Program as Program
+    from autopar.spec.cluster import ClusterSpec as ClusterSpec
+    from autopar.spec.plan import Plan as Plan
+    from autopar.verify import Verification as Verification
+    from autopar.verify import verify as verify
+
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "ClusterSpec": "autopar.spec.cluster",
+    "Plan": "autopar.spec.plan",
+    "Program": "autopar.runtime.program",
+    "Verification": "autopar.verify",
+    "optimize": "autopar.api",
+    "plan": "autopar.api",
+    "verify": "autopar.verify",
+}
+
+__version__ = "0.1.0"
+__all__ = ["AutoparError", "ClusterSpec", "Plan", "Program", "Verification", "optimize", "plan", "verify"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'autopar' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,205 @@
+"""The two ways in: `plan`, which needs neither a cluster nor a process group, and `optimize`, which runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.batch import example_batch, flatten
+from autopar.ir.build import Unused, named_parameters, training_graph
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.module import SyncedModule, module_batch
+from autopar.runtime.optimizer import Scope, check_optimizer, optimizer_scope
+from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.program import Program, Settings, signature_key
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import Fidelity, Plan
+from autopar.strategies.base import Context
+
+Progress = Callable[[str, int, float], None]
+"""Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
+
+PLAN_VARIABLE = "AUTOPAR_PLAN"
+"""The environment variable in which `autopar run` hands a plan's path to the script."""
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Any = None,
+    optimizer: Optimizer | None = None,
+    mode: Literal["step", "module"] = "step",
+    strategy: str | None = None,
+    fidelity: Fidelity = "exact",
+    clip_grad_norm: float | None = None,
+    time_budget_s: float = 10.0,
+    seed: int = 0,
+    unused_parameters: Unused = "error",
+    optimizer_acts_on: Scope | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plans the synchronization of `model` on `cluster`, without running anything on it.
+
+    `example_inputs`: one rank's batch. `mode`: "step" for `optimize` with an optimizer, "module" for without.
+    `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. The other arguments are those of
+    `optimize`.
+    """
+    batch = example_batch(model) if example_inputs is None else example_inputs
+    flat = module_batch(model, batch) if mode == "module" and loss_fn is None else flatten(batch)
+    graph = training_graph(model, flat, loss_fn, mode, unused_parameters)
+    scope = optimizer_scope(optimizer, optimizer_acts_on)
+    context = _context(cluster.world_size, scope, mode == "step", clip_grad_norm)
+    return _plan(graph, cluster, context, strategy, fidelity, time_budget_s, seed, progress)
+
+
+@overload
+def optimize(
+    model: nn.Module, cluster_spec: ClusterSpec | None = None, *, optimizer: Optimizer, **settings: Any
+) -> Program: ...
+@overload
+def optimize(
+    model: nn.Module, cluster_spec: ClusterSpec | None = None, *, optimizer: None = None, **settings: Any
+) -> SyncedModule: ...
+def optimize(
+    model: nn.Module,
+    cluster_spec: ClusterSpec | None = None,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Any = None,
+    optimizer: Optimizer | None = None,
+    plan: Plan | None = None,
+    strategy: str | None = None,
+    fidelity: Fidelity = "exact",
+    clip_grad_norm: float | None = None,
+    weight: Callable[[Any], float] | None = None,
+    unused_parameters: Unused = "error",
+    optimizer_acts_on: Scope | None = None,
+    time_budget_s: float = 10.0,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Program | SyncedModule:
+    """Makes `model` a distributed training program on the ranks of this job (torchrun's, or this process alone).
+
+    With `optimizer`, the whole training step is the program: `loss = program.step(batch)`. Without, the result is a
+    drop-in `nn.Module` whose `backward()` leaves synchronized gradients, as `DistributedDataParallel` does.
+
+    Args:
+        model: its parameters and buffers are made equal to rank 0's.
+        cluster_spec: what to plan for; by default the plan's cluster, or what `ClusterSpec.detect()` sees.
+        example_inputs: one batch of this rank: a dict of keyword inputs, a tuple of positional inputs, or a tensor;
+            by default the model's own (`example_input_array`, Hugging Face's `dummy_inputs`).
+        loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss.
+        plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
+        strategy: a plan by name instead of a search.
+        fidelity: what the search may choose from; "rounded" allows 16-bit gradients on the wire.
+        clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
+        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
+        unused_parameters: "error", or "freeze" those that get no gradient.
+        optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
+            whose update depends on nothing else.
+        timeout_s: how long a collective may wait for a late rank.
+
+    Raises:
+        CaptureError: the model cannot be captured as one graph; the message has the line.
+        OptimizerError: the optimizer's parameters are not the model's.
+        PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
+    """
+    group = join(timeout_s)
+    parameters = named_parameters(model, loss_fn)
+    if optimizer is not None:
+        check_optimizer(optimizer, parameters)
+    plan = plan or _plan_from_environment()
+    if plan is not None:
+        plan.check_world_size(group.world_size)
+        if cluster_spec is not None and cluster_spec.fingerprint.digest != plan.cluster.digest:
+            raise PlanMismatchError(
+                "the plan was made for another cluster: "
+                + "; ".join(ClusterSpec.model_validate(plan.cluster.spec).difference(cluster_spec)[:5])
+                + ". Plan again, or leave cluster_spec out to run the plan as it is"
+            )
+    batch = example_batch(model) if example_inputs is None else example_inputs
+    mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
+    flat = module_batch(model, batch) if mode == "module" else flatten(batch)
+    _make_equal(model, loss_fn, group)
+    graph = training_graph(model, flat, loss_fn if mode == "step" else None, mode, unused_parameters)
+    scope = optimizer_scope(optimizer, optimizer_acts_on)
+    context = _context(group.world_size, scope, optimizer is not None, clip_grad_norm)
+    if plan is None:
+        plan = _plan_on_rank_0(
+            group, lambda: _plan(graph, _cluster(cluster_spec, group), context, strategy, fidelity, time_budget_s, seed, progress)
+        )
+    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
+    program: Program | SyncedModule
+    if optimizer is not None:
+        program = Program(model, plan, group, optimizer, settings, context)
+    else:
+        program = SyncedModule(model, plan, group, settings, context)
+    program.adopt(signature_key(model, flat), graph)
+    return program
+
+
+def _context(world_size: int, scope: Scope, has_optimizer: bool, clip: float | None) -> Context:
+    return Context(world_size, has_optimizer, elementwise_update=scope == "element", clips=clip is not None)
+
+
+def _cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
+    cluster = given or ClusterSpec.detect()
+    if cluster.world_size != group.world_size:
+        raise PlanMismatchError(
+            f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "
+            f"{group.world_size} ranks: start one rank a device, with torchrun, or describe the cluster that is used"
+        )
+    return cluster
+
+
+def _plan(
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    strategy: str | None,
+    fidelity: Fidelity,
+    time_budget_s: float,
+    seed: int,
+    progress: Progress | None,
+) -> Plan:
+    from autopar.search import Budget, build_plan, search
+
+    if strategy is not None:
+        return build_plan(strategy, graph, cluster, context)
+    return search(
+        graph, cluster, context, fidelity=fidelity, budget=Budget(time_s=time_budget_s), seed=seed, progress=progress
+    )
+
+
+def _plan_on_rank_0(group: Group, make: Callable[[], Plan]) -> Plan:
+    """Searches on one rank alone: a search under a time budget need not end alike on two machines."""
+    text = Rendezvous(group).from_rank_0("plan text", lambda: make().model_dump_json())
+    return Plan.loads(text, "rank 0's plan")
+
+
+def _plan_from_environment() -> Plan | None:
+    path = os.environ.get(PLAN_VARIABLE)
+    return Plan.load(path) if path else None
+
+
+def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:
+    """Rank 0's parameters and buffers, on every rank."""
+    if group.pg is None:
+        return
+    owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    with torch.no_grad():
+        for owner in owners:
+            for tensor in [*owner.parameters(), *owner.buffers()]:
+                value = tensor.detach().contiguous()
+                dist.broadcast(value, group_src=0, group=group.pg)
+                tensor.copy_(value)

@@ -1,0 +1,51 @@
+"""Which nodes of a graph share memory: views, and what may be one."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx
+
+aten = torch.ops.aten
+
+MAYBE_VIEWS = frozenset({aten.reshape.default, aten.contiguous.default, aten.lift_fresh.default})
+"""Operators that return a view or a copy, as the strides have it."""
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether the node's value may share memory with its first input."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    target = node.target
+    if target in MAYBE_VIEWS:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def base(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose memory this one may share."""
+    while is_view(node):
+        first = node.args[0]
+        if not isinstance(first, torch.fx.Node):
+            break
+        node = first
+    return node
+
+
+def readers(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Every node that reads this node's memory, through views too; the views themselves are among them."""
+    found: set[torch.fx.Node] = set()
+    frontier = [node]
+    while frontier:
+        for user in frontier.pop().users:
+            if user not in found:
+                found.add(user)
+                if is_view(user):
+                    frontier.append(user)
+    return found

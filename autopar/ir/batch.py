@@ -1,0 +1,129 @@
+"""Batches: how a batch is handed to the model, flattened to tensors, and told from another.
+
+A batch is a dict (keyword inputs), a tuple or list (positional inputs), or one tensor. With a `loss_fn`, a
+tuple batch is `(inputs, target)`: the model gets `inputs`, the loss gets the model's output and `target`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import SignatureError
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a captured graph is valid for: the batch's structure, shapes and dtypes, and its constants."""
+
+    structure: str
+    leaves: tuple[Any, ...]
+    """`(shape, dtype)` for tensors, the value itself for anything else."""
+
+    def __str__(self) -> str:
+        parts = [f"{tuple(x[0])} {str(x[1]).removeprefix('torch.')}" if _is_tensor_key(x) else repr(x) for x in self.leaves]
+        return ", ".join(parts)
+
+
+def _is_tensor_key(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch, flattened: `tensors` are what a captured graph takes."""
+
+    tensors: tuple[torch.Tensor, ...]
+    signature: Signature
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    """The leaves that are no tensors, in their places; tensors are `None` here."""
+    is_tensor: tuple[bool, ...]
+
+    @property
+    def size(self) -> int | None:
+        """Samples in the batch: dimension 0 of its first tensor that has one."""
+        return next((int(t.shape[0]) for t in self.tensors if t.dim() > 0), None)
+
+    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The batch in its original structure, with other tensors in place of its own."""
+        it = iter(tensors)
+        leaves = [next(it) if t else c for t, c in zip(self.is_tensor, self.constants, strict=True)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def flatten(batch: Any) -> Batch:
+    """Flattens a batch; raises `SignatureError` where it holds no tensor."""
+    if isinstance(batch, Mapping) and type(batch) is not dict:
+        batch = dict(batch)  # Hugging Face's BatchEncoding and the like
+    leaves, spec = pytree.tree_flatten(batch)
+    is_tensor = tuple(isinstance(x, torch.Tensor) for x in leaves)
+    tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
+    if not tensors:
+        raise SignatureError(
+            f"the batch holds no tensor (it is a {type(batch).__name__}): expected a dict of keyword inputs, "
+            "a tuple of positional inputs, or one tensor"
+        )
+    constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
+    key = tuple(
+        (tuple(x.shape), x.dtype) if t else x for t, x in zip(is_tensor, leaves, strict=True)
+    )
+    return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor)
+
+
+def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, all by keyword; raises `SignatureError` where they do not fit the model's `forward`."""
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as e:
+        raise SignatureError(f"{type(model).__name__}.forward{signature}: {e}") from e
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise SignatureError(
+                f"{type(model).__name__}.forward takes '{name}' by position only, which cannot be captured: give its "
+                "inputs names"
+            )
+        else:
+            named[name] = value
+    return named
+
+
+def call_model(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
+    """Calls the model on a batch; returns its output and the target for the loss function."""
+    inputs, target = batch, batch
+    if has_loss_fn and isinstance(batch, (tuple, list)):
+        if len(batch) != 2:
+            raise SignatureError(f"with loss_fn, a tuple batch is (inputs, target); this one has {len(batch)} elements")
+        inputs, target = batch
+    if isinstance(inputs, Mapping):
+        return model(**inputs), target
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs), target
+    return model(inputs), target
+
+
+def example_batch(model: torch.nn.Module) -> Any:
+    """A batch from the model itself: Lightning's `example_input_array`, or Hugging Face's `dummy_inputs`."""
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return example
+    dummy = getattr(model, "dummy_inputs", None)
+    if isinstance(dummy, Mapping) and dummy:
+        batch = dict(dummy)
+        if "labels" not in batch and "input_ids" in batch:
+            batch["labels"] = batch["input_ids"].clone()
+        return batch
+    raise SignatureError(
+        f"{type(model).__name__} carries no example inputs (`example_input_array` or `dummy_inputs`): pass "
+        "example_inputs=batch, with one batch as the training loop would pass it"
+    )

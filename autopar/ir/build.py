@@ -1,0 +1,143 @@
+"""Builds the training graph: captures, simplifies, and reads the table of parameters off the graph."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.fx
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.aliases import base, readers
+from autopar.ir.batch import Batch
+from autopar.ir.capture import JointGraph, Mode, capture_joint
+from autopar.ir.costs import compute_nodes
+from autopar.ir.training_graph import GradientStructure, Parameter, TrainingGraph
+from autopar.spec.plan import ModelFingerprint, ParameterSpec
+
+aten = torch.ops.aten
+
+Unused = Literal["error", "freeze"]
+
+
+def training_graph(
+    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", unused: Unused = "error"
+) -> TrainingGraph:
+    """Captures `model`'s training step on `batch`.
+
+    `unused`: what to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what
+    eager PyTorch does silently (the optimizer passes over them).
+    """
+    joint = capture_joint(model, batch, loss_fn, mode)
+    fingerprint = model_fingerprint(model, loss_fn)
+    order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
+    position = {n: i for i, n in enumerate(order)}
+    fingerprint, trainable = _trainable(fingerprint, joint, unused)
+    inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
+    parameters = tuple(_parameter(p, joint, inputs, position) for p in trainable)
+    buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
+    return TrainingGraph(
+        model=fingerprint,
+        parameters=parameters,
+        compute=compute_nodes(joint.module.graph, joint.gradients.values()),
+        backward_start=_backward_start(joint, inputs, position),
+        batch_size=batch.size,
+        buffer_bytes=sum(_bytes(n.meta["val"]) for n in buffers),
+        input_bytes=sum(_bytes(t) for t in batch.tensors),
+        joint=joint,
+    )
+
+
+def named_parameters(model: nn.Module, loss_fn: Any = None) -> dict[str, nn.Parameter]:
+    """Every parameter of the model under every name it has; those of a loss module under `loss_fn.`."""
+    table = dict(model.named_parameters(remove_duplicate=False))
+    if isinstance(loss_fn, nn.Module):
+        table |= {f"loss_fn.{n}": p for n, p in loss_fn.named_parameters(remove_duplicate=False)}
+    return table
+
+
+def model_fingerprint(model: nn.Module, loss_fn: Any = None) -> ModelFingerprint:
+    """Names, shapes, dtypes and ties of the model's parameters; a tied parameter is listed once, by its first name."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named_parameters(model, loss_fn).items():
+        names.setdefault(parameter, []).append(name)
+    return ModelFingerprint(
+        name=type(model).__name__,
+        parameters=tuple(
+            ParameterSpec(
+                name=first,
+                shape=tuple(p.shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+                trainable=p.requires_grad,
+                ties=tuple(rest),
+            )
+            for p, (first, *rest) in names.items()
+        ),
+    )
+
+
+def _trainable(
+    fingerprint: ModelFingerprint, joint: JointGraph, unused: Unused
+) -> tuple[ModelFingerprint, list[ParameterSpec]]:
+    reached = {p.name: any(n in joint.gradients for n in (p.name, *p.ties)) for p in fingerprint.parameters}
+    lost = [p.name for p in fingerprint.parameters if p.trainable and not reached[p.name]]
+    if lost and unused == "error":
+        shown = ", ".join(f"'{n}'" for n in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise CaptureError(
+            f"{len(lost)} trainable parameter(s) get no gradient from the loss: {shown}. Use them in the loss, "
+            'freeze them with requires_grad_(False), or pass unused_parameters="freeze"'
+        )
+    table = tuple(
+        p.model_copy(update={"trainable": p.trainable and reached[p.name]}) for p in fingerprint.parameters
+    )
+    return fingerprint.model_copy(update={"parameters": table}), [p for p in table if p.trainable]
+
+
+def _parameter(
+    spec: ParameterSpec,
+    joint: JointGraph,
+    inputs: dict[tuple[str, str | int], torch.fx.Node],
+    position: dict[torch.fx.Node, int],
+) -> Parameter:
+    names = [n for n in (spec.name, *spec.ties) if n in joint.gradients]
+    assert len(names) == 1, f"the gradient of the tied parameter '{spec.name}' comes in parts: {names}"
+    gradient = joint.gradients[names[0]]
+    uses = sorted(
+        position[n]
+        for name in (spec.name, *spec.ties)
+        if ("parameter", name) in inputs
+        for n in readers(inputs["parameter", name])
+        if n in position
+    )
+    ready = position.get(gradient, 0)
+    return Parameter(
+        spec=spec,
+        gradient=gradient.name,
+        ready=ready,
+        first_use=uses[0] if uses else 0,
+        last_use=uses[-1] if uses else ready,
+        structure=_structure(gradient),
+    )
+
+
+def _structure(gradient: torch.fx.Node) -> GradientStructure:
+    node = base(gradient)
+    if node.target is aten.embedding_dense_backward.default:
+        return "rows"
+    if node.target is aten.mm.default:
+        return "factors"
+    return "dense"
+
+
+def _backward_start(
+    joint: JointGraph, inputs: dict[tuple[str, str | int], torch.fx.Node], position: dict[torch.fx.Node, int]
+) -> int:
+    """Position of the first node that reads a tangent, directly or not."""
+    first = [position[u] for (kind, _), n in inputs.items() if kind == "tangent" for u in n.users if u in position]
+    return min(first, default=len(position))
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return t.numel() * t.element_size()
+

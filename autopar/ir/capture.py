@@ -1,0 +1,230 @@
+"""Capture: from a PyTorch module and a batch to the joint forward and backward graph.
+
+Two steps of PyTorch's own: TorchDynamo's whole-graph capture (a graph break is an error, and is reported with the
+user's line), then AOTAutograd's joint graph with descriptors, functionalized and made of aten operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.fx
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.batch import Batch, call_model
+from autopar.ir.simplify import simplify
+
+Mode = Literal["step", "module"]
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """The joint graph, with a name for each of its inputs and outputs.
+
+    Placeholders, in order: `parameters` and `buffers` by name, batch tensors by index, tangents of the outputs.
+    Outputs, in order: mutated inputs, the module's outputs, gradients.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[tuple[str, str | int], ...]
+    """(kind, key) for each placeholder; kind is `parameter`, `buffer`, `batch` or `tangent` (of the output at an index)."""
+    mutations: tuple[tuple[str, torch.fx.Node], ...]
+    """Names of buffers, and the nodes whose values they take."""
+    outputs: tuple[torch.fx.Node, ...]
+    """The loss alone in mode `step`; every tensor of the model's output in mode `module`."""
+    gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
+    """By parameter name; parameters that get no gradient are absent."""
+
+
+class _Step(nn.Module):
+    """The module that is captured: takes the batch's tensors, returns the loss, or all output tensors."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, batch: Batch, mode: Mode) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._batch = batch
+        self._mode = mode
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        output, target = call_model(self.model, self._batch.rebuild(tensors), self.loss_fn is not None)
+        if self._mode == "module":
+            return tuple(output_tensors(output))
+        return find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
+
+
+def find_loss(output: Any) -> Any:
+    """The loss in a model's output: the output itself where it is a tensor, else its `loss`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None:
+        raise CaptureError(
+            f"the model's output ({type(output).__name__}) holds no loss: pass labels in the batch so that the "
+            "model computes one, return the loss from the model, or pass loss_fn="
+        )
+    return loss
+
+
+def output_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a model's output, in order; caches and other objects are passed over."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from output_tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from output_tensors(value)
+
+
+def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
+    """Captures one training step on `batch`; raises `CaptureError` with the line that stands in the way."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    step = _Step(model, loss_fn, batch, mode)
+    graph = _dynamo(step, batch)
+    with contextlib.ExitStack() as stack, _quiet():
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))  # type: ignore[attr-defined]
+        try:
+            joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)
+        except CaptureError:
+            raise
+        except Exception as e:
+            raise _explained(e, "the backward pass cannot be traced") from e
+        module = joint.graph_module
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    simplify(module)
+    return _describe(module, mode)
+
+
+def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    loggers = {f for f in vars(logging.Logger).values() if callable(f)} | {logging.info, logging.warning, logging.debug}
+    settings: dict[str, Any] = {
+        "ignore_logging_functions": loggers,
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
+    }
+    settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
+    with torch._dynamo.config.patch(settings), _quiet():
+        try:
+            return dynamo_graph_capture_for_export(step)(*batch.tensors)  # type: ignore[no-any-return]
+        except CaptureError:
+            raise
+        except Exception as e:
+            cause = _own_error(e)
+            if cause is not None:
+                raise cause from None
+            raise _explained(e, "the model cannot be captured as one graph") from e
+
+
+def _own_error(e: BaseException) -> CaptureError | None:
+    """A `CaptureError` raised inside the traced code, which Dynamo reports as its own."""
+    text = str(e)
+    if "holds no loss" in text:
+        return CaptureError(
+            "the model's output holds no loss: pass labels in the batch so that the model computes one, return the "
+            "loss from the model, or pass loss_fn="
+        )
+    return None
+
+
+def _explained(e: BaseException, what: str) -> CaptureError:
+    """Says where in the user's code the capture broke, and what to do."""
+    frames = getattr(e, "real_stack", None) or traceback.extract_tb(e.__traceback__)
+    user = [f for f in frames if not _internal(f.filename)]
+    where = ""
+    if user:
+        last = user[-1]
+        where = f"\n  at {last.filename}:{last.lineno}, in {last.name}: {last.line or ''}".rstrip()
+    lines = [x for x in str(e).strip().splitlines() if x.strip()] or [type(e).__name__]
+    reason = "; ".join(x.strip() for x in lines[:3])
+    hint = (
+        "\n  Control flow that depends on a tensor's value, and calls out of PyTorch, cannot be captured: use "
+        "torch.where or torch.cond, move the code out of forward, or freeze the flag that selects it."
+    )
+    return CaptureError(f"{what}: {reason}{where}{hint}")
+
+
+def _internal(filename: str) -> bool:
+    return "/torch/" in filename or filename.startswith("<") or "/autopar/" in filename
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch's own tracing logs are no news to users of autopar; errors are raised, with their cause."""
+    names = ("torch._dynamo", "torch._functorch", "torch.fx")
+    before = [(logging.getLogger(n), logging.getLogger(n).level) for n in names]
+    for logger, _ in before:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
+
+
+def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
+    """Reads AOTAutograd's descriptors, the only place where they are read."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    inputs: list[tuple[str, str | int]] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        if isinstance(desc, d.ParamAOTInput):
+            inputs.append(("parameter", _public(desc.target)))
+        elif isinstance(desc, d.BufferAOTInput):
+            inputs.append(("buffer", _public(desc.target)))
+        elif isinstance(desc, d.TangentAOTInput):
+            if not isinstance(desc.output, d.PlainAOTOutput):
+                raise CaptureError(f"the model returns a view of one of its inputs or parameters ({desc.output}): return a copy")
+            inputs.append(("tangent", desc.output.idx))
+        elif isinstance(desc, d.PlainAOTInput):
+            inputs.append(("batch", desc.idx))
+        else:
+            raise CaptureError(f"the graph takes an input of an unknown kind: {desc}")
+    output = module.graph.output_node()
+    mutations, outputs, gradients = [], [], {}
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(desc, d.InputMutationAOTOutput):
+            if not isinstance(desc.mutated_input, d.BufferAOTInput):
+                raise CaptureError(
+                    f"the model writes to {desc.mutated_input} in its forward pass: only buffers may be written to; "
+                    "write to a copy of the input"
+                )
+            mutations.append((_public(desc.mutated_input.target), node))
+        elif isinstance(desc, d.GradAOTOutput):
+            if node is not None and isinstance(desc.grad_of, d.ParamAOTInput):
+                gradients[_public(desc.grad_of.target)] = node
+        elif isinstance(desc, d.PlainAOTOutput):
+            outputs.append(node)
+        elif node is not None:
+            raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
+    if mode == "step":
+        _check_loss(outputs, bool(gradients))
+    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients)  # type: ignore[arg-type]
+
+
+def _check_loss(outputs: list[Any], any_gradient: bool) -> None:
+    shape = tuple(outputs[0].meta["val"].shape) if outputs and isinstance(outputs[0], torch.fx.Node) else None
+    if len(outputs) != 1 or shape is None or shape not in ((), (1,)):
+        raise CaptureError(
+            f"the loss must be one scalar, got {len(outputs)} output(s), the first of shape {shape}: reduce it "
+            "with .mean() or .sum() in the model or in loss_fn"
+        )
+    if not any_gradient:
+        raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
+
+
+def _public(target: str) -> str:
+    """The name a user knows: `model.` is the wrapper's; a loss function's own parameters keep `loss_fn.`."""
+    return target.removeprefix("model.")

@@ -1,0 +1,89 @@
+"""What each node of a graph costs: operations, bytes moved, and bytes alive while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from autopar.ir.aliases import base, is_view
+from autopar.ir.training_graph import ComputeNode
+
+
+def compute_nodes(graph: torch.fx.Graph, freed_at_once: Iterable[torch.fx.Node] = ()) -> tuple[ComputeNode, ...]:
+    """The graph's nodes in order. Values of `freed_at_once` (gradients, which the step consumes as they complete)
+    count as alive only while they are computed and read."""
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    live = _live_bytes(graph, nodes, {base(n) for n in freed_at_once})
+    return tuple(
+        ComputeNode(n.name, _op_name(n), _flops(n), 0 if is_view(n) else _bytes_moved(n), alive)
+        for n, alive in zip(nodes, live, strict=True)
+    )
+
+
+def _op_name(node: torch.fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removeprefix("aten.")
+    return str(getattr(target, "__name__", target))
+
+
+def _flops(node: torch.fx.Node) -> int:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._overloadpacket not in flop_registry:
+        return 0
+    args, kwargs = pytree.tree_map(_value, (node.args, node.kwargs))
+    return int(flop_registry[target._overloadpacket](*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def _value(x: Any) -> Any:
+    return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a (fake) tensor, or of all tensors in a nest of them."""
+    return sum(
+        t.numel() * t.element_size() for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)
+    )
+
+
+def _bytes_moved(node: torch.fx.Node) -> int:
+    if getattr(node.target, "__name__", "") == "getitem":
+        return 0
+    read = sum(tensor_bytes(n.meta.get("val")) for n in node.all_input_nodes)
+    return read + tensor_bytes(node.meta.get("val"))
+
+
+def _live_bytes(graph: torch.fx.Graph, nodes: list[torch.fx.Node], freed: set[torch.fx.Node]) -> list[int]:
+    position = {n: i for i, n in enumerate(nodes)}
+    last: dict[torch.fx.Node, int] = {}
+    for node, i in position.items():
+        for source in (node, *node.all_input_nodes):
+            last[_owner(source)] = i
+    for result in graph.output_node().all_input_nodes:
+        owner = _owner(result)
+        if owner not in freed:
+            last[owner] = len(nodes)
+    change = [0] * (len(nodes) + 2)
+    for owner, end in last.items():
+        if owner in position:
+            size = tensor_bytes(owner.meta.get("val"))
+            change[position[owner]] += size
+            change[end + 1] -= size
+    live, total = [], 0
+    for i in range(len(nodes)):
+        total += change[i]
+        live.append(total)
+    return live
+
+
+def _owner(node: torch.fx.Node) -> torch.fx.Node:
+    """The node that allocated this node's memory; for an element of a tuple, the operator that made the tuple."""
+    node = base(node)
+    while getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], torch.fx.Node):
+        node = base(node.args[0])
+    return node

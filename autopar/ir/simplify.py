@@ -1,0 +1,110 @@
+"""Simplifications of the joint graph: what autograd's tracing leaves behind and a run need not pay for.
+
+Each is `graph -> None`, changes no value, and is listed in `PASSES` in the order in which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+aten = torch.ops.aten
+
+_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+_SHARED = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+
+
+def remove_identities(graph: torch.fx.Graph) -> None:
+    """Removes detach and alias: without autograd at run time they only cost a dispatch."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+
+
+def fold_views(graph: torch.fx.Graph) -> None:
+    """Folds a transpose of a transpose, a view of a view, and views that change nothing."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        source = node.args[0]
+        if node.target in (aten.view.default, aten.expand.default) and _same_shape(node, source):
+            node.replace_all_uses_with(source)
+        elif source.op == "call_function" and source.target is node.target:
+            if node.target is aten.t.default or (
+                node.target is aten.transpose.int and _dims(node) == _dims(source)
+            ):
+                node.replace_all_uses_with(source.args[0])  # type: ignore[arg-type]
+            elif node.target is aten.view.default:
+                node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
+
+
+def share_views(graph: torch.fx.Graph) -> None:
+    """Makes one node of equal views of the same value."""
+    seen: dict[Any, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _SHARED or node.kwargs:
+            continue
+        key = (node.target, *(tuple(a) if isinstance(a, list) else a for a in node.args))
+        try:
+            first = seen.setdefault(key, node)
+        except TypeError:  # an argument that cannot be hashed: leave the node alone
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+
+
+def remove_dead_code(graph: torch.fx.Graph) -> None:
+    """Removes nodes whose value nobody reads; random operators go too, as eager autograd would not run them twice."""
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
+            graph.erase_node(node)
+
+
+PASSES: tuple[Callable[[torch.fx.Graph], None], ...] = (
+    remove_identities,
+    fold_views,
+    share_views,
+    fold_views,
+    remove_dead_code,
+)
+
+
+def simplify(module: torch.fx.GraphModule) -> None:
+    """Runs every pass, in place, and checks the graph after each."""
+    for graph_pass in PASSES:
+        graph_pass(module.graph)
+        module.graph.lint()
+    module.recompile()
+
+
+def _has_effect(node: torch.fx.Node) -> bool:
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) and target.__class__.__name__ not in (
+        "builtin_function_or_method",
+        "function",
+    ) or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable) or node.is_impure()
+
+
+def _same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype
+
+
+def _dims(node: torch.fx.Node) -> tuple[int, ...]:
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    return tuple(sorted(int(d) % rank for d in node.args[1:]))  # type: ignore[call-overload]

@@ -1,0 +1,73 @@
+"""Collectives as the rewritten graph calls them: issued at once, completed by `wait`.
+
+All are issued from one thread, in graph order. PyTorch's functional collectives are used where they exist; the
+others are asynchronous `torch.distributed` calls whose work is registered, so that one `wait` serves all.
+
+Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Two choices follow from what gloo does:
+its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all, and its all-gather
+refuses unequal parts, so those go through an all-to-all as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+_functional = torch.ops._c10d_functional
+
+
+def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over ranks, in place."""
+    return _functional.all_reduce_(x, "sum", group)  # type: ignore[no-any-return]
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Blocks until the collective that writes `x` is complete."""
+    return _functional.wait_tensor(x)  # type: ignore[no-any-return]
+
+
+def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
+    """The sum over ranks, in place, valid on rank `owner` of the group."""
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    return _registered(x, dist.reduce(x, group_dst=owner, group=pg, async_op=True))
+
+
+def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
+    """Rank `owner`'s value, in place."""
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    return _registered(x, dist.broadcast(x, group_src=owner, group=pg, async_op=True))
+
+
+def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
+    """Sends part r of `x` to rank r; the result, once waited for, is what `sum_parts` adds up."""
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    mine = splits[rank]
+    out = x.new_empty(mine * len(splits))
+    work = dist.all_to_all_single(out, x, [mine] * len(splits), list(splits), group=pg, async_op=True)
+    return _registered(out, work)
+
+
+def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the parts that `reduce_scatter` received, in rank order, in `dtype`."""
+    return x.view(world_size, -1).sum(0, dtype=dtype)
+
+
+def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tensor:
+    """Every rank's part, one after the other."""
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    out = x.new_empty(sum(splits))
+    if len(set(splits)) == 1:
+        work = dist.all_gather_into_tensor(out, x, group=pg, async_op=True)
+    else:
+        sent = x.repeat(len(splits))
+        work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
+    return _registered(out, work)
+
+
+def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+    assert work is not None, "an asynchronous collective returns its work"
+    torch._C._distributed_c10d._register_work(x, work)
+    return x

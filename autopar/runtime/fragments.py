@@ -1,0 +1,72 @@
+"""Fragments: which part of which parameter lies where in a group's flat value.
+
+A group's flat value is its members, flattened, one after the other. A rank that holds elements [a, b) of it holds
+a fragment of each member that this range touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.strategies.base import Group
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A part of a parameter that one rank updates or stores."""
+
+    name: str
+    whole: bool
+    """Whether it is the whole parameter."""
+    tensor: torch.Tensor
+    """The parameter itself, or a view into its memory."""
+    start: int
+    """Where its elements begin in the flat value of the rank that holds them."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.numel()
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This fragment's elements of a flat value, in the fragment's shape."""
+        return flat[self.start : self.stop].view(self.tensor.shape)
+
+
+def fragments(
+    group: Group, parameters: dict[str, torch.nn.Parameter], begin: int = 0, end: int | None = None
+) -> tuple[Fragment, ...]:
+    """The fragments that elements [begin, end) of the group's flat value consist of."""
+    end = group.elements if end is None else end
+    found, offset = [], 0
+    for member in group.members:
+        a, b = max(begin, offset), min(end, offset + member.elements)
+        if a < b:
+            parameter = parameters[member.slice.name]
+            tensor: torch.Tensor = parameter
+            if not member.slice.whole:
+                piece = member.slice
+                assert piece.start is not None and piece.stop is not None
+                tensor = parameter.detach().narrow(piece.dim, piece.start, piece.stop - piece.start)
+            complete = b - a == member.elements
+            if not complete:
+                tensor = tensor.detach().view(-1)[a - offset : b - offset]
+            found.append(Fragment(member.slice.name, complete and member.slice.whole, tensor, a - begin))
+        offset += member.elements
+    return tuple(found)
+
+
+def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Flattens, concatenates and casts, in one pass over the elements."""
+    total = sum(t.numel() for t in tensors)
+    flat = torch.empty(total, dtype=dtype, device=tensors[0].device)
+    views, offset = [], 0
+    for t in tensors:
+        views.append(flat[offset : offset + t.numel()].view(t.shape))
+        offset += t.numel()
+    if scale is not None:
+        tensors = [t * scale for t in tensors]
+    torch._foreach_copy_(views, list(tensors))
+    return flat

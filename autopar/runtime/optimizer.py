@@ -1,0 +1,134 @@
+"""The user's optimizer, run on the parts of the parameters that this rank updates.
+
+Each sync group gets a part of the optimizer: the same class and settings, over the group's fragments. Settings are
+read from the user's optimizer at every step, so learning-rate schedulers work on it as on any optimizer. Where this
+rank updates whole parameters, the state lives in the user's optimizer itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import OptimizerError
+from autopar.runtime.fragments import Fragment
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, n)
+    for n in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop ASGD Rprop".split()
+)
+"""Optimizers that update each element from that element's gradient and state alone."""
+
+_FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+Scope = Literal["element", "parameter"]
+"""The smallest unit whose update depends on nothing else."""
+
+
+def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) -> Scope:
+    """What unit the optimizer acts on; raises `OptimizerError` where that is neither known nor stated."""
+    if stated is not None:
+        return stated
+    if optimizer is None or type(optimizer) in ELEMENTWISE:
+        return "element"
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return "parameter"
+    raise OptimizerError(
+        f"{type(optimizer).__name__} is not one of PyTorch's own, so it is not known whether its update may run on one "
+        'parameter, or one slice, at a time: pass optimizer_acts_on="element" or "parameter" (whichever is the smallest '
+        "unit whose update depends on nothing else)"
+    )
+
+
+def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+    """Raises `OptimizerError` unless the optimizer updates exactly this model's trainable parameters."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS evaluates the loss several times a step, through a closure: its step cannot be one program. Use "
+            "optimize(model, cluster) without an optimizer and step it yourself"
+        )
+    known = {p: n for n, p in reversed(parameters.items())}
+    held = {p for g in optimizer.param_groups for p in g["params"]}
+    strangers = [p for p in held if p not in known]
+    if strangers:
+        raise OptimizerError(
+            f"{len(strangers)} of the optimizer's {len(held)} parameters are not the model's (the first has shape "
+            f"{tuple(strangers[0].shape)}): build the optimizer from this model's parameters(), after any change "
+            "that replaces them (.to(), tying, wrapping)"
+        )
+    missing = [n for n, p in parameters.items() if p.requires_grad and p not in held]
+    if missing:
+        raise OptimizerError(
+            f"the optimizer does not update {len(missing)} trainable parameter(s), the first is '{missing[0]}': add "
+            "them, or freeze them with requires_grad_(False)"
+        )
+
+
+class OptimizerPart:
+    """The optimizer over some fragments: `step(gradients)` updates them in place."""
+
+    def __init__(self, optimizer: Optimizer, parts: Sequence[Fragment], parameters: dict[str, nn.Parameter]) -> None:
+        self.fragments = tuple(parts)
+        self._whole = optimizer
+        self._part = copy.copy(optimizer)
+        # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per part.
+        self._part.__dict__.pop("step", None)
+        self._part._optimizer_step_pre_hooks = OrderedDict()
+        self._part._optimizer_step_post_hooks = OrderedDict()
+        self._part.state = defaultdict(dict)
+        self._leaves = [f.tensor if f.whole else nn.Parameter(f.tensor.detach()) for f in parts]
+        of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+        self._part.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
+        for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+            self._part.param_groups[of[parameters[fragment.name]]]["params"].append(leaf)
+            if fragment.whole and leaf in optimizer.state:
+                self._part.state[leaf] = optimizer.state[leaf]
+
+    def step(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Updates the fragments from gradients in their shapes."""
+        for mine, whole in zip(self._part.param_groups, self._whole.param_groups, strict=True):
+            for key, value in whole.items():
+                if key != "params":
+                    mine[key] = value
+            if _may_fuse(self._part, mine):
+                mine["fused"] = True
+        for leaf, gradient in zip(self._leaves, gradients, strict=True):
+            # Fused kernels read gradients in the parameter's layout, as autograd would leave them.
+            leaf.grad = gradient if gradient.stride() == leaf.stride() else torch.empty_like(leaf).copy_(gradient)
+        self._part.step()
+        for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+            leaf.grad = None
+            if fragment.whole:
+                self._whole.state[leaf] = self._part.state[leaf]
+
+    def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
+        """The optimizer state of each fragment."""
+        return [(f, self._part.state[leaf]) for f, leaf in zip(self.fragments, self._leaves, strict=True)]
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        """Sets the optimizer state of one fragment."""
+        leaf = self._leaves[index]
+        self._part.state[leaf] = state
+        if self.fragments[index].whole:
+            self._whole.state[leaf] = state
+
+
+def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Where the user left the implementation open, PyTorch's fused one serves the CPU too, several times faster."""
+    return (
+        type(optimizer) in _FUSED_ON_CPU
+        and group.get("fused") is None
+        and group.get("foreach") is None
+        and not group.get("differentiable", False)
+        and not group.get("capturable", False)
+        and not isinstance(group.get("lr"), torch.Tensor)
+        and bool(group["params"])
+        and all(p.device.type == "cpu" and p.is_contiguous() and p.is_floating_point() for p in group["params"])
+    )

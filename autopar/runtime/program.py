@@ -1,0 +1,294 @@
+"""The program: a model's training step, rewritten by a plan, and run on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import PlanMismatchError, SignatureError
+from autopar.ir.batch import Batch, flatten
+from autopar.ir.build import Unused, named_parameters, training_graph
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ir.weights import BatchWeight, batch_weight
+from autopar.runtime import collectives
+from autopar.runtime.fragments import Fragment
+from autopar.runtime.modules import Observer, Update
+from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.random import RandomStream
+from autopar.runtime.writer import StepWriter, Target
+from autopar.spec.plan import Plan
+from autopar.strategies.base import Context
+from autopar.strategies.lowering import StepProgram, lower_plan
+
+Weight = Callable[[Any], float] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a program computes, besides what the plan says."""
+
+    loss_fn: Any = None
+    clip_grad_norm: float | None = None
+    weight: Weight = None
+    """From a batch to how much it counts in the global mean; `None`: read off the loss."""
+    unused_parameters: Unused = "error"
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """One batch signature's graphs."""
+
+    graph: TrainingGraph
+    program: StepProgram
+    weight: BatchWeight
+    step: torch.fx.GraphModule
+    finish: torch.fx.GraphModule | None = None
+    """The step's last micro-batch, written when first needed."""
+
+
+class Program:
+    """A distributed training step: `loss = program.step(batch)`.
+
+    Every rank holds the same plan and calls `step` equally often. The gradient is that of the mean over the global
+    batch, however uneven the ranks' batches are; the returned loss is the global mean, on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        group: Group,
+        optimizer: Optimizer,
+        settings: Settings,
+        context: Context,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.optimizer = optimizer
+        self.settings = settings
+        self._group = group
+        self._context = context
+        self._rendezvous = Rendezvous(group)
+        self._parameters = {n: p for n, p in named_parameters(model, settings.loss_fn).items()}
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        if isinstance(settings.loss_fn, nn.Module):
+            self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
+        self._parts: dict[int, OptimizerPart] = {}
+        self._compiled: dict[Any, _Compiled] = {}
+        self._random = RandomStream(group.rank, group.world_size)
+        self._order = CollectiveOrder(self._rendezvous, plan)
+        self._observer: Observer | None = None
+        self._steps = 0
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    def step(self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None) -> torch.Tensor:
+        """One optimizer step on this rank's batch, or on several micro-batches as on one batch; returns the global
+        mean loss, detached.
+
+        Raises `SignatureError` where the batch cannot be used, `CaptureError` where a batch of a new shape cannot be
+        captured, and `CollectiveError`, naming the rank, where another rank is late or gone.
+        """
+        if (batch is None) == (micro_batches is None):
+            raise SignatureError("step takes one batch, or micro_batches=[...], not both and not neither")
+        batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
+        if not batches:
+            raise SignatureError("micro_batches is empty: a step needs at least one")
+        compiled = [self.compile(b) for b in batches]
+        originals = [batch] if micro_batches is None else list(micro_batches)
+        with torch.no_grad(), self._random, self._rendezvous.guard(self._steps):
+            if len(batches) == 1:
+                loss = self._run_one(compiled[0], batches[0], originals[0])
+            else:
+                loss = self._run_many(compiled, batches, originals)
+        self._steps += 1
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
+        return loss
+
+    def compile(self, batch: Batch | Any) -> _Compiled:
+        """Captures, lowers and writes the step for a batch's signature, unless that was done before."""
+        batch = batch if isinstance(batch, Batch) else flatten(batch)
+        key = signature_key(self.model, batch)
+        if key in self._compiled:
+            return self._compiled[key]
+        graph = training_graph(self.model, batch, self.settings.loss_fn, unused=self.settings.unused_parameters)
+        return self.adopt(key, graph)
+
+    def adopt(self, key: Hashable, graph: TrainingGraph) -> _Compiled:
+        """Lowers and writes a captured graph."""
+        self.plan.check_model(graph.model)
+        program = lower_plan(self.plan.groups, graph, self._context)
+        self._order.check(program)
+        assert graph.joint is not None
+        weight = batch_weight(graph.joint, graph.batch_size)
+        step = StepWriter(graph, program, self._target()).write()
+        compiled = _Compiled(graph, program, weight, step)
+        self._compiled[key] = compiled
+        self._observe(step)
+        return compiled
+
+    def observe(self, observer: Observer | None) -> None:
+        """Has every synchronized gradient that this rank updates with shown to `observer`, fragment by fragment."""
+        self._observer = observer
+        for compiled in self._compiled.values():
+            self._observe(compiled.step)
+            if compiled.finish is not None:
+                self._observe(compiled.finish)
+
+    def _observe(self, module: torch.fx.GraphModule) -> None:
+        for m in module.children():
+            if isinstance(m, Update):
+                m.observer = self._observer
+
+    def _target(self) -> Target:
+        return Target(
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            group=self._group.name,
+            parameters=self._parameters,
+            part=self._part,
+            max_norm=self.settings.clip_grad_norm,
+        )
+
+    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
+        if index not in self._parts:
+            self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
+        return self._parts[index]
+
+    def _run_one(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
+        arguments = self._arguments(compiled, batch)
+        if self.world_size == 1:
+            return compiled.step(*arguments, self._tangent(compiled, 1.0)).detach()  # type: ignore[no-any-return]
+        weight = self._weight(compiled, batch, original)
+        loss = compiled.step(*arguments, weight, weight)
+        return loss.to(_loss_dtype(compiled))  # type: ignore[no-any-return]
+
+    def _run_many(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
+        """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
+        weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
+        total = torch.stack(weights).sum()
+        if self._group.name is not None:
+            total = collectives.wait(collectives.all_reduce(total, self._group.name))
+        earlier: dict[str, torch.Tensor] = {}
+        loss = torch.zeros((), dtype=torch.float64)
+        for c, b, w in zip(compiled[:-1], batches[:-1], weights[:-1], strict=True):
+            loss += self._share(self._accumulate(c, b, float(w / total), earlier), w / total)
+        last = compiled[-1]
+        if last.finish is None:
+            finish = StepWriter(last.graph, last.program, self._target()).write(accumulated=True)
+            self._observe(finish)
+            key = next(k for k, v in self._compiled.items() if v is last)
+            last = self._compiled[key] = replace(last, finish=finish)
+        assert last.finish is not None
+        seed = float(weights[-1] / total)
+        ordered = [earlier[p.name] for p in last.graph.parameters]
+        earlier.clear()
+        own = last.finish(*self._arguments(last, batches[-1]), self._tangent(last, seed), *ordered)
+        loss += self._share(own, weights[-1] / total)
+        if self._group.name is not None:
+            loss = collectives.wait(collectives.all_reduce(loss, self._group.name))
+        return loss.to(_loss_dtype(last))
+
+    def _accumulate(self, c: _Compiled, batch: Batch, seed: float, into: dict[str, torch.Tensor]) -> torch.Tensor:
+        joint = c.graph.joint
+        assert joint is not None
+        values = joint.module(*self._arguments(c, batch), self._tangent(c, seed))
+        by_node = dict(zip(joint.module.graph.output_node().args[0], values, strict=True))  # type: ignore[arg-type]
+        for name, node in joint.mutations:
+            self._buffers[name].copy_(by_node[node])
+        for p in c.graph.parameters:
+            node = next(joint.gradients[n] for n in (p.name, *p.spec.ties) if n in joint.gradients)
+            gradient = by_node[node]
+            if p.name in into:
+                into[p.name].add_(gradient)
+            else:  # a copy, for two parameters may have one and the same gradient tensor
+                into[p.name] = gradient.clone(memory_format=torch.contiguous_format)
+        return by_node[joint.outputs[0]]  # type: ignore[no-any-return]
+
+    def _arguments(self, compiled: _Compiled, batch: Batch) -> list[torch.Tensor]:
+        joint = compiled.graph.joint
+        assert joint is not None
+        device = next(iter(self._parameters.values())).device
+        arguments = []
+        for kind, key in joint.inputs:
+            if kind == "parameter":
+                arguments.append(self._parameters[str(key)])
+            elif kind == "buffer":
+                arguments.append(self._buffers[str(key)])
+            elif kind == "batch":
+                tensor = batch.tensors[int(key)]
+                arguments.append(tensor if tensor.device == device else tensor.to(device, non_blocking=True))
+        return arguments
+
+    def _weight(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
+        if self.settings.weight is not None:
+            return torch.tensor(float(self.settings.weight(original)), dtype=torch.float64)
+        return compiled.weight.of(batch.tensors)
+
+    def _tangent(self, compiled: _Compiled, seed: float) -> torch.Tensor:
+        joint = compiled.graph.joint
+        assert joint is not None
+        like = joint.outputs[0].meta["val"]  # a fake tensor: its shape and dtype alone
+        device = next(iter(self._parameters.values())).device
+        return torch.full(tuple(like.shape), seed, dtype=like.dtype, device=device)
+
+    @staticmethod
+    def _share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        return torch.where(share == 0, 0.0, loss.double().reshape(()) * share)
+
+
+def _loss_dtype(compiled: _Compiled) -> torch.dtype:
+    joint = compiled.graph.joint
+    assert joint is not None
+    return joint.outputs[0].meta["val"].dtype  # type: ignore[no-any-return]
+
+
+class CollectiveOrder:
+    """Holds every program of a plan, on every rank, to one order of collectives, before the first is issued."""
+
+    def __init__(self, rendezvous: Rendezvous, plan: Plan) -> None:
+        self._rendezvous = rendezvous
+        self._plan = plan
+        self._hash: str | None = None
+
+    def check(self, program: StepProgram) -> None:
+        """Raises `PlanMismatchError` where ranks, or batches of different shapes, would issue different collectives."""
+        if self._hash is None:
+            self._rendezvous.agree("plan", self._plan.digest)
+            self._rendezvous.agree("order of collectives", program.order_hash)
+            self._hash = program.order_hash
+        elif program.order_hash != self._hash:
+            raise PlanMismatchError(
+                "this batch leads to another order of collectives than the first one: ranks would exchange the wrong "
+                "tensors. Does the model's structure depend on the batch?"
+            )
+
+
+def signature_key(model: nn.Module, batch: Batch) -> Hashable:
+    """What a captured graph is valid for: the batch's signature, each module's mode, and autocast."""
+    key = (batch.signature, tuple(m.training for m in model.modules()), _autocast_state())
+    try:
+        hash(key)
+    except TypeError as e:
+        raise SignatureError(
+            f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
+        ) from e
+    return key
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
