@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from autopar.runtime.program import Program as Program
     from autopar.spec.cluster import ClusterSpec as ClusterSpec
     from autopar.spec.plan import Plan as Plan
-    from autopar.verify import Verification as Verification
-    from autopar.verify import verify as verify
+    from autopar.verification import Verification as Verification
+    from autopar.verification import verify as verify
 
 _HOMES = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.spec.cluster",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
-    "Verification": "autopar.verify",
+    "Verification": "autopar.verification",
     "optimize": "autopar.api",
     "plan": "autopar.api",
-    "verify": "autopar.verify",
+    "verify": "autopar.verification",
 }
 
 __version__ = "0.1.0"

@@ -139,12 +139,13 @@ def optimize(
             group, lambda: _plan(graph, _cluster(cluster_spec, group), context, strategy, fidelity, time_budget_s, seed, progress)
         )
     settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
-    program: Program | SyncedModule
-    if optimizer is not None:
-        program = Program(model, plan, group, optimizer, settings, context)
-    else:
-        program = SyncedModule(model, plan, group, settings, context)
-    program.adopt(signature_key(model, flat), graph)
+    key = signature_key(model, flat)
+    if optimizer is None:
+        module = SyncedModule(model, plan, group, settings, context)
+        module.adopt(key, graph, flat)
+        return module
+    program = Program(model, plan, group, optimizer, settings, context)
+    program.adopt(key, graph)
     return program
 
 

@@ -12,6 +12,7 @@ A strategy never sees a tensor, and neither the cost models nor the runtime know
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from autopar.ir.primitives import CLIP_STAGE, Kind, Primitive
 from autopar.ir.training_graph import Parameter
-from autopar.spec.plan import Fidelity, ParameterSlice, ParameterSpec, SyncGroup
+from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup
 
 WireDtype = Literal["same", "float32", "bfloat16", "float16"]
 
@@ -59,7 +60,7 @@ class Member:
 
     @property
     def elements(self) -> int:
-        return ParameterSpec(name="", shape=self.shape, dtype=self.parameter.spec.dtype).numel
+        return math.prod(self.shape)
 
     @property
     def contiguous(self) -> bool:

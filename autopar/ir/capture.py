@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,7 +92,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
 
     step = _Step(model, loss_fn, batch, mode)
     graph = _dynamo(step, batch)
-    with contextlib.ExitStack() as stack, _quiet():
+    with _restored(step), contextlib.ExitStack() as stack, _quiet():
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))  # type: ignore[attr-defined]
         try:
             joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)
@@ -160,6 +161,19 @@ def _internal(filename: str) -> bool:
 
 
 @contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Puts parameters and buffers back in their places: tracing swaps them for stand-ins, and PyTorch leaves the
+    stand-ins in a submodule that is held under two names."""
+    held = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, parameters, buffers in held:
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """PyTorch's own tracing logs are no news to users of autopar; errors are raised, with their cause."""
     names = ("torch._dynamo", "torch._functorch", "torch.fx")
@@ -167,7 +181,9 @@ def _quiet() -> Iterator[None]:
     for logger, _ in before:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch")
+            yield
     finally:
         for logger, level in before:
             logger.setLevel(level)

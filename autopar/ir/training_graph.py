@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
@@ -75,7 +76,7 @@ class TrainingGraph:
     joint: JointGraph | None = field(default=None, compare=False, repr=False)
     """The graph itself; absent where only a plan is to be priced."""
 
-    @property
+    @cached_property
     def by_name(self) -> Mapping[str, Parameter]:
         return {p.name: p for p in self.parameters}
 

@@ -57,13 +57,11 @@ def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Ten
 
 def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tensor:
     """Every rank's part, one after the other."""
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    out = x.new_empty(sum(splits))
     if len(set(splits)) == 1:
-        work = dist.all_gather_into_tensor(out, x, group=pg, async_op=True)
-    else:
-        sent = x.repeat(len(splits))
-        work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
+        return _functional.all_gather_into_tensor(x, len(splits), group)  # type: ignore[no-any-return]
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    out, sent = x.new_empty(sum(splits)), x.repeat(len(splits))
+    work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
     return _registered(out, work)
 
 

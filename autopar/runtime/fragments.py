@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.spec.plan import ParameterSlice
 from autopar.strategies.base import Group
 
 
@@ -23,6 +24,9 @@ class Fragment:
     """Whether it is the whole parameter."""
     tensor: torch.Tensor
     """The parameter itself, or a view into its memory."""
+    piece: ParameterSlice
+    begin: int
+    """Where the fragment begins in the flattened slice."""
     start: int
     """Where its elements begin in the flat value of the rank that holds them."""
 
@@ -33,6 +37,10 @@ class Fragment:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This fragment's elements of a flat value, in the fragment's shape."""
         return flat[self.start : self.stop].view(self.tensor.shape)
+
+    def cut(self, like: torch.Tensor) -> torch.Tensor:
+        """The same part of another tensor of the parameter's shape: a gradient, or optimizer state."""
+        return _cut(like, self.piece, self.begin, self.tensor.numel())
 
 
 def fragments(
@@ -45,17 +53,19 @@ def fragments(
         a, b = max(begin, offset), min(end, offset + member.elements)
         if a < b:
             parameter = parameters[member.slice.name]
-            tensor: torch.Tensor = parameter
-            if not member.slice.whole:
-                piece = member.slice
-                assert piece.start is not None and piece.stop is not None
-                tensor = parameter.detach().narrow(piece.dim, piece.start, piece.stop - piece.start)
-            complete = b - a == member.elements
-            if not complete:
-                tensor = tensor.detach().view(-1)[a - offset : b - offset]
-            found.append(Fragment(member.slice.name, complete and member.slice.whole, tensor, a - begin))
+            whole = b - a == member.elements and member.slice.whole
+            tensor = parameter if whole else _cut(parameter.detach(), member.slice, a - offset, b - a)
+            found.append(Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin))
         offset += member.elements
     return tuple(found)
+
+
+def _cut(tensor: torch.Tensor, piece: ParameterSlice, begin: int, elements: int) -> torch.Tensor:
+    """A view of `elements` elements of a slice of `tensor`, from `begin` on; the whole slice keeps its shape."""
+    if not piece.whole:
+        assert piece.start is not None and piece.stop is not None
+        tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
+    return tensor if elements == tensor.numel() else tensor.view(-1)[begin : begin + elements]
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:

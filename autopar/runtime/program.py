@@ -21,7 +21,8 @@ from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.random import RandomStream
-from autopar.runtime.writer import StepWriter, Target
+from autopar.runtime.step_writer import StepWriter
+from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan

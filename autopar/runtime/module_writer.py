@@ -1,0 +1,136 @@
+"""Writes a module's forward and backward pass as two graphs: the second synchronizes gradients as they complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.fx
+
+from autopar.ir.primitives import Kind, Primitive
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime import collectives
+from autopar.runtime.writer import NARROW, Target, Writer, Written, all_reduce_copy, batch_share
+from autopar.strategies.lowering import StepProgram
+
+
+class _Half(Writer):
+    def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target) -> None:
+        super().__init__(graph, program, target)
+        placeholders = self.joint.module.graph.find_nodes(op="placeholder")
+        self.inputs = dict(zip(placeholders, self.joint.inputs, strict=True))
+        self.tangents = [n for n, (kind, _) in self.inputs.items() if kind == "tangent"]
+        late: set[torch.fx.Node] = set(self.tangents)
+        for _, node in self.compute():
+            if not late.isdisjoint(node.all_input_nodes):
+                late.add(node)
+        self.late = late
+        """Nodes of the backward pass: those that depend on a tangent."""
+        first = [n for n in self.joint.module.graph.nodes if n not in late and n.op != "output"]
+        self.saved = [n for n in first if any(u in late for u in n.users if u.op != "output")]
+        """Values of the forward pass that the backward pass reads, parameters among them."""
+
+
+class ForwardWriter(_Half):
+    """From parameters, buffers and batch to the model's outputs, followed by the values to save."""
+
+    def write(self) -> torch.fx.GraphModule:
+        for node in self.inputs:
+            if node not in self.late:
+                self.copy(node)
+        for _, node in self.compute():
+            if node not in self.late:
+                self.copy(node)
+        outputs = [self.copies[n] for n in (*self.joint.outputs, *self.saved)]
+        for name, value in self.joint.mutations:
+            buffer = next(n for n, key in self.inputs.items() if key == ("buffer", name))
+            self.call(torch.ops.aten.copy_.default, (self.copies[buffer], self.copies[value]))
+        self.graph.output(tuple(outputs))
+        return self.module("Forward")
+
+
+class BackwardWriter(_Half):
+    """From saved values and tangents to the gradients, in the order of `TrainingGraph.parameters`."""
+
+    def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target) -> None:
+        super().__init__(graph, program, target)
+        self.earlier: dict[str, torch.fx.Node] = {}
+        self.delivered: dict[str, list[tuple[int, int, torch.fx.Node]]] = {}
+
+    def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
+        """Synchronized gradients. After the saved values and tangents come, with several ranks, `weight`,
+        `total_weight` and `count` (of micro-batches since the last synchronization), float64; with `accumulated`, the
+        weighted sums of the gradients that were not synchronized yet."""
+        self._begin()
+        if self.target.world_size > 1:
+            self.weight, self.total_weight, self.count = (
+                self.graph.placeholder(n) for n in ("weight", "total_weight", "count")
+            )
+        if accumulated:
+            self.earlier = {
+                p.name: self.graph.placeholder(f"earlier_{i}") for i, p in enumerate(self.training.parameters)
+            }
+        self.walk(self._late_compute())
+        self.graph.output(tuple(self._whole(p.name) for p in self.training.parameters))
+        return self.module("Backward")
+
+    def write_local(self) -> torch.fx.GraphModule:
+        """This rank's own gradients, unsynchronized."""
+        self._begin()
+        for _, node in self._late_compute():
+            self.copy(node)
+        self.graph.output(tuple(self.copies[self.gradient_source(p.name)] for p in self.training.parameters))
+        return self.module("LocalBackward")
+
+    def _begin(self) -> None:
+        for i, node in enumerate(self.saved):
+            self.copies[node] = self.graph.placeholder(f"saved_{i}")
+        for node in self.tangents:
+            self.copy(node)
+
+    def _late_compute(self) -> Iterable[tuple[int, torch.fx.Node]]:
+        return ((i, n) for i, n in self.compute() if n in self.late)
+
+    def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
+        if name not in self.earlier:
+            return node
+        return self.call(torch.addcmul, (node, self.earlier[name], self.per_weight))
+
+    def whole_step(self, p: Primitive) -> None:
+        assert self.target.group is not None
+        if p.kind is Kind.ALL_REDUCE:
+            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.target.group))
+            return
+        total = self.call(collectives.wait, (self.values[p.inputs[0]],))
+        dtypes = {t.meta["val"].dtype for t in self.tangents}
+        counted = self.call(torch.mul, (self.weight, self.count))
+        if dtypes & set(NARROW):
+            self.scale = self.call(batch_share, (counted, total, torch.float32))
+            self.per_weight = self.call(batch_share, (self.count, counted, torch.float32))
+            return
+        for tangent in self.tangents:
+            share = self.call(batch_share, (counted, total, tangent.meta["val"].dtype))
+            self.copies[tangent] = self.call(torch.mul, (self.copies[tangent], share))
+        self.per_weight = self.call(batch_share, (self.count, total, next(iter(dtypes))))
+
+    def _deliver(self, p: Primitive, value: Written) -> Written:
+        group, offset = self._group(p), 0
+        for i, member in enumerate(group.members):
+            if isinstance(value, list):
+                piece = value[i]
+            else:
+                flat = self.call(torch.narrow, (value, 0, offset, member.elements))
+                if p.dtype != self.program.primitives[p.inputs[0]].dtype:
+                    flat = self.call(torch.Tensor.to, (flat, getattr(torch, p.dtype)))
+                piece = self.call(torch.Tensor.view, (flat, member.shape))
+            if self.target.max_norm is not None:
+                piece = self.call(torch.mul, (piece, self.clip))
+            self.delivered.setdefault(member.slice.name, []).append((member.slice.start or 0, member.slice.dim, piece))
+            offset += member.elements
+        return None
+
+    def _whole(self, name: str) -> torch.fx.Node:
+        pieces = sorted(self.delivered[name], key=lambda x: x[0])
+        if len(pieces) == 1:
+            return pieces[0][2]
+        return self.call(torch.cat, ([piece for _, _, piece in pieces], pieces[0][1]))

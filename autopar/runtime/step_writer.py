@@ -1,0 +1,87 @@
+"""Writes the graph of one whole training step: forward, backward, synchronization and update."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from autopar.ir.primitives import Kind, Primitive
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime import collectives
+from autopar.runtime.writer import NARROW, Target, Writer, all_reduce_copy, batch_share
+from autopar.strategies.lowering import StepProgram
+
+
+class StepWriter(Writer):
+    """Writes a step over one batch, or over the last of several micro-batches."""
+
+    def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target) -> None:
+        super().__init__(graph, program, target)
+        self.loss_source = self.joint.outputs[0]
+        self.earlier: dict[str, torch.fx.Node] = {}
+        self.tangent: torch.fx.Node | None = None
+        self.share: torch.fx.Node | None = None
+        self.loss: torch.fx.Node | None = None
+
+    def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
+        """The step as a module from tensors to the loss.
+
+        Placeholders are those of the joint graph, in order, but the tangent; then, with several ranks, `weight` and
+        `total_weight`, float64: how much this batch, and this rank's whole step, count. With one rank, or with
+        `accumulated`, the tangent stands in their place; with `accumulated`, the gradients of the earlier
+        micro-batches follow, and the loss that is returned is this batch's alone.
+        """
+        own_share = self.target.world_size > 1 and not accumulated
+        inputs = self.joint.module.graph.find_nodes(op="placeholder")
+        for node, (kind, _) in zip(inputs, self.joint.inputs, strict=True):
+            if kind == "tangent":
+                self.tangent = node
+            else:
+                self.copy(node)
+        assert self.tangent is not None
+        if own_share:
+            self.weight, self.total_weight = self.graph.placeholder("weight"), self.graph.placeholder("total_weight")
+        else:
+            self.copy(self.tangent)
+        if accumulated:
+            self.earlier = {
+                p.name: self.graph.placeholder(f"earlier_{i}") for i, p in enumerate(self.training.parameters)
+            }
+        self.walk(self.compute(), frozenset() if own_share else frozenset({Kind.ALL_REDUCE, Kind.WAIT}))
+        for name, value in self.joint.mutations:
+            buffer = inputs[self.joint.inputs.index(("buffer", name))]
+            self.call(torch.ops.aten.copy_.default, (self.copies[buffer], self.copies[value]))
+        self.graph.output(self.copies[self.loss_source] if self.loss is None else self.loss)
+        return self.module("Step")
+
+    def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
+        if name not in self.earlier:
+            return node
+        return self.call(torch.ops.aten.add.Tensor, (node, self.earlier[name]))
+
+    def whole_step(self, p: Primitive) -> None:
+        assert self.tangent is not None and self.target.group is not None
+        if p.kind is Kind.WAIT:
+            total = self.call(collectives.wait, (self.values[p.inputs[0]],))
+            if self.share is not None:
+                self.loss = total
+                return
+            dtype = self.tangent.meta["val"].dtype
+            narrow = dtype in NARROW
+            self.share = self.call(batch_share, (self.weight, total, torch.float32 if narrow else dtype))
+            if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
+                self.scale = self.share
+                one = self.call(torch.ones, (tuple(self.tangent.meta["val"].shape),), {"dtype": dtype, "device": self.device})
+                self.copies[self.tangent] = one
+            else:
+                self.copies[self.tangent] = self.share
+        elif self.share is None:
+            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.target.group))
+        else:
+            part = self.call(loss_share, (self.copies[self.loss_source], self.share))
+            self.values[p.index] = self.call(collectives.all_reduce, (part, self.target.group))
+
+
+def loss_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """This batch's part of the global loss, float64; a batch of weight 0 has none, whatever its loss."""
+    return torch.where(share == 0, 0.0, loss.double().reshape(()) * share)
