@@ -136,7 +136,10 @@ def optimize(
     context = _context(group.world_size, scope, optimizer is not None, clip_grad_norm)
     if plan is None:
         plan = _plan_on_rank_0(
-            group, lambda: _plan(graph, _cluster(cluster_spec, group), context, strategy, fidelity, time_budget_s, seed, progress)
+            group,
+            lambda: _plan(
+                graph, _cluster(cluster_spec, group), context, strategy, fidelity, time_budget_s, seed, progress
+            ),
         )
     settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
     key = signature_key(model, flat)
@@ -154,7 +157,9 @@ def _context(world_size: int, scope: Scope, has_optimizer: bool, clip: float | N
 
 
 def _cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
-    cluster = given or ClusterSpec.detect()
+    if given is None:  # one process is one rank, however many devices the machine has
+        given = ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect()
+    cluster = given
     if cluster.world_size != group.world_size:
         raise PlanMismatchError(
             f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "

@@ -129,9 +129,20 @@ def verify(
     n = world_size or (plan.cluster.world_size if plan is not None else 4)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         job = Job(
-            make, folder, n, steps, dtype, samples or tuple(2 + r % 2 for r in range(n)),
-            None if plan is None else plan.model_dump_json(), strategy, make_optimizer, clip_grad_norm, micro_batches,
-            seed, _free_port(), settings,
+            make,
+            folder,
+            n,
+            steps,
+            dtype,
+            samples or tuple(2 + r % 2 for r in range(n)),
+            None if plan is None else _in_dtype(plan, dtype).model_dump_json(),
+            strategy,
+            make_optimizer,
+            clip_grad_norm,
+            micro_batches,
+            seed,
+            _free_port(),
+            settings,
         )
         context = mp.start_processes(_process, (job,), nprocs=n + 1, join=False, start_method="spawn")
         assert context is not None
@@ -146,6 +157,12 @@ def verify(
     rows = tuple(_worst([StepDifference(**f["steps"][s]) for f in found]) for s in range(steps))
     limit = tolerance if tolerance is not None else found[0]["tolerance"]
     return Verification(n, dtype, limit, rows, tuple(found[0]["notes"]))
+
+
+def _in_dtype(plan: Plan, dtype: str) -> Plan:
+    """The plan for the same model in the dtype of the verification."""
+    specs = [p.model_copy(update={"dtype": dtype}) if "float" in p.dtype else p for p in plan.model.parameters]
+    return plan.model_copy(update={"model": plan.model.model_copy(update={"parameters": tuple(specs)})})
 
 
 def _worst(rows: list[StepDifference]) -> StepDifference:
@@ -187,9 +204,7 @@ def batch_for(example: Any, step: int, rank: int, samples: int, seed: int, dtype
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
     rows = torch.randint(0, batch.size or 1, (samples,), generator=generator)
     width = batch.size
-    drawn = tuple(
-        (t.index_select(0, rows) if t.dim() and t.shape[0] == width else t) for t in batch.tensors
-    )
+    drawn = tuple((t.index_select(0, rows) if t.dim() and t.shape[0] == width else t) for t in batch.tensors)
     return batch.rebuild(tuple(t.to(getattr(torch, dtype)) if t.is_floating_point() else t for t in drawn))
 
 
@@ -212,7 +227,11 @@ def _reference(job: Job) -> None:
             torch.nn.utils.clip_grad_norm_(list(once.values()), job.clip_grad_norm)
         gradients = {n: p.grad for n, p in names.items() if p.grad is not None}
         optimizer.step()
-        values = {"loss": loss.detach(), "gradients": gradients, "parameters": {n: p.detach() for n, p in names.items()}}
+        values = {
+            "loss": loss.detach(),
+            "gradients": gradients,
+            "parameters": {n: p.detach() for n, p in names.items()},
+        }
         path = Path(job.folder) / f"step{step}.pt"
         torch.save(values, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
@@ -257,8 +276,12 @@ def _shard_by_shard(model: nn.Module, loss_fn: Any, batches: list[Any]) -> torch
 
 def _rank(rank: int, job: Job) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
     )
     if job.world_size > 1:
         dist.init_process_group("gloo")

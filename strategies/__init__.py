@@ -26,15 +26,11 @@ __all__ = [
     "strategy_named",
 ]
 
-STRATEGIES: dict[str, Strategy] = {
-    s.name: s for s in (AllReduce(), ParameterServer(), PartitionedParameterServer())
-}
+STRATEGIES: dict[str, Strategy] = {s.name: s for s in (AllReduce(), ParameterServer(), PartitionedParameterServer())}
 
 
 def strategy_named(name: str) -> Strategy:
     """Looks a strategy up; raises `PlanError` with the nearest name where there is none."""
     if name not in STRATEGIES:
-        raise PlanError(
-            f"unknown strategy '{name}'{did_you_mean(name, STRATEGIES)} known: {', '.join(STRATEGIES)}"
-        )
+        raise PlanError(f"unknown strategy '{name}'{did_you_mean(name, STRATEGIES)} known: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]

@@ -26,7 +26,9 @@ class Signature:
     """`(shape, dtype)` for tensors, the value itself for anything else."""
 
     def __str__(self) -> str:
-        parts = [f"{tuple(x[0])} {str(x[1]).removeprefix('torch.')}" if _is_tensor_key(x) else repr(x) for x in self.leaves]
+        parts = [
+            f"{tuple(x[0])} {str(x[1]).removeprefix('torch.')}" if _is_tensor_key(x) else repr(x) for x in self.leaves
+        ]
         return ", ".join(parts)
 
 
@@ -70,9 +72,7 @@ def flatten(batch: Any) -> Batch:
             "a tuple of positional inputs, or one tensor"
         )
     constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
-    key = tuple(
-        (tuple(x.shape), x.dtype) if t else x for t, x in zip(is_tensor, leaves, strict=True)
-    )
+    key = tuple((tuple(x.shape), x.dtype) if t else x for t, x in zip(is_tensor, leaves, strict=True))
     return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor)
 
 

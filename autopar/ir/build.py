@@ -88,9 +88,7 @@ def _trainable(
             f"{len(lost)} trainable parameter(s) get no gradient from the loss: {shown}. Use them in the loss, "
             'freeze them with requires_grad_(False), or pass unused_parameters="freeze"'
         )
-    table = tuple(
-        p.model_copy(update={"trainable": p.trainable and reached[p.name]}) for p in fingerprint.parameters
-    )
+    table = tuple(p.model_copy(update={"trainable": p.trainable and reached[p.name]}) for p in fingerprint.parameters)
     return fingerprint.model_copy(update={"parameters": table}), [p for p in table if p.trainable]
 
 
@@ -140,4 +138,3 @@ def _backward_start(
 
 def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -91,6 +92,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     step = _Step(model, loss_fn, batch, mode)
+    _install_recording_hooks(model)
     graph = _dynamo(step, batch)
     with _restored(step), contextlib.ExitStack() as stack, _quiet():
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))  # type: ignore[attr-defined]
@@ -106,6 +108,17 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     return _describe(module, mode)
 
 
+def _install_recording_hooks(model: nn.Module) -> None:
+    """Hugging Face models that record hidden states or router logits install hooks at their first forward pass, under
+    a lock, which cannot be traced; here they are installed before it."""
+    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if install is not None and base is not None:
+        for module in model.modules():
+            if isinstance(module, base):
+                install(module)
+
+
 def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
@@ -114,6 +127,7 @@ def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
         "ignore_logging_functions": loggers,
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
+        "allow_rnn": True,  # recurrent layers are traced step by step
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
     with torch._dynamo.config.patch(settings), _quiet():
@@ -202,7 +216,9 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
             inputs.append(("buffer", _public(desc.target)))
         elif isinstance(desc, d.TangentAOTInput):
             if not isinstance(desc.output, d.PlainAOTOutput):
-                raise CaptureError(f"the model returns a view of one of its inputs or parameters ({desc.output}): return a copy")
+                raise CaptureError(
+                    f"the model returns a view of one of its inputs or parameters ({desc.output}): return a copy"
+                )
             inputs.append(("tangent", desc.output.idx))
         elif isinstance(desc, d.PlainAOTInput):
             inputs.append(("batch", desc.idx))

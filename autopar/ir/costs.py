@@ -46,9 +46,7 @@ def _value(x: Any) -> Any:
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of a (fake) tensor, or of all tensors in a nest of them."""
-    return sum(
-        t.numel() * t.element_size() for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)
-    )
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
 def _bytes_moved(node: torch.fx.Node) -> int:

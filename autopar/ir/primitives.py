@@ -83,35 +83,48 @@ CLIP_STAGE = 100
 def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[int]]:
     """Bytes that each rank sends and receives for a primitive: (sent, received), both indexed by rank.
 
-    The formulas are those of the algorithms that `runtime.collectives` runs; `tests/lab` holds them to the bytes
-    seen on the wire. n ranks, S bytes in all, s_r bytes held by rank r:
+    The formulas are those of the algorithms that run (gloo's, and those of `runtime.collectives`); `tests/lab` holds
+    them to the bytes seen on the wire. n ranks, S bytes in all, s_r of them held by rank r:
 
-    all-reduce (ring)              2 (n-1)/n S      2 (n-1)/n S
-    reduce to the owner (direct)   S from the others; (n-1) S into the owner
-    broadcast (direct)             (n-1) S from the owner; S into the others
-    reduce-scatter (pairwise)      S - s_r          (n-1) s_r
-    all-gather (pairwise)          (n-1) s_r        S - s_r
+    ==============  ========================================  ==========================================
+    primitive       sent by a rank                            received by a rank
+    ==============  ========================================  ==========================================
+    all-reduce      2 (n-1)/n S: a ring                       2 (n-1)/n S
+    reduce          S; the owner (n-1)/n S: a ring's          (n-1)/n S; the owner 2 (n-1)/n S
+                    reduce-scatter, then parts to the owner
+    broadcast       S for each child in a binomial tree       S; the owner nothing
+    reduce-scatter  S - s_r: to each rank its part            (n-1) s_r
+    all-gather      (n-1) s_r                                 S - s_r
+    ==============  ========================================  ==========================================
     """
     n, size = world_size, primitive.bytes
-    nothing = [0] * n
     if n == 1 or primitive.kind not in COLLECTIVES:
-        return nothing, list(nothing)
+        return [0] * n, [0] * n
+    part = round((n - 1) / n * size)
     if primitive.kind is Kind.ALL_REDUCE:
-        each = round(2 * (n - 1) / n * size)
-        return [each] * n, [each] * n
-    if primitive.kind in (Kind.REDUCE, Kind.BROADCAST):
-        many = [(n - 1) * size if r == primitive.owner else 0 for r in range(n)]
-        once = [0 if r == primitive.owner else size for r in range(n)]
-        return (once, many) if primitive.kind is Kind.REDUCE else (many, once)
+        return [2 * part] * n, [2 * part] * n
+    if primitive.kind is Kind.REDUCE:
+        return (
+            [part if r == primitive.owner else size for r in range(n)],
+            [2 * part if r == primitive.owner else part for r in range(n)],
+        )
+    if primitive.kind is Kind.BROADCAST:
+        assert primitive.owner is not None
+        children = [len(broadcast_children((r - primitive.owner) % n, n)) for r in range(n)]
+        return [c * size for c in children], [0 if r == primitive.owner else size for r in range(n)]
     width = DTYPE_BYTES[primitive.dtype]
     rest = [size - s * width for s in primitive.splits]
     share = [(n - 1) * s * width for s in primitive.splits]
     return (rest, share) if primitive.kind is Kind.REDUCE_SCATTER else (share, rest)
 
 
+def broadcast_children(rank: int, world_size: int) -> list[int]:
+    """The ranks that a rank sends to in gloo's binomial broadcast tree (gloo/broadcast.cc), counted from the root."""
+    first = rank.bit_length()
+    return [rank + (1 << i) for i in range(first, world_size.bit_length()) if rank + (1 << i) < world_size]
+
+
 def order_hash(primitives: tuple[Primitive, ...], world_size: int) -> str:
     """A hash over the collectives in issue order: what all ranks must agree on before the first step."""
-    lines = [
-        f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner}" for p in primitives if p.kind in COLLECTIVES
-    ]
+    lines = [f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner}" for p in primitives if p.kind in COLLECTIVES]
     return hashlib.sha256("\n".join([str(world_size), *lines]).encode()).hexdigest()[:16]

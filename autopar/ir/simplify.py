@@ -45,9 +45,7 @@ def fold_views(graph: torch.fx.Graph) -> None:
         if node.target in (aten.view.default, aten.expand.default) and _same_shape(node, source):
             node.replace_all_uses_with(source)
         elif source.op == "call_function" and source.target is node.target:
-            if node.target is aten.t.default or (
-                node.target is aten.transpose.int and _dims(node) == _dims(source)
-            ):
+            if node.target is aten.t.default or (node.target is aten.transpose.int and _dims(node) == _dims(source)):
                 node.replace_all_uses_with(source.args[0])  # type: ignore[arg-type]
             elif node.target is aten.view.default:
                 node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
@@ -94,10 +92,18 @@ def simplify(module: torch.fx.GraphModule) -> None:
 
 def _has_effect(node: torch.fx.Node) -> bool:
     target = node.target
-    return not isinstance(target, torch._ops.OpOverload) and target.__class__.__name__ not in (
-        "builtin_function_or_method",
-        "function",
-    ) or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable) or node.is_impure()
+    return (
+        (
+            not isinstance(target, torch._ops.OpOverload)
+            and target.__class__.__name__
+            not in (
+                "builtin_function_or_method",
+                "function",
+            )
+        )
+        or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+        or node.is_impure()
+    )
 
 
 def _same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:

@@ -52,9 +52,9 @@ def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
             counted = _counted(joint, source)
             if counted is not None:
                 return BatchWeight("targets that are not ignored", counted=counted)
-        elif node.target is aten.mean.default and isinstance(source, torch.fx.Node):
-            return BatchWeight("elements of the loss", constant=float(source.meta["val"].numel()))
-        elif node.target in _ELEMENT_LOSSES and _reduction(node) == _MEAN and isinstance(source, torch.fx.Node):
+        elif (node.target is aten.mean.default and isinstance(source, torch.fx.Node)) or (
+            node.target in _ELEMENT_LOSSES and _reduction(node) == _MEAN and isinstance(source, torch.fx.Node)
+        ):
             return BatchWeight("elements of the loss", constant=float(source.meta["val"].numel()))
     return BatchWeight("samples", constant=float(batch_size or 1))
 

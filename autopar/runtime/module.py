@@ -83,9 +83,11 @@ class SyncedModule(nn.Module):
         inputs = bind(self.module, args, kwargs)
         batch = flatten(inputs)
         compiled = self.compile(batch)
-        weight = self.settings.weight(inputs) if self.settings.weight else BatchWeight(
-            "samples", constant=float(batch.size or 1)
-        ).of(batch.tensors)
+        weight = (
+            self.settings.weight(inputs)
+            if self.settings.weight
+            else BatchWeight("samples", constant=float(batch.size or 1)).of(batch.tensors)
+        )
         trainable = [self._named[p.name] for p in compiled.graph.parameters]
         outputs = _Run.apply(self, compiled, batch.tensors, float(weight), *trainable)  # type: ignore[no-untyped-call]
         return fill(compiled.template, iter(outputs))

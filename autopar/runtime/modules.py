@@ -44,7 +44,9 @@ class Update(nn.Module):
         if self.sent_as is None:
             return None
         if not parts:
-            return torch.empty(0, dtype=self.sent_as, device=gradients.device if isinstance(gradients, torch.Tensor) else None)
+            return torch.empty(
+                0, dtype=self.sent_as, device=gradients.device if isinstance(gradients, torch.Tensor) else None
+            )
         if len(parts) == 1 and parts[0].tensor.is_contiguous():
             return parts[0].tensor.detach().view(-1)
         return pack([f.tensor.detach() for f in parts], self.sent_as)

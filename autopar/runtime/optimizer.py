@@ -21,7 +21,7 @@ from autopar.runtime.fragments import Fragment
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, n)
-    for n in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop ASGD Rprop".split()
+    for n in ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"]
 )
 """Optimizers that update each element from that element's gradient and state alone."""
 

@@ -6,14 +6,16 @@ Ranks meet through the store of the default group, without a collective: a rank 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from autopar.errors import CollectiveError, PlanMismatchError
 
@@ -29,6 +31,8 @@ class Group:
     pg: Any = None
     """The process group; `None` with one rank."""
     timeout_s: float = 300.0
+    meetings: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    """Numbers each rendezvous of the group, alike on all ranks, so that none reads what another has left."""
 
     @property
     def name(self) -> str | None:
@@ -57,8 +61,8 @@ class Rendezvous:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.store = None
-        if group.pg is not None:  # keys under the group's name, as a job may hold several programs
-            self.store = dist.PrefixStore(f"autopar/{group.name}", dist.distributed_c10d._get_default_store())
+        if group.pg is not None:
+            self.store = PrefixStore(f"autopar/{group.name}/{next(group.meetings)}", dist.distributed_c10d._get_default_store())
 
     def agree(self, topic: str, mine: str) -> None:
         """Raises `PlanMismatchError` unless every rank holds the same text; `CollectiveError` where one is late."""

@@ -21,6 +21,7 @@ from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.random import RandomStream
+from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
 from autopar.runtime.step_writer import StepWriter
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
@@ -81,6 +82,7 @@ class Program:
         if isinstance(settings.loss_fn, nn.Module):
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
         self._parts: dict[int, OptimizerPart] = {}
+        self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._compiled: dict[Any, _Compiled] = {}
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
@@ -140,6 +142,31 @@ class Program:
         self._observe(step)
         return compiled
 
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
+
+        `model` and `optimizer` are in PyTorch's own form and load into a plain model and optimizer; `random` is this
+        rank's stream. Write them with `torch.save` on one rank, read them with `torch.load(weights_only=True)`.
+        """
+        state = gather_state(self._parts.values(), self._parameters, self._group)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": as_torch(state, self.optimizer, self._names()),
+            "random": self._random.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a state that this or any other plan, or one process, has saved."""
+        self.model.load_state_dict(state["model"])
+        scatter_state(
+            self._parts.values(), from_torch(state["optimizer"], self.optimizer, self._names()), self._parameters
+        )
+        self._random.load_state(state.get("random", []))
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        listed = {n for p in self.plan.model.parameters for n in (p.name,)}
+        return {p: n for n, p in self._parameters.items() if n in listed}
+
     def observe(self, observer: Observer | None) -> None:
         """Has every synchronized gradient that this rank updates with shown to `observer`, fragment by fragment."""
         self._observer = observer
@@ -166,6 +193,8 @@ class Program:
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
         if index not in self._parts:
             self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
+            if self._resumed:  # the optimizer came with state
+                scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
 
     def _run_one(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
@@ -292,4 +321,3 @@ def signature_key(model: nn.Module, batch: Batch) -> Hashable:
 def _autocast_state() -> tuple[Any, ...]:
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
-

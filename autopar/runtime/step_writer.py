@@ -71,7 +71,9 @@ class StepWriter(Writer):
             self.share = self.call(batch_share, (self.weight, total, torch.float32 if narrow else dtype))
             if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
                 self.scale = self.share
-                one = self.call(torch.ones, (tuple(self.tangent.meta["val"].shape),), {"dtype": dtype, "device": self.device})
+                one = self.call(
+                    torch.ones, (tuple(self.tangent.meta["val"].shape),), {"dtype": dtype, "device": self.device}
+                )
                 self.copies[self.tangent] = one
             else:
                 self.copies[self.tangent] = self.share

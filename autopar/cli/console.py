@@ -1,0 +1,168 @@
+"""What all commands share: verbosity, where text goes, and tables.
+
+Results go to stdout, progress and errors to stderr. Colour and boxes appear only on a terminal, and not where
+`NO_COLOR` is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_VERBOSITY = "autopar.verbosity"
+_DEBUG = "autopar.debug"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def standard_options(function: F) -> F:
+    """Adds `-q`, `-v` and `--debug` to a command."""
+    options = (
+        click.option("--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Traceback on errors."),
+        click.option("-v", "--verbose", count=True, expose_value=False, callback=_set_verbose, help="Say more."),
+        click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_set_quiet, help="Only results."),
+    )
+    for option in options:
+        function = option(function)
+    return function
+
+
+def json_option(function: F) -> F:
+    """Adds `--json` to a command, passed on as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(function)
+
+
+def progress(text: str) -> None:
+    """Says on stderr what is being done; silent under `-q`."""
+    if _verbosity() >= 0:
+        click.echo(text, err=True)
+
+
+def detail(text: str) -> None:
+    """Says on stderr what only `-v` asks for."""
+    if _verbosity() > 0:
+        click.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hides warnings that torch and other libraries raise about their own insides; `-v` shows them."""
+    with warnings.catch_warnings():
+        if _verbosity() <= 0:
+            warnings.filterwarnings("ignore", module=r"(torch|transformers)(\.|$)")
+            # It tells of each rank that it stops because another one failed.
+            import logging
+
+            logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+        yield
+
+
+class Ticker:
+    """Progress that changes often: one line that is rewritten on a terminal, else a line every few seconds."""
+
+    INTERVAL_S = 5.0
+
+    def __init__(self) -> None:
+        self._shown = time.monotonic()
+        self._width = 0
+
+    def __call__(self, text: str) -> None:
+        if _verbosity() < 0:
+            return
+        now = time.monotonic()
+        terminal = sys.stderr.isatty()
+        if now - self._shown < (0.1 if terminal else self.INTERVAL_S):
+            return
+        self._shown = now
+        if terminal:
+            click.echo("\r" + text.ljust(self._width), nl=False, err=True)
+            self._width = len(text)
+        else:
+            click.echo(text, err=True)
+
+    def close(self) -> None:
+        """Wipes the rewritten line."""
+        if self._width:
+            click.echo("\r" + " " * self._width + "\r", nl=False, err=True)
+            self._width = 0
+
+
+def result(text: str) -> None:
+    """Prints a result on stdout."""
+    click.echo(text.rstrip("\n"))
+
+
+def result_json(value: object) -> None:
+    """Prints a result on stdout as JSON."""
+    click.echo(json.dumps(value, indent=1))
+
+
+def result_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> None:
+    """Prints a table on stdout: with rules on a terminal, plain where it is read by another program."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        from autopar.spec.wording import table
+
+        result("\n".join(table(header, rows, align, indent="")))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, letter in zip(header, align, strict=True):
+        drawn.add_column(name, justify="right" if letter == "r" else "left")
+    for row in rows:
+        drawn.add_row(*(Text(cell) for cell in row))
+    Console().print(drawn)
+
+
+def debugging(ctx: click.Context) -> bool:
+    """Whether `--debug` was given."""
+    return bool(ctx.meta.get(_DEBUG))
+
+
+def output_option(function: F) -> F:
+    """Adds `-o FILE`, passed on as `output`. Its folder must be there: better known before the work than after it."""
+    return click.option("-o", "--output", metavar="FILE", callback=_writable, help="Write the result here.")(function)
+
+
+def _verbosity() -> int:
+    ctx = click.get_current_context(silent=True)
+    return int(ctx.meta.get(_VERBOSITY, 0)) if ctx else 0
+
+
+def _writable(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    if value is None:
+        return None
+    path = Path(value)
+    if path.is_dir():
+        raise click.BadParameter(f"'{value}' is a folder; give a file in it", ctx, param)
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"the folder '{path.parent}' does not exist", ctx, param)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"'{value}' cannot be written to", ctx, param)
+    return path
+
+
+def _set_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_VERBOSITY] = -1
+
+
+def _set_verbose(ctx: click.Context, param: click.Parameter, value: int) -> None:
+    if value:
+        ctx.meta[_VERBOSITY] = value
+
+
+def _set_debug(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[_DEBUG] = value

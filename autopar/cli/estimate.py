@@ -1,0 +1,41 @@
+"""Simulates one step of a plan again, with its timeline: what a report draws, and a plan does not hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.cli.model_argument import ModelArgument
+    from autopar.cost_models.base import Estimate
+    from autopar.spec.plan import Plan
+
+
+def estimate(plan: Plan, made: ModelArgument, optimizer: str | None) -> Estimate:
+    """What the analytic cost model says of a plan, for the model and the cluster that it was made for.
+
+    Raises `PlanMismatchError` where the model is another one.
+    """
+    from autopar.cli.model_argument import chosen_optimizer
+    from autopar.cost_models import AnalyticCostModel, optimizer_cost
+    from autopar.ir.batch import example_batch, flatten
+    from autopar.ir.build import training_graph
+    from autopar.runtime.module import module_batch
+    from autopar.runtime.optimizer import optimizer_scope
+    from autopar.spec.cluster import ClusterSpec
+    from autopar.spec.topology import Topology
+    from autopar.strategies import Context
+    from autopar.strategies.lowering import lower_plan
+
+    chosen = chosen_optimizer(made, optimizer)
+    inputs = example_batch(made.model) if made.example_inputs is None else made.example_inputs
+    without = chosen is None
+    batch = module_batch(made.model, inputs) if without and made.loss_fn is None else flatten(inputs)
+    graph = training_graph(made.model, batch, made.loss_fn, "module" if without else "step")
+    plan.check_model(graph.model)
+    context = Context(
+        plan.cluster.world_size, has_optimizer=not without, elementwise_update=optimizer_scope(chosen) == "element"
+    )
+    program = lower_plan(plan.groups, graph, context)
+    cost = optimizer_cost(type(chosen).__name__, chosen.param_groups[0]) if chosen else optimizer_cost("AdamW")
+    topology = Topology(ClusterSpec.model_validate(plan.cluster.spec))
+    return AnalyticCostModel(cost).predict(graph, program, topology, timeline=True)

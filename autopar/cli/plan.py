@@ -1,0 +1,118 @@
+"""`autopar plan`: make a plan for a model and a cluster, offline."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from autopar.cli.console import (
+    Ticker,
+    detail,
+    json_option,
+    output_option,
+    progress,
+    quiet_libraries,
+    result,
+    standard_options,
+)
+from autopar.cli.model_argument import OPTIMIZERS, chosen_optimizer, load_model
+
+if TYPE_CHECKING:
+    from autopar.spec.cluster import ClusterSpec
+    from autopar.spec.plan import Fidelity
+
+FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
+
+
+@click.command("plan")
+@click.argument("model")
+@click.option("--cluster", required=True, metavar="FILE|local:N", help="Cluster description, or N local ranks.")
+@output_option
+@click.option("--strategy", metavar="NAME", help="Take this hand-written plan (ddp, ...) instead of searching.")
+@click.option(
+    "--fidelity",
+    type=click.Choice(FIDELITIES),
+    default="exact",
+    show_default=True,
+    help="How far a plan may depart from the single-process result.",
+)
+@click.option(
+    "--time-budget",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the search may take.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    help="Default: the factory's own, else adamw. none: a drop-in module that leaves synchronized gradients.",
+)
+@json_option
+@standard_options
+def command(
+    model: str,
+    cluster: str,
+    output: Path | None,
+    strategy: str | None,
+    fidelity: str,
+    time_budget: float,
+    optimizer: str | None,
+    as_json: bool,
+) -> None:
+    """Make a plan for MODEL on a cluster. Neither the cluster nor a process group is needed.
+
+    The plan in words goes to stdout; with --json, the plan itself.
+    """
+    spec = load_cluster(cluster)
+    progress(f"importing {model}")
+    from autopar.api import plan as make_plan
+    from autopar.spec.wording import duration
+
+    with quiet_libraries():
+        made = load_model(model)
+        chosen = chosen_optimizer(made, optimizer)
+        detail(f"optimizer: {type(chosen).__name__ if chosen else 'none'}")
+        progress(f"planning {type(made.model).__name__} on {spec.summary}")
+        started = time.monotonic()
+        ticker = Ticker()
+        plan = make_plan(
+            made.model,
+            spec,
+            example_inputs=made.example_inputs,
+            loss_fn=made.loss_fn,
+            optimizer=chosen,
+            mode="module" if chosen is None else "step",
+            fidelity=cast("Fidelity", fidelity),
+            strategy=strategy,
+            time_budget_s=time_budget,
+            progress=lambda what, priced, best_s: ticker(f"{what}: {priced} plans priced, best {duration(best_s)}"),
+        )
+    ticker.close()
+    progress(f"planned in {time.monotonic() - started:.1f} s")
+    if output is not None:
+        plan.save(output)
+    result(plan.model_dump_json(indent=1) if as_json else plan.explain())
+    progress(f"wrote {output}" if output is not None else "the plan was not kept; -o plan.json writes it")
+
+
+def load_cluster(argument: str) -> ClusterSpec:
+    """Reads `--cluster`: a file, or `local:4`. Raises `ClusterSpecError`."""
+    from autopar.errors import ClusterSpecError
+    from autopar.spec.cluster import ClusterSpec
+
+    if argument == "local" or argument.startswith("local:"):
+        digits = argument.removeprefix("local").removeprefix(":")
+        if not re.fullmatch(r"[1-9][0-9]{0,4}", digits):
+            raise ClusterSpecError(f"--cluster is '{argument}', expected local:N with N ranks from 1 on, as local:4")
+        return ClusterSpec.local(int(digits))
+    if not Path(argument).is_file():
+        raise ClusterSpecError(
+            f"--cluster: there is no file '{argument}'; give a cluster description, or local:4 for four local ranks"
+        )
+    return ClusterSpec.load(argument)

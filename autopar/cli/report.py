@@ -1,0 +1,92 @@
+"""`autopar report`: a plan as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autopar.cli.console import (
+    detail,
+    json_option,
+    output_option,
+    progress,
+    quiet_libraries,
+    result,
+    result_json,
+    standard_options,
+)
+from autopar.cli.model_argument import OPTIMIZERS, load_model
+
+
+@click.command("report")
+@click.argument("plan")
+@output_option
+@click.option("--model", metavar="MODEL", help="The model of the plan: adds the timeline and the figures by rank.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="With --model: as given to `autopar plan`.")
+@click.option("--trace", metavar="FILE", help="With --model: write the predicted timeline as a Chrome trace too.")
+@click.option(
+    "--measured",
+    metavar="NAME=SECONDS",
+    multiple=True,
+    help="A measured step time of this plan, or of an alternative (ddp=0.41). Can be repeated.",
+)
+@click.option("--open", "open_page", is_flag=True, help="Open the page in a browser.")
+@json_option
+@standard_options
+def command(
+    plan: str,
+    output: Path | None,
+    model: str | None,
+    optimizer: str | None,
+    trace: str | None,
+    measured: tuple[str, ...],
+    open_page: bool,
+    as_json: bool,
+) -> None:
+    """Write the plan in file PLAN as one self-contained HTML file, by default report.html beside it."""
+    if trace is not None and model is None:
+        raise click.UsageError("--trace needs --model: the timeline is simulated from the model's graph")
+    times = _measured(measured)
+    from autopar.cli.estimate import estimate as simulate
+    from autopar.report import build_report, write_trace
+    from autopar.spec.plan import Plan
+
+    loaded = Plan.load(plan)
+    target = output or Path(plan).resolve().parent / "report.html"
+    estimate = None
+    if model is not None:
+        progress(f"importing {model} and simulating one step")
+        with quiet_libraries():
+            estimate = simulate(loaded, load_model(model), optimizer)
+    build_report(
+        loaded,
+        target,
+        estimate=estimate,
+        measured=times,
+        commands=[f"autopar run {plan} train.py"],
+    )
+    detail(f"{target.stat().st_size / 2**20:.1f} MiB")
+    if trace is not None and estimate is not None:
+        write_trace(estimate, trace)
+    if as_json:
+        result_json({"report": str(target), "trace": trace})
+    else:
+        result(f"wrote {target}")
+        if trace is not None:
+            result(f"wrote {trace}")
+    if open_page:
+        click.launch(str(target))
+
+
+def _measured(pairs: tuple[str, ...]) -> dict[str, float]:
+    times = {}
+    for pair in pairs:
+        name, equals, value = pair.rpartition("=")
+        try:
+            times[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not name or not 0 < times[name] < float("inf"):
+            raise click.UsageError(f"--measured '{pair}': expected NAME=SECONDS, as ddp=0.41")
+    return times

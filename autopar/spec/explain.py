@@ -1,0 +1,181 @@
+"""A plan in words: what was chosen for which parameters, at what predicted cost, and against what.
+
+Plain text without colour, at most `WIDTH` columns, for a terminal, a log or a mail. The same facts as data are
+in `autopar.spec.summary`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from autopar.errors import PlanError, did_you_mean
+from autopar.spec.difference import diff
+from autopar.spec.plan import ParameterSpec, Plan, Prediction
+from autopar.spec.summary import (
+    FIDELITY_MEANING,
+    PROVENANCE_MEANING,
+    GroupRow,
+    ParameterRow,
+    alternative_rows,
+    group_rows,
+    parameter_bytes,
+    parameter_rows,
+    parameters_text,
+    strategy_text,
+    verdict,
+)
+from autopar.spec.wording import count, duration, mebibytes, name_pattern, number_of, shorten, size, table
+
+__all__ = ["WIDTH", "diff", "explain", "explain_parameter", "find_parameter"]
+
+WIDTH = 100
+
+_MAX_ALTERNATIVES = 8
+
+
+def explain(plan: Plan) -> str:
+    """The whole plan as a page of plain text."""
+    return "\n".join([*_header(plan), "", *_predictions(plan), "", *_groups(plan)]) + "\n"
+
+
+def explain_parameter(plan: Plan, name: str) -> str:
+    """One parameter: what it is, how it is synchronized, with which others, and why.
+
+    A tied parameter is found under each of its names. Raises `PlanError`, with the nearest name, where the plan has
+    no such parameter.
+    """
+    spec = find_parameter(plan, name)
+    state = "trainable" if spec.trainable else "frozen"
+    lines = [
+        f"{name}" if name == spec.name else f"{name} (tied: planned as {spec.name})",
+        _fact("shape", f"{_shape(spec.shape)} {spec.dtype}, {size(parameter_bytes(spec))}, {state}"),
+    ]
+    if spec.ties:
+        lines += _wrapped("tied to", ", ".join(spec.ties))
+    rows = [row for row in parameter_rows(plan) if row.parameter.name == spec.name and row.group is not None]
+    if not rows:
+        lines.append(_fact("group", "none: a frozen parameter has no gradient to synchronize"))
+    for row in rows:
+        lines += _parameter_group(plan, row, alone=len(rows) == 1)
+    return "\n".join(lines) + "\n"
+
+
+def find_parameter(plan: Plan, name: str) -> ParameterSpec:
+    """The plan's entry for a parameter, by its name or by a name that it is tied to; `PlanError` where none is."""
+    names = {alias: p for p in plan.model.parameters for alias in p.ties}
+    names |= {p.name: p for p in plan.model.parameters}
+    if name not in names:
+        raise PlanError(
+            f"the plan has no parameter '{name}'{did_you_mean(name, names)} "
+            f"It has {len(plan.model.parameters)}, as named by `model.named_parameters()`."
+        )
+    return names[name]
+
+
+def _header(plan: Plan) -> list[str]:
+    model = plan.model.parameters
+    trainable = [p for p in model if p.trainable]
+    held = sum(parameter_bytes(p) for p in model)
+    parts = [f"{count(sum(p.numel for p in model))} elements in {number_of(len(model), 'parameter')}, {size(held)}"]
+    if len(trainable) < len(model):
+        parts.append(f"{len(model) - len(trainable)} frozen")
+    tied = sum(bool(p.ties) for p in model)
+    if tied:
+        parts.append(f"{tied} tied")
+    return [
+        f"Plan '{plan.name}'",
+        *_wrapped("model", f"{plan.model.name}: {', '.join(parts)}"),
+        *_wrapped("cluster", f"{plan.cluster.summary} ({number_of(plan.cluster.world_size, 'rank')})"),
+        *_wrapped("fidelity", f"{plan.fidelity}: {FIDELITY_MEANING[plan.fidelity]}"),
+        _fact("digest", plan.digest),
+    ]
+
+
+def _predictions(plan: Plan) -> list[str]:
+    if plan.prediction is None:
+        return textwrap.wrap(verdict(plan), WIDTH)
+    mine = plan.prediction
+    others = alternative_rows(plan)
+    shown = others[:_MAX_ALTERNATIVES]
+    rows = [_prediction_row("this plan", mine, mine), *(_prediction_row(a.label, a.prediction, mine) for a in shown)]
+    header = ("", "step", "", "of this", "exposed", "sent/rank", "memory/rank")
+    body = table(header, rows, "lrlrrrr")
+    lines = ["Predicted, per optimizer step (sent and memory: of the rank with most)", *body[:2]]
+    for line, row in zip(body[2:], shown, strict=True):
+        lines.append(line)
+        lines += textwrap.wrap(row.note, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    if len(others) > _MAX_ALTERNATIVES:
+        rest = others[_MAX_ALTERNATIVES:]
+        fastest = min(a.prediction.step_time_s for a in rest)
+        lines.append(f"  and {sum(len(a.names) for a in rest)} more, the fastest of them {duration(fastest)}")
+    said = f"{verdict(plan)} {PROVENANCE_MEANING[mine.provenance]}"
+    return [*lines, "", *textwrap.wrap(said, WIDTH)]
+
+
+def _prediction_row(name: str, prediction: Prediction, mine: Prediction) -> tuple[str, ...]:
+    return (
+        shorten(name, 34),
+        duration(prediction.step_time_s),
+        f"+- {duration(prediction.relative_error * prediction.step_time_s)}",
+        f"{prediction.step_time_s / mine.step_time_s:.2f}x" if mine.step_time_s > 0 else "",
+        duration(prediction.exposed_communication_s),
+        size(prediction.wire_bytes),
+        size(prediction.peak_memory_bytes),
+    )
+
+
+def _groups(plan: Plan) -> list[str]:
+    rows = group_rows(plan)
+    cells = [_group_cells(row) for row in rows]
+    header = ("group", "strategy", "params", "MiB", "which")
+    left = WIDTH - 2 - sum(max(len(row[i]) for row in (header, *cells)) + 2 for i in range(4))
+    named = [(*cell, row.pattern(left)) for cell, row in zip(cells, rows, strict=True)]
+    body = table(header, named, "llrrl")
+    lines = [f"Groups, in the order in which they are issued: {number_of(len(plan.groups), 'group')}", body[0]]
+    for line, row, following in zip(body[1:], rows, [*rows[1:], None], strict=True):
+        lines.append(line.rstrip())
+        if row.reason and (following is None or following.reason != row.reason):
+            lines += textwrap.wrap(row.reason, WIDTH, initial_indent=" " * 8 + "because: ", subsequent_indent=" " * 17)
+    frozen = [p for p in plan.model.parameters if not p.trainable]
+    if frozen:
+        lines.append(f"Not synchronized (frozen): {parameters_text(frozen)}")
+    return lines
+
+
+def _group_cells(row: GroupRow) -> tuple[str, ...]:
+    index = str(row.first) if row.num_groups == 1 else f"{row.first}-{row.last}"
+    strategy = f"{row.strategy} ({row.options})" if row.options else row.strategy
+    return index, shorten(strategy, 42), str(len(set(row.names))), mebibytes(row.num_bytes)
+
+
+def _parameter_group(plan: Plan, row: ParameterRow, alone: bool) -> list[str]:
+    assert row.group is not None
+    group = plan.groups[row.group]
+    table_of = {p.name: p for p in plan.model.parameters}
+    total = sum(parameter_bytes(table_of[m.name], m) for m in group.members)
+    lines = []
+    if not alone:
+        lines.append(_fact("slice", f"{row.piece}, {size(row.num_bytes)}"))
+    lines.append(_fact("group", f"{row.group} of 0..{len(plan.groups) - 1} in issue order"))
+    lines += _wrapped("strategy", strategy_text(row.strategy, row.options))
+    others = [m.name for m in group.members if m.name != row.parameter.name]
+    if others:
+        with_text = f"{number_of(len(others), 'other')} ({name_pattern(others, 56)}), {size(total)} in all"
+        lines += _wrapped("with", with_text)
+    else:
+        lines.append(_fact("with", "no other parameter"))
+    if row.reason:
+        lines += _wrapped("because", row.reason)
+    return lines
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) if shape else "scalar"
+
+
+def _fact(label: str, text: str) -> str:
+    return f"  {label:<9} {text}"
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<9} ", subsequent_indent=" " * 12)

@@ -1,0 +1,260 @@
+"""A plan as rows: by parameter and by group. What the explanation, `--json` and the report show is all made here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.spec.plan import (
+    Alternative,
+    Fidelity,
+    OptionValue,
+    ParameterSlice,
+    ParameterSpec,
+    Plan,
+    Prediction,
+    SyncGroup,
+)
+from autopar.spec.wording import element_bytes, name_pattern, number_of, size
+
+FIDELITY_MEANING: dict[Fidelity, str] = {
+    "exact": "the single-process result on the global batch, up to the order of additions",
+    "rounded": "an exact algorithm with a narrower number format on the wire",
+    "compressed": "lossy, with error feedback: sent + residual = gradient",
+    "stale": "updates of other ranks may arrive late, by a stated bound",
+    "local": "another algorithm: replicas are averaged from time to time",
+}
+
+PROVENANCE_MEANING = {
+    "measured": "The prediction rests on measurements of this cluster and model.",
+    "looked up": "The prediction rests on tables of devices and networks; nothing was measured on this cluster.",
+    "guessed": "The prediction rests in part on guesses: take its times as an order of magnitude.",
+}
+
+# Which plan a reader compares with first.
+BASELINE = "ddp"
+
+# Up to here every group has its own row; in longer plans alike neighbours share one.
+MAX_SINGLE_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """A parameter, or a slice of one, and how it is synchronized."""
+
+    parameter: ParameterSpec
+    piece: ParameterSlice
+    num_bytes: int
+    group: int | None
+    """Index of its sync group; `None` where the parameter is frozen."""
+    strategy: str
+    options: Mapping[str, OptionValue]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A sync group, or several adjacent ones that differ in nothing a reader needs."""
+
+    first: int
+    last: int
+    strategy: str
+    options: str
+    names: tuple[str, ...]
+    """Of its parameters; where it holds one slice alone, of that slice."""
+    sliced: bool
+    """Whether it holds only parts of some of them, under their plain names."""
+    num_bytes: int
+    reason: str
+    """Of all of them; where they differ, of the largest, and the reason begins with which that is."""
+
+    def pattern(self, width: int) -> str:
+        """Which parameters, as a short pattern."""
+        if not self.sliced:
+            return name_pattern(self.names, width)
+        return "parts of " + name_pattern(self.names, width - len("parts of "))
+
+    @property
+    def num_groups(self) -> int:
+        return self.last - self.first + 1
+
+
+def parameter_bytes(parameter: ParameterSpec, piece: ParameterSlice | None = None) -> int:
+    """Bytes of a parameter, or of a slice of it."""
+    shape = parameter.shape if piece is None else piece.shape(parameter)
+    elements = 1
+    for extent in shape:
+        elements *= extent
+    return elements * element_bytes(parameter.dtype)
+
+
+def parameter_rows(plan: Plan) -> list[ParameterRow]:
+    """Every parameter of the plan, or its slices, in the model's order; frozen ones too."""
+    table = {p.name: p for p in plan.model.parameters}
+    held: dict[str, list[ParameterRow]] = {name: [] for name in table}
+    for index, group in enumerate(plan.groups):
+        for piece in group.members:
+            spec = table[piece.name]
+            row = ParameterRow(
+                spec, piece, parameter_bytes(spec, piece), index, group.strategy, group.options, group.reason
+            )
+            held[piece.name].append(row)
+    rows: list[ParameterRow] = []
+    for name, spec in table.items():
+        frozen = ParameterRow(spec, ParameterSlice(name=name), parameter_bytes(spec), None, "", {}, "frozen")
+        rows += held[name] or [frozen]
+    return rows
+
+
+def group_rows(plan: Plan, merge: bool | None = None) -> list[GroupRow]:
+    """The groups in issue order. With `merge`, adjacent ones of the same strategy and kind of options share a row; by
+    default in plans of more than `MAX_SINGLE_GROUPS` groups."""
+    if merge is None:
+        merge = len(plan.groups) > MAX_SINGLE_GROUPS
+    table = {p.name: p for p in plan.model.parameters}
+    runs: list[list[int]] = []
+    for index, group in enumerate(plan.groups):
+        before = plan.groups[runs[-1][-1]] if runs and merge else None
+        if before is not None and _kind(before) == _kind(group):
+            runs[-1].append(index)
+            continue
+        runs.append([index])
+    rows = []
+    for run in runs:
+        groups = [plan.groups[i] for i in run]
+        pieces = [piece for group in groups for piece in group.members]
+        rows.append(
+            GroupRow(
+                first=run[0],
+                last=run[-1],
+                strategy=groups[0].strategy,
+                options=options_text([group.options for group in groups]),
+                names=tuple(str(piece) if len(pieces) == 1 else piece.name for piece in pieces),
+                sliced=len(pieces) > 1 and not _hold_all(pieces, table),
+                num_bytes=sum(parameter_bytes(table[piece.name], piece) for piece in pieces),
+                reason=_reason(
+                    run, groups, [sum(parameter_bytes(table[m.name], m) for m in g.members) for g in groups]
+                ),
+            )
+        )
+    return rows
+
+
+def options_text(options: Sequence[Mapping[str, OptionValue]]) -> str:
+    """Options in words; where several groups differ in one, its range: `owner=0..3, wire=float16`.
+
+    `same` and empty lists are left out: by convention they stand for what a strategy does anyway.
+    """
+    words = []
+    for key in options[0]:
+        values = list(dict.fromkeys(o[key] for o in options))
+        if values in (["same"], [()]):
+            continue
+        if len(values) == 1:
+            words.append(f"{key}={_option_value(values[0])}")
+        else:
+            low, high = min(values, key=_as_number), max(values, key=_as_number)
+            words.append(f"{key}={low}..{high}")
+    return ", ".join(words)
+
+
+def strategy_text(strategy: str, options: Mapping[str, OptionValue]) -> str:
+    """A strategy with its options, in words: `all_reduce (wire=float16)`."""
+    text = options_text([options])
+    return f"{strategy} ({text})" if text else strategy
+
+
+def parameters_text(parameters: Sequence[ParameterSpec], width: int = 60) -> str:
+    """Several parameters in words: `3 parameters, 1.2 MiB: h.0.*`."""
+    held = sum(parameter_bytes(p) for p in parameters)
+    names = name_pattern([p.name for p in parameters], width)
+    return f"{number_of(len(parameters), 'parameter')}, {size(held)}: {names}"
+
+
+@dataclass(frozen=True, slots=True)
+class AlternativeRow:
+    """Other plans that were priced, and for which everything that is predicted is the same."""
+
+    names: tuple[str, ...]
+    prediction: Prediction
+    note: str
+
+    @property
+    def label(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} alike"
+
+
+def ordered_alternatives(plan: Plan) -> list[Alternative]:
+    """The other plans that were priced: the baseline first, then the fastest first."""
+    return sorted(plan.alternatives, key=lambda a: (a.name != BASELINE, a.prediction.step_time_s))
+
+
+def alternative_rows(plan: Plan, apart: Collection[str] = ()) -> list[AlternativeRow]:
+    """`ordered_alternatives` without the plan itself; those with one and the same prediction share a row, except
+    those named in `apart`."""
+    alike: dict[tuple[Prediction, str, str], list[str]] = {}
+    for a in ordered_alternatives(plan):
+        if (a.name, a.prediction) != (plan.name, plan.prediction):
+            alike.setdefault((a.prediction, a.note, a.name if a.name in apart else ""), []).append(a.name)
+    return [AlternativeRow(tuple(names), prediction, note) for (prediction, note, _), names in alike.items()]
+
+
+def interval(prediction: Prediction) -> tuple[float, float]:
+    """The stated interval of the step time, in seconds."""
+    half = prediction.relative_error * prediction.step_time_s
+    return max(0.0, prediction.step_time_s - half), prediction.step_time_s + half
+
+
+def verdict(plan: Plan) -> str:
+    """One or two sentences: how the plan compares with the baseline, and whether the error bars allow saying so."""
+    if plan.prediction is None:
+        return "This plan carries no prediction: it was not priced by a cost model."
+    others = ordered_alternatives(plan)
+    if not others:
+        return "No other plan was priced, so there is nothing to compare with."
+    other = others[0]
+    if other.name == plan.name:
+        return f"This is {other.name} itself: none of the other plans that were priced is better."
+    if plan.prediction.step_time_s == 0:
+        return "Predicted to take no time at all: there is nothing to compare."
+    ratio = other.prediction.step_time_s / plan.prediction.step_time_s
+    if abs(ratio - 1) < 0.005:
+        return f"Predicted to take the same time as {other.name}."
+    said = f"Predicted {ratio:.2f}x as fast as {other.name}"
+    if ratio < 1:
+        said = f"Predicted slower than {other.name}, which takes {ratio:.2f}x the time"
+    mine, theirs = interval(plan.prediction), interval(other.prediction)
+    if mine[1] < theirs[0] or theirs[1] < mine[0]:
+        return f"{said}; the difference is larger than the stated error."
+    return f"{said}; the intervals overlap, so only a measurement can tell."
+
+
+def _kind(group: SyncGroup) -> tuple[object, ...]:
+    # Whole numbers (which rank owns a group, say) vary from group to group without being another kind of group.
+    options = group.options.items()
+    return group.strategy, *((k, "number" if isinstance(v, int) and not isinstance(v, bool) else v) for k, v in options)
+
+
+def _hold_all(pieces: Sequence[ParameterSlice], table: Mapping[str, ParameterSpec]) -> bool:
+    """Whether the pieces make up whole parameters; a plan holds each element once, so counting is enough."""
+    held: dict[str, int] = {}
+    for piece in pieces:
+        held[piece.name] = held.get(piece.name, 0) + parameter_bytes(table[piece.name], piece)
+    return all(n == parameter_bytes(table[name]) for name, n in held.items())
+
+
+def _reason(indices: Sequence[int], groups: Sequence[SyncGroup], sizes: Sequence[int]) -> str:
+    if len({group.reason for group in groups}) == 1:
+        return groups[0].reason
+    largest = max(range(len(groups)), key=sizes.__getitem__)
+    return f"(group {indices[largest]}, the largest) {groups[largest].reason}"
+
+
+def _option_value(value: OptionValue) -> str:
+    if isinstance(value, tuple):
+        return ":".join(f"{v:g}" for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _as_number(value: OptionValue) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,185 @@
+"""The cluster as a graph: which links a message takes from rank to rank, how fast and how late.
+
+Nodes are devices (`worker-0:0`), hosts, the interconnects within hosts, and switches; edges are the directions of
+links, with `bandwidth_bytes_per_s` and `latency_s`. Transfers that cross the same edge at the same time share it.
+
+    worker-0:0 -> worker-0 -> switch -> worker-1 -> worker-1:0            between hosts
+    worker-0:0 -> worker-0/NVLink3 -> worker-0:1                          within one
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from autopar.errors import ClusterSpecError, did_you_mean
+from autopar.spec.units import Figure, Provenance, weakest
+
+if TYPE_CHECKING:
+    from autopar.spec.cluster import ClusterSpec
+    from autopar.spec.machines import Host
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a link."""
+
+    id: str
+    """Its two ends: `worker-0->switch`."""
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    """One way."""
+    provenance: Provenance
+    """The weaker of the two figures'."""
+
+
+class Topology:
+    """The graph of a cluster, and the paths through it. Equal paths are computed once."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self.ranks = cluster.ranks
+        self.graph: nx.DiGraph[str] = nx.DiGraph()
+        self._hosts = {host.name: host for host in cluster.all_hosts}
+        self._between: dict[tuple[str, str], tuple[Link, ...]] = {}
+        for host in self._hosts.values():
+            self._add_host(host)
+        for cable in cluster.cables:
+            self._add(cable.one, cable.other, cable.forth_bytes_per_s, cable.latency_s)
+            self._add(cable.other, cable.one, cable.back_bytes_per_s, cable.latency_s)
+        ends = self._hosts.keys() | {end for cable in cluster.cables for end in (cable.one, cable.other)}
+        self._network = nx.DiGraph(self.graph.subgraph(ends))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All links of the cluster, each direction by itself."""
+        return tuple(data["link"] for _, _, data in self.graph.edges(data=True))
+
+    def path(self, a: int | str, b: int | str) -> tuple[Link, ...]:
+        """The links that a message crosses from `a` to `b`, in order; empty where the two are the same. Each is a
+        rank, or the name of a host that serves. Raises `ClusterSpecError` for a place that does not exist, and where
+        there is no way."""
+        host_a, node_a = self._place(a)
+        host_b, node_b = self._place(b)
+        if node_a == node_b:
+            return ()
+        if host_a == host_b:
+            return self._within(host_a, node_a, node_b)
+        leave = (self._link(node_a, host_a),) if node_a != host_a else ()
+        enter = (self._link(host_b, node_b),) if node_b != host_b else ()
+        return leave + self._through_network(host_a, host_b) + enter
+
+    def bandwidth_bytes_per_s(self, a: int | str, b: int | str) -> float:
+        """The rate of the slowest link on the path from `a` to `b`; infinite where the two are the same."""
+        return min((link.bandwidth_bytes_per_s for link in self.path(a, b)), default=math.inf)
+
+    def latency_s(self, a: int | str, b: int | str) -> float:
+        """The latencies of the links from `a` to `b`, added up."""
+        return math.fsum(link.latency_s for link in self.path(a, b))
+
+    def first_apart(self) -> tuple[str, str] | None:
+        """Two hosts between which there is no way, or None."""
+        seen: set[frozenset[str]] = set()
+        for host in self._hosts:
+            # Hosts with the same neighbours reach the same hosts, so one of them is asked.
+            neighbours = frozenset(self._network.successors(host))
+            if neighbours in seen:
+                continue
+            seen.add(neighbours)
+            reached = self._reached_from(host)
+            apart = next((other for other in self._hosts if other not in reached), None)
+            if apart is not None:
+                return host, apart
+        return None
+
+    def _add_host(self, host: Host) -> None:
+        self.graph.add_node(host.name)
+        link = host.interconnect
+        into = out = f"{host.name}/{link.name}"
+        if len(host.devices) > 1 and link.shared:
+            into, out = f"{into}.in", f"{out}.out"
+            self._add(into, out, link.bytes_per_s, link.latency_s)
+        # A link's latency is from device to device: half of it on each of the two edges of such a path, unless the
+        # edge that they share has it already.
+        latency = replace(link.latency_s, value=0.0) if link.shared else _half(link.latency_s)
+        for i, device in enumerate(host.devices):
+            node, up = f"{host.name}:{i}", device.host_link
+            self._add(node, host.name, up.bytes_per_s, _half(up.latency_s))
+            self._add(host.name, node, up.bytes_per_s, _half(up.latency_s))
+            if len(host.devices) > 1:
+                self._add(node, into, link.bytes_per_s, latency)
+                self._add(out, node, link.bytes_per_s, latency)
+
+    def _add(self, a: str, b: str, bandwidth: Figure, latency: Figure) -> None:
+        link = Link(f"{a}->{b}", bandwidth.value, latency.value, weakest(bandwidth, latency))
+        self.graph.add_edge(a, b, link=link, bandwidth_bytes_per_s=bandwidth.value, latency_s=latency.value)
+
+    def _link(self, a: str, b: str) -> Link:
+        link: Link = self.graph.edges[a, b]["link"]
+        return link
+
+    def _links(self, nodes: list[str]) -> tuple[Link, ...]:
+        return tuple(self._link(a, b) for a, b in pairwise(nodes))
+
+    def _place(self, end: int | str) -> tuple[str, str]:
+        """The host and the node of a rank, or of a serving host."""
+        if isinstance(end, int):
+            if not 0 <= end < len(self.ranks):
+                raise ClusterSpecError(f"there is no rank {end}: the cluster has ranks 0 to {len(self.ranks) - 1}")
+            place = self.ranks[end]
+            return place.host.name, f"{place.host.name}:{place.local_rank}"
+        if end not in self._hosts or not self._hosts[end].serves:
+            serving = [name for name, host in self._hosts.items() if host.serves]
+            hint = did_you_mean(end, serving) or (f"; those are {', '.join(serving)}" if serving else "")
+            raise ClusterSpecError(f"'{end}' is no host that serves{hint}")
+        return end, end
+
+    def _within(self, host: str, a: str, b: str) -> tuple[Link, ...]:
+        if host in (a, b):
+            return (self._link(a, b),)
+        link = self._hosts[host].interconnect
+        hub = f"{host}/{link.name}"
+        return self._links([a, f"{hub}.in", f"{hub}.out", b] if link.shared else [a, hub, b])
+
+    def _through_network(self, a: str, b: str) -> tuple[Link, ...]:
+        if (a, b) not in self._between:
+            try:
+                nodes = nx.shortest_path(self._network, a, b, weight=self._step(b))
+            except nx.NetworkXNoPath:
+                raise ClusterSpecError(
+                    f"host '{a}' cannot reach host '{b}': join their switches in network.links"
+                ) from None
+            self._between[a, b] = self._links(nodes)
+        return self._between[a, b]
+
+    def _step(self, target: str) -> Any:
+        """Fewest links first, then the faster; never through a host that is not the target."""
+
+        def cost(_: str, to: str, data: dict[str, Any]) -> float | None:
+            if to in self._hosts and to != target:
+                return None
+            return 1 + 1 / (1 + float(data["bandwidth_bytes_per_s"]))
+
+        return cost
+
+    def _reached_from(self, host: str) -> set[str]:
+        reached, frontier = {host}, [host]
+        while frontier:
+            for node in self._network.successors(frontier.pop()):
+                if node not in reached:
+                    reached.add(node)
+                    if node not in self._hosts:
+                        frontier.append(node)
+        return reached
+
+
+def _half(latency_s: Figure) -> Figure:
+    return replace(latency_s, value=latency_s.value / 2)

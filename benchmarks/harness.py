@@ -1,0 +1,248 @@
+"""What all benchmarks share: paired timing, targets and their check, the machine's description, and reports.
+
+A benchmark fills a `Report` and hands it to `publish`, which prints its table, then its targets, and what falls
+short last. `options` gives every benchmark the same command line: `--check`, `--json FILE`, `--save`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Quartiles by linear interpolation between the values; raises `ValueError` where there are none."""
+        ordered = sorted(values)
+        if not ordered:
+            raise ValueError("no values to take the median of")
+        return cls(*(_quantile(ordered, q) for q in (0.5, 0.25, 0.75)))
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.lower:{spec}} to {self.upper:{spec}})"
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    at = q * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each of several contestants, round by round: entry i of every one was taken in the same round."""
+
+    seconds: Mapping[str, tuple[float, ...]]
+
+    def time(self, name: str) -> Spread:
+        return Spread.of(self.seconds[name])
+
+    def ratio(self, name: str, baseline: str) -> Spread:
+        """Of the times in each round, so that what slows a whole round down cancels."""
+        return Spread.of(a / b for a, b in zip(self.seconds[name], self.seconds[baseline], strict=True))
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Runs A B C, A B C, ... after `warmup` rounds that do not count. Each call must have finished when it returns."""
+    if rounds < 1:
+        raise ValueError(f"rounds: expected at least 1, got {rounds}")
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_ in range(-warmup, rounds):
+        for name, run in contestants.items():
+            start = clock()
+            run()
+            elapsed = clock() - start
+            if round_ >= 0:
+                seconds[name].append(elapsed)
+    return Timings({name: tuple(values) for name, values in seconds.items()})
+
+
+def paired(
+    a: Callable[[], object],
+    b: Callable[[], object],
+    pairs: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Times A B A B ...; `.ratio("b", "a")` says how long `b` takes, in units of `a`."""
+    return interleave({"a": a, "b": b}, pairs, warmup, clock)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that a benchmark must reach."""
+
+    name: str
+    value: float | None
+    """None where it could not be measured, which falls short."""
+    limit: float
+    direction: Literal["at most", "at least"] = "at most"
+    unit: str = ""
+
+    @property
+    def met(self) -> bool:
+        if self.value is None or math.isnan(self.value):
+            return False
+        return self.value <= self.limit if self.direction == "at most" else self.value >= self.limit
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        value = "not measured" if self.value is None else f"{self.value:.4g}{unit}"
+        return f"{self.name}: {value}, expected {self.direction} {self.limit:g}{unit}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a figure was measured on."""
+
+    date: str
+    cores: int
+    """That this process may use."""
+    processor: str
+    memory_gib: float
+    load_average: float
+    """Over the last minute, when the benchmark began: above 1, others were at work."""
+    torch: str
+    torch_threads: int
+    python: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        import torch
+
+        return cls(
+            date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            processor=_processor(),
+            memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+            load_average=round(os.getloadavg()[0], 2),
+            torch=torch.__version__,
+            torch_threads=torch.get_num_threads(),
+            python=platform.python_version(),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.date}; {self.cores} cores ({self.processor}), {self.memory_gib} GiB, load average "
+            f"{self.load_average}; torch {self.torch} with {self.torch_threads} threads, Python {self.python}"
+        )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+@dataclass
+class Report:
+    """What a benchmark found. Rows are text for people; `data` are the figures, for `--json`."""
+
+    name: str
+    """Short, as in `python -m benchmarks.NAME`."""
+    title: str
+    columns: Sequence[str]
+    machine: Machine = field(default_factory=Machine.here)
+    rows: list[Sequence[str]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """How it was measured, and what to know to read the table."""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def short(self) -> list[Target]:
+        """The targets that are not met."""
+        return [t for t in self.targets if not t.met]
+
+    def markdown(self, command: str) -> str:
+        """The report as a file for people: title, machine, command, table, notes, targets."""
+        rows = [self.columns, ["---"] * len(self.columns), *self.rows]
+        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        verdicts = [f"- {'met' if t.met else '**falls short**'}: {t}" for t in self.targets]
+        parts = [f"# {self.title}", str(self.machine), f"`{command}`", "\n".join(table), *self.notes]
+        return "\n\n".join([*parts, "\n".join(verdicts)]).strip() + "\n"
+
+    def json(self) -> str:
+        """Machine, rows, targets and data, as JSON."""
+        targets = [asdict(t) | {"met": t.met} for t in self.targets]
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        whole = {"name": self.name, "machine": asdict(self.machine), "rows": rows, "targets": targets}
+        return json.dumps(whole | {"notes": self.notes, "data": self.data}, indent=1) + "\n"
+
+
+def publish(
+    report: Report,
+    *,
+    command: str,
+    check: bool = False,
+    json_file: str | None = None,
+    save: bool = False,
+    console: Console | None = None,
+    results: Path = RESULTS,
+) -> int:
+    """Prints the report, what falls short last, and writes the files asked for. Returns the exit code: 1 where
+    `check` is set and a target is not met."""
+    console = console or Console(highlight=False, width=None if Console().is_terminal else 160)
+    table = Table(title=report.title, title_justify="left")
+    for column in report.columns:
+        table.add_column(column, overflow="fold")
+    for row in report.rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console.print(table)
+    for line in (str(report.machine), *report.notes):
+        console.print(escape(line))
+    if json_file:
+        Path(json_file).write_text(report.json())
+    if save:
+        path = results / f"{report.machine.date[:10]}-{report.name}.md"
+        path.write_text(report.markdown(command))
+        console.print(f"Written to {escape(path.name)} in benchmarks/results.")
+    for target in report.targets:
+        if target.met:
+            console.print(f"met: {escape(str(target))}")
+    for target in report.short:
+        console.print(f"[bold red]falls short[/]: {escape(str(target))}")
+    return 1 if check and report.short else 0
+
+
+def options(command: F) -> F:
+    """Adds the options that all benchmarks have, as the parameters `check`, `json_file` and `save`."""
+    for decorate in (
+        click.option("--save", is_flag=True, help="Write a dated report into benchmarks/results."),
+        click.option("--json", "json_file", metavar="FILE", help="Write the figures as JSON."),
+        click.option("--check", is_flag=True, help="Exit 1 where a target is not met."),
+    ):
+        command = decorate(command)
+    return command

@@ -1,0 +1,208 @@
+"""A job: one process per rank on given hosts, with the environment that torchrun would set.
+
+`launch` runs a job to its end. A `Job` that stays up answers requests: the parent asks all ranks at once and reads one
+answer of each; in the rank's process, `serve` is the other end. Requests and answers are lines of JSON on pipes of
+their own, so a rank may print what it likes.
+
+All ranks are killed as soon as one of them fails, when the time is over, and at the end of the `with` block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from benchmarks.lab.host import Host
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"
+_POLL_S = 0.02
+_ports = itertools.count(29500)
+
+
+class JobFailed(RuntimeError):
+    """A rank ended with an error; the message ends with what it wrote to stderr."""
+
+
+class JobTimeout(RuntimeError):
+    """The job did not end, or did not answer, in time; the message names the ranks that are late."""
+
+
+class Job:
+    """One process per rank; `hosts[r]` is where rank r runs. A context manager."""
+
+    def __init__(self, hosts: Sequence[Host], argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        if not hosts:
+            raise ValueError("a job needs at least one rank")
+        self.hosts = tuple(hosts)
+        self.argv = tuple(argv)
+        self.env = dict(env or {})
+        self._ranks: list[subprocess.Popen[str]] = []
+        self._answers: list[IO[bytes]] = []
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-job-")))
+            stack.callback(self.kill)
+            port = _port(self.hosts[0])
+            for rank in range(len(self.hosts)):
+                self._start(rank, port, stack)
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """Waits until every rank has ended; returns what each wrote to stdout."""
+        deadline = time.monotonic() + timeout_s
+        while any(code is None for code in self._poll()):
+            if time.monotonic() > deadline:
+                self._give_up([r for r, p in enumerate(self._ranks) if p.returncode is None], timeout_s)
+            time.sleep(_POLL_S)
+        return [self._file(rank, "stdout").read_text() for rank in range(len(self.hosts))]
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Sends one request to every rank; returns the answer of each, in rank order."""
+        for process in self._ranks:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # The rank is dead: polled for below.
+                process.stdin.write(json.dumps(dict(request)) + "\n")
+                process.stdin.flush()
+        deadline = time.monotonic() + timeout_s
+        lines: dict[int, bytes] = dict.fromkeys(range(len(self._ranks)), b"")
+        with selectors.DefaultSelector() as open_pipes:
+            for rank, pipe in enumerate(self._answers):
+                open_pipes.register(pipe, selectors.EVENT_READ, rank)
+            while late := [r for r, line in lines.items() if not line.endswith(b"\n")]:
+                for key, _ in open_pipes.select(timeout=_POLL_S):
+                    chunk = os.read(key.fd, 1 << 16)
+                    lines[key.data] += chunk
+                    if not chunk or chunk.endswith(b"\n"):
+                        open_pipes.unregister(key.fileobj)
+                codes = self._poll()
+                gone = [r for r in late if codes[r] == 0 and self._answers[r] not in open_pipes.get_map()]
+                gone = [r for r in gone if not lines[r].endswith(b"\n")]
+                if gone:
+                    raise JobFailed(f"ranks {gone} ended without an answer to {dict(request)}")
+                if time.monotonic() > deadline:
+                    self._give_up(late, timeout_s)
+        return [json.loads(line) for line in lines.values()]
+
+    def kill(self) -> None:
+        """Ends every rank, and what it has started, at once."""
+        for process in self._ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def _start(self, rank: int, port: int, stack: ExitStack) -> None:
+        host = self.hosts[rank]
+        distinct = list(dict.fromkeys(self.hosts))
+        out = stack.enter_context(self._file(rank, "stdout").open("w"))
+        err = stack.enter_context(self._file(rank, "stderr").open("w"))
+        read_fd, write_fd = os.pipe()
+        self._answers.append(stack.enter_context(os.fdopen(read_fd, "rb")))
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "LOCAL_RANK": str(self.hosts[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(self.hosts.count(host)),
+            "GROUP_RANK": str(distinct.index(host)),
+            "GROUP_WORLD_SIZE": str(len(distinct)),
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            _ANSWER_FD: str(write_fd),
+            **self.env,
+        }
+        try:
+            # A session of its own: Ctrl-C reaches the parent alone, which then ends the ranks with all they started.
+            process = host.popen(
+                self.argv,
+                env,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                pass_fds=(write_fd,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_fd)
+        self._ranks.append(process)
+
+    def _poll(self) -> list[int | None]:
+        codes = [process.poll() for process in self._ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            self.kill()
+            first = failed[0]
+            others = f" (and ranks {failed[1:]})" if failed[1:] else ""
+            raise JobFailed(f"rank {first}{others} ended with exit status {codes[first]}:\n{self._stderr(first)}")
+        return codes
+
+    def _give_up(self, late: list[int], timeout_s: float) -> None:
+        for rank in late:  # With its fault handler on, Python writes where each thread is, and ends.
+            with suppress(ProcessLookupError):
+                os.killpg(self._ranks[rank].pid, signal.SIGABRT)
+        for rank in late:
+            with suppress(subprocess.TimeoutExpired):
+                self._ranks[rank].wait(timeout=5)
+        self.kill()
+        raise JobTimeout(f"ranks {late} were not done after {timeout_s:g} s; rank {late[0]}:\n{self._stderr(late[0])}")
+
+    def _stderr(self, rank: int, lines: int = 40) -> str:
+        text = self._file(rank, "stderr").read_text(errors="replace").strip()
+        return "\n".join(text.splitlines()[-lines:]) or "(nothing on stderr)"
+
+    def _file(self, rank: int, stream: str) -> Path:
+        return self._folder / f"{rank}.{stream}"
+
+
+def launch(
+    hosts: Sequence[Host], argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float
+) -> list[str]:
+    """Runs `argv` once on each of `hosts`, as ranks 0, 1, ...; returns what each wrote to stdout.
+
+    Raises `JobFailed` with the first failing rank's stderr, or `JobTimeout`; no process is left in either case.
+    """
+    with Job(hosts, argv, env) as job:
+        return job.wait(timeout_s)
+
+
+def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """In a rank's process: answers the requests of `Job.ask`, until the parent is gone."""
+    with os.fdopen(int(os.environ[_ANSWER_FD]), "w") as pipe:
+        for line in sys.stdin:
+            pipe.write(json.dumps(dict(answer(json.loads(line)))) + "\n")
+            pipe.flush()
+
+
+def _port(host: Host) -> int:
+    """A free port on `host`. In a namespace that this process made, whatever it has not handed out before."""
+    if host.namespace is not None:
+        return next(_ports)
+    with socket.socket() as probe:
+        probe.bind((host.address, 0))
+        return int(probe.getsockname()[1])

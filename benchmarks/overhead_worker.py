@@ -1,0 +1,122 @@
+"""One measurement of `benchmarks.overhead`, in a process of its own: prints its figures as a line of JSON.
+
+python -m benchmarks.overhead_worker {time|eager|autopar} MODEL
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.harness import interleave
+from benchmarks.zoo import Entry, find, sizes
+
+DROPOUT = 0.1
+"""The architectures' own default."""
+MEMORY_STEPS = 4
+"""Steps after which peak memory is read: the second already holds the optimizer's state from the first."""
+
+Step = Callable[[], object]
+
+
+def eager_step(entry: Entry, fused: bool | None = None) -> Step:
+    """A training step as users write it, with AdamW as users write it."""
+    model, batch = entry.build(DROPOUT), entry.batch(entry.batch_size, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = entry.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def autopar_step(entry: Entry) -> tuple[Step, float]:
+    """The rewritten step, and the seconds that capture, planning and rewriting took together."""
+    import autopar
+
+    model, batch = entry.build(DROPOUT), entry.batch(entry.batch_size, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    began = time.perf_counter()
+    program = autopar.optimize(
+        model,
+        autopar.ClusterSpec.local(1),
+        example_inputs=batch,
+        loss_fn=entry.loss_fn,
+        optimizer=optimizer,
+        unused_parameters="freeze",
+    )
+    optimize_s = time.perf_counter() - began
+    return lambda: program.step(batch).item(), optimize_s
+
+
+def time_steps(entry: Entry, rounds: int) -> dict[str, Any]:
+    """Eager, eager with a fused AdamW, and rewritten steps, in turns, in one process."""
+    rewritten, optimize_s = autopar_step(entry)
+    contestants = {"eager": eager_step(entry), "eager fused": eager_step(entry, fused=True), "autopar": rewritten}
+    return asdict(interleave(contestants, rounds)) | {"optimize_s": optimize_s}
+
+
+def measure_memory(entry: Entry, rewritten: bool) -> dict[str, Any]:
+    """Peak resident memory of this process: from its start, and from the first step on."""
+    step, optimize_s = autopar_step(entry) if rewritten else (eager_step(entry), 0.0)
+    setup = peak_resident_bytes()
+    reset_peak()
+    for _ in range(MEMORY_STEPS):
+        step()
+    steps = peak_resident_bytes()
+    return {"process_bytes": max(setup, steps), "steps_bytes": steps, "optimize_s": optimize_s}
+
+
+def peak_resident_bytes() -> int:
+    """The high-water mark of this process's resident memory.
+
+    Linux's `VmHWM` rather than `ru_maxrss`, which a new process inherits from the one that started it.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak() -> None:
+    """Sets the high-water mark to what is resident now, where the system can (Linux: proc(5), `clear_refs`)."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+@click.command()
+@click.argument("what", type=click.Choice(["time", "eager", "autopar"]))
+@click.argument("name")
+@click.option("--scaled", is_flag=True)
+@click.option("--rounds", default=9)
+def main(what: str, name: str, scaled: bool, rounds: int) -> None:
+    """Prints one measurement as a line of JSON."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    warnings.simplefilter("ignore")
+    entry = find(sizes.entries(scaled), name)
+    result = time_steps(entry, rounds) if what == "time" else measure_memory(entry, what == "autopar")
+    click.echo(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""What collectives take: the bytes on every link, and the latency of their rounds.
+
+The flows are those of the algorithms that `runtime.collectives` runs; `ir.primitives.wire_bytes` says what they sum up
+to for each rank. Flows of one phase run at the same time, so a link that several of them cross carries the sum, and
+the fullest link decides; phases follow one another:
+
+    time = call + rounds x (hop + latency of the longest path)
+         + sum over phases of max over links of bytes / (fraction x bandwidth)
+
+Links are directed: what a host's card sends does not get in the way of what it receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_models.compute import is_cpu
+from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, broadcast_children, wire_bytes
+from autopar.spec.devices import CORE_FLOPS
+from autopar.spec.topology import Link, Topology
+from autopar.spec.units import PROVENANCES, Provenance
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What a communication library adds to, and takes from, the network."""
+
+    name: str
+    """Also the name of its channel in the timeline."""
+    call_s: float
+    """For a collective to begin, on all ranks."""
+    hop_s: float
+    """For a round of it, beside the latency of the links."""
+    issue_s: float
+    """On the compute stream, to hand a collective over."""
+    fraction: dict[Kind, float]
+    """Of the bandwidth of links that a kind of collective reaches."""
+    device_taken: float = 0.0
+    """Part of an accelerator that a collective takes from the compute beside it."""
+    chains: bool = False
+    """Whether reduce and broadcast pass the message along a chain in pieces, so that all its links work at once."""
+    host_bytes_per_s: float = float("inf")
+    """Bytes, sent and received together, that one processor core moves for it."""
+    host_threads: int = 1
+    """Cores that it can use for one collective."""
+
+
+GLOO = Backend(
+    "gloo",
+    # An all-reduce of 4 bytes takes 0.1 to 0.4 ms over 2 to 4 ranks of one machine, torch 2.13. [Empirical]
+    call_s=60e-6,
+    hop_s=20e-6,
+    issue_s=100e-6,
+    # Four hosts, each with 0.2 or 1 Gbit/s, messages from 1 MB, torch 2.13. [Empirical] All-reduce: 0.955 of the line
+    # rate; all-gather 0.92; the all-to-all that a reduce-scatter is made of 0.56, where all senders meet at a receiver.
+    fraction={
+        Kind.ALL_REDUCE: 0.955,
+        Kind.ALL_GATHER: 0.92,
+        Kind.REDUCE_SCATTER: 0.56,
+        Kind.REDUCE: 0.955,
+        Kind.BROADCAST: 0.955,
+    },
+    # Sockets of one machine, copied in and out of the kernel and added up. [Empirical, of the right order]
+    host_bytes_per_s=2e9,
+    # The thread that runs the collective, and the one that reads and writes the sockets.
+    host_threads=2,
+)
+
+NCCL = Backend(
+    "nccl",
+    # Ring, simple protocol: 8.4 us, and 2.7 to 14 us a step over a network (NCCL 2.x, src/graph/tuning.cc).
+    call_s=8.4e-6,
+    hop_s=3e-6,
+    issue_s=10e-6,
+    # NCCL's own model takes 0.92 of the bus for its LL128 protocol; its reduce and broadcast are a single ring.
+    fraction=dict.fromkeys((Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.REDUCE, Kind.BROADCAST), 0.92),
+    # Compute beside a collective takes 1.1256 times as long on A100 (Galvatron's shipped overlap coefficient).
+    device_taken=1 - 1 / 1.1256,
+    chains=True,
+)
+
+
+def backend_of(topology: Topology) -> Backend:
+    """The backend that all ranks have: NCCL among GPUs, else gloo."""
+    return GLOO if any(is_cpu(place.device) for place in topology.ranks) else NCCL
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one collective does."""
+
+    seconds: float
+    """On the channel, once all ranks have issued it."""
+    taken: tuple[float, ...]
+    """By rank: part of its compute that the transfer takes while it runs."""
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+
+
+class Network:
+    """Prices collectives over all ranks of one topology. The work that depends on no message is done once."""
+
+    def __init__(self, topology: Topology, backend: Backend | None = None) -> None:
+        self.backend = backend or backend_of(topology)
+        self.world_size = n = topology.world_size
+        index: dict[str, int] = {}
+        found: list[Link] = []
+        crossings: list[tuple[int, int, int]] = []
+        self.latency_s = 0.0
+        """Of the longest path."""
+        for a in range(n):
+            for b in range(n):
+                path = topology.path(a, b) if a != b else ()
+                self.latency_s = max(self.latency_s, sum(link.latency_s for link in path))
+                for link in path:
+                    if link.id not in index:
+                        index[link.id] = len(found)
+                        found.append(link)
+                    crossings.append((index[link.id], a, b))
+        self.links = tuple(found)
+        self._index, self._topology = index, topology
+        self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in found])
+        # Traffic on each link is linear in one vector over ranks: what each sends on along the ring, what each sends
+        # to every other, or what each receives from every other.
+        self._ring, self._from_each, self._to_each = (np.zeros((len(found), n)) for _ in range(3))
+        for i, a, b in crossings:
+            self._from_each[i, a] += 1
+            self._to_each[i, b] += 1
+            if b == (a + 1) % n:
+                self._ring[i, a] += 1
+        self._cores = np.array(
+            [p.device.flops_per_s().value / CORE_FLOPS if is_cpu(p.device) else 0.0 for p in topology.ranks]
+        )
+        self.provenance: Provenance = max(
+            (link.provenance for link in found), key=PROVENANCES.index, default="measured"
+        )
+
+    def phases(self, primitive: Primitive) -> list[tuple[Kind, Floats]]:
+        """Bytes on each of `links`, for the parts of a collective that follow one another; and the kind of collective
+        whose fraction of the bandwidth each part reaches."""
+        n, kind, size = self.world_size, primitive.kind, primitive.bytes
+        if kind is Kind.ALL_REDUCE:
+            return [(kind, self._around(np.full(n, 2 * (n - 1) / n * size)))]
+        if kind is Kind.REDUCE:
+            return self._reduce(primitive.owner or 0, size)
+        if kind is Kind.BROADCAST:
+            return self._broadcast(primitive.owner or 0, size)
+        held: Floats = np.array(primitive.splits) * float(DTYPE_BYTES[primitive.dtype])
+        if kind is Kind.REDUCE_SCATTER:
+            return [(kind, np.asarray(self._to_each @ held))]
+        if is_all_to_all(primitive):
+            return [(Kind.REDUCE_SCATTER, np.asarray(self._from_each @ held))]
+        return [(kind, self._around((n - 1) * held))]
+
+    def _around(self, sent: Floats) -> Floats:
+        """Rank r sends `sent[r]` to rank r+1."""
+        return np.asarray(self._ring @ sent)
+
+    def _reduce(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
+        n = self.world_size
+        if self.backend.chains:
+            return [(Kind.REDUCE, self._around(_all_but(owner, n, size)))]
+        # A ring's reduce-scatter, then everyone's part to the owner, where all senders meet (gloo/reduce.cc).
+        parts = np.zeros(n)
+        parts[owner] = size / n
+        scattered = self._around(np.full(n, (n - 1) / n * size))
+        return [(Kind.REDUCE, scattered), (Kind.REDUCE_SCATTER, np.asarray(self._to_each @ parts))]
+
+    def _broadcast(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
+        n = self.world_size
+        if self.backend.chains:
+            return [(Kind.BROADCAST, self._around(_all_but((owner - 1) % n, n, size)))]
+        # A binomial tree; a rank that has received the whole message sends it to all its children at once.
+        found, level = [], [0]
+        while level:
+            traffic = np.zeros(len(self.links))
+            below = []
+            for parent in level:
+                for child in broadcast_children(parent, n):
+                    a, b = (parent + owner) % n, (child + owner) % n
+                    for i in self._path(a, b):
+                        traffic[i] += size
+                    below.append(child)
+            if below:
+                found.append((Kind.BROADCAST, traffic))
+            level = below
+        return found
+
+    def _path(self, a: int, b: int) -> list[int]:
+        return [self._index[link.id] for link in self._topology.path(a, b)]
+
+    def link_bytes(self, primitive: Primitive) -> Floats:
+        """Bytes on each of `links` that a collective puts there in all."""
+        return np.asarray(sum(traffic for _, traffic in self.phases(primitive)))
+
+    def transfer(self, primitive: Primitive) -> Transfer:
+        """The price of a collective; with one rank there is nothing to pay."""
+        sent, received = wire_bytes(primitive, self.world_size)
+        if self.world_size == 1:
+            return Transfer(0.0, (), tuple(sent), tuple(received))
+        backend = self.backend
+        phases = self.phases(primitive)
+        wire_s = sum(float(np.max(traffic / self.bandwidth)) / backend.fraction[kind] for kind, traffic in phases)
+        host_s: Floats = (np.array(sent, dtype=float) + np.array(received)) / backend.host_bytes_per_s
+        # A collective cannot be faster than the library's own threads move its bytes.
+        rounds = self._rounds(primitive.kind, len(phases))
+        start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
+        seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads)
+        return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received))
+
+    def _rounds(self, kind: Kind, phases: int) -> int:
+        """Messages that follow one another."""
+        if kind is Kind.ALL_REDUCE:
+            return 2 * (self.world_size - 1)
+        if kind is Kind.BROADCAST and not self.backend.chains:
+            return phases
+        return self.world_size - 1 + (phases - 1)
+
+    def _taken(self, host_s: Floats, seconds: float) -> tuple[float, ...]:
+        """A CPU rank moves the bytes on the cores that it computes on: all of it is lost where it has but one."""
+        if not self._cores.any():
+            return (self.backend.device_taken,) * self.world_size if self.backend.device_taken else ()
+        cores = np.where(self._cores > 0, np.maximum(self._cores, 1e-9), np.inf)
+        return tuple(float(x) for x in np.minimum(1.0, host_s / seconds / cores))
+
+
+def is_all_to_all(primitive: Primitive) -> bool:
+    """Whether the runtime sends from each rank to each: for every reduce-scatter, and to gather unequal parts."""
+    unequal = len(set(primitive.splits)) > 1
+    return primitive.kind is Kind.REDUCE_SCATTER or (primitive.kind is Kind.ALL_GATHER and unequal)
+
+
+def _all_but(last: int, n: int, size: int) -> Floats:
+    """What each rank sends along a chain that ends with `last`."""
+    sent = np.full(n, float(size))
+    sent[last] = 0.0
+    return sent

@@ -1,0 +1,92 @@
+"""What work on one device takes: nodes of the graph by a roofline, copies and optimizer updates by their bytes.
+
+A node takes the longer of its arithmetic and its memory traffic, and a fixed time to be started: the roofline of
+Williams, Waterman and Patterson (CACM 2009). Peaks come from the cluster; the fractions of them that real kernels
+reach stand below.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.machines import Device
+from autopar.spec.units import Figure, Provenance, guess, weakest
+
+FLOPS_FRACTION = 0.75
+"""Of the peak, in matrix products and convolutions. PyTorch's own estimator assumes the same
+(torch/distributed/_tools/runtime_estimator.py); Calculon's A100 tables lie between 0.5 and 0.9."""
+
+MEMORY_FRACTION = 0.8
+"""Of the memory bandwidth, in elementwise kernels and copies. [Empirical: STREAM-like kernels reach 0.75 to 0.9.]"""
+
+CPU_NODE_START_S = 8e-6
+"""To start one node on a CPU: the interpreter and PyTorch's dispatcher. [Empirical: 5 to 12 us.]"""
+
+GPU_NODE_START_S = 4e-6
+"""To launch one kernel, where launches are not hidden by the kernels before. [Empirical: 3 to 6 us.]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in practice: peaks times the fractions above."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    start_s: float
+
+    @classmethod
+    def of(cls, device: Device, dtype: str) -> Rates:
+        """Of a device, computing in `dtype`."""
+        return cls(
+            flops_per_s=FLOPS_FRACTION * device.flops_per_s(dtype).value,
+            bytes_per_s=MEMORY_FRACTION * device.memory_bytes_per_s.value,
+            start_s=CPU_NODE_START_S if is_cpu(device) else GPU_NODE_START_S,
+        )
+
+    def node_s(self, flops: float, bytes_moved: float) -> float:
+        """One node or kernel."""
+        return max(flops / self.flops_per_s, bytes_moved / self.bytes_per_s) + self.start_s
+
+    def copy_s(self, bytes_moved: float, kernels: float = 1.0) -> float:
+        """Bytes read and written, by so many kernels; nothing takes no time."""
+        return bytes_moved / self.bytes_per_s + kernels * self.start_s if bytes_moved else 0.0
+
+
+def is_cpu(device: Device) -> bool:
+    """Whether the device is (a share of) a host's processor, whose network traffic takes its own cores."""
+    return device.host_link.name == "memory"
+
+
+def compute_dtype(graph: TrainingGraph) -> str:
+    """The number format that most of the parameters have; the graph does not say what each node computes in."""
+    count = Counter[str]()
+    for p in graph.model.parameters:
+        count[p.dtype] += p.numel
+    return max(count, key=count.__getitem__, default="float32")
+
+
+def prefix_sums(graph: TrainingGraph, rates: Rates, measured_s: Mapping[str, float] | None = None) -> list[float]:
+    """[i]: seconds of the graph's first i nodes. Views are free. `measured_s`, by node name, comes first."""
+    measured_s = measured_s or {}
+    return [0.0, *accumulate(_node_s(n.name, n.flops, n.bytes_moved, rates, measured_s) for n in graph.compute)]
+
+
+def _node_s(name: str, flops: int, bytes_moved: int, rates: Rates, measured_s: Mapping[str, float]) -> float:
+    if name in measured_s:
+        return measured_s[name]
+    return rates.node_s(flops, bytes_moved) if flops or bytes_moved else 0.0
+
+
+def compute_provenance(
+    graph: TrainingGraph, devices: Sequence[Device], measured_s: Mapping[str, float] | None
+) -> Provenance:
+    """The weakest figure behind the compute time: measured where every node was, else the devices'."""
+    if measured_s and all(n.name in measured_s for n in graph.compute if n.flops or n.bytes_moved):
+        return "measured"
+    dtype = compute_dtype(graph)
+    figures: list[Figure] = [f for d in devices for f in (d.flops_per_s(dtype), d.memory_bytes_per_s)]
+    return weakest(*figures) if figures else guess(0.0).provenance

@@ -1,0 +1,135 @@
+"""Peak memory of each rank: what the step holds at its fullest moment.
+
+Counted: parameters (every rank holds all of them), buffers and the batch, optimizer state of what the rank updates,
+activations (`ComputeNode.live_bytes`), gradients from their completion until they are packed, and communication
+buffers as `autopar.runtime` makes them. Not counted: the allocator's fragmentation, the backend's own buffers, the
+Python process.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_models.device_work import sent_values
+from autopar.cost_models.optimizers import OptimizerCost
+from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive
+from autopar.ir.training_graph import TrainingGraph
+from autopar.strategies.lowering import StepProgram
+
+Bytes = npt.NDArray[np.int64]
+
+
+class MemoryModel:
+    """Peak memory of programs for one graph; what depends on no plan is computed once."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        parameters = sum(p.numel * DTYPE_BYTES.get(p.dtype, 4) for p in graph.model.parameters)
+        self.fixed_bytes = parameters + graph.buffer_bytes + graph.input_bytes
+        self.live: Bytes = np.array([n.live_bytes for n in graph.compute] or [0], dtype=np.int64)
+        """Of the graph itself, by position in its compute."""
+        self._index = {p.name: i for i, p in enumerate(graph.parameters)}
+        self._ready = np.array([p.ready for p in graph.parameters], dtype=np.int64)
+        self._size = np.array([p.numel * DTYPE_BYTES[p.spec.dtype] for p in graph.parameters], dtype=np.int64)
+
+    def peaks(self, program: StepProgram, optimizer: OptimizerCost) -> tuple[int, ...]:
+        """Peak bytes of each rank."""
+        n = program.context.world_size
+        live = self.live + self._gradients(program)
+        made, freed = self._buffers(program, n)
+        positions = np.array([p.position for p in program.placed], dtype=np.int64)
+        before = np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
+        # Between two placed primitives the graph's own peak counts, on top of the buffers held there.
+        cuts = np.unique(np.concatenate([[0], positions + 1]))
+        cuts = cuts[cuts < len(live)]
+        segment_peak = np.maximum.reduceat(live, cuts)
+        held_then = before[np.searchsorted(positions, cuts, side="left")]
+        peak = (segment_peak[:, None] + held_then).max(axis=0)
+        if len(positions):
+            at = live[np.maximum(positions, 0)]
+            peak = np.maximum(peak, (at[:, None] + before[:-1] + made).max(axis=0))
+        return tuple(int(x) for x in self.fixed_bytes + _state_bytes(program, optimizer, n) + peak)
+
+    def _gradients(self, program: StepProgram) -> Bytes:
+        """Bytes of gradients that are complete and not yet packed, at each position. With one rank nothing is
+        packed: they live until their update."""
+        consumers = (Kind.PACK,) if program.context.world_size > 1 else (Kind.UPDATE, Kind.DELIVER)
+        packed_at = {p.primitive.group: p.position for p in program.placed if p.primitive.kind in consumers}
+        end = len(self.live) - 1
+        until = self._ready.copy()
+        for group in program.groups:
+            indices = [self._index[m.slice.name] for m in group.members]
+            until[indices] = np.maximum(until[indices], packed_at.get(group.index, end))
+        change = np.zeros(len(self.live) + 2, np.int64)
+        np.add.at(change, self._ready + 1, self._size)
+        np.add.at(change, until + 1, -self._size)
+        return np.asarray(np.cumsum(change)[: len(self.live)])
+
+    def _buffers(self, program: StepProgram, n: int) -> tuple[Bytes, Bytes]:
+        """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]."""
+        count = len(program.placed)
+        made, freed = np.zeros((count, n), np.int64), np.zeros((count, n), np.int64)
+        root: dict[int, int] = {}
+        last: dict[int, int] = {}
+        born: dict[int, int] = {}
+        sent = sent_values(program.primitives)
+        for i, placed in enumerate(program.placed):
+            p = placed.primitive
+            source = program.primitives[p.inputs[0]] if len(p.inputs) == 1 else None
+            size = allocated(p, source, n, p.index in sent)
+            if size is not None:
+                made[i] = size
+                born[p.index] = i
+            reused = size is None and source is not None
+            root[p.index] = root.get(source.index, p.index) if reused and source is not None else p.index
+            for used in (p.index, *p.inputs):
+                last[root.get(used, used)] = i
+        for index, i in born.items():
+            freed[last[index]] += made[i]
+        return made, freed
+
+
+def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int | Bytes | None:
+    """Bytes that a primitive allocates, on every one of n ranks or by rank; `None` where it works in place, on its
+    input's memory.
+
+    As `autopar.runtime.collectives` does it: the sum behind a reduce-scatter is taken by its wait, from one part of
+    every rank; an all-gather of unequal parts repeats the part for each receiver.
+    """
+    width = DTYPE_BYTES[p.dtype]
+    if p.kind is Kind.PACK:
+        return None if n == 1 else p.bytes
+    if p.kind is Kind.REDUCE_SCATTER:
+        return _held(p, n) * width * n
+    if p.kind is Kind.WAIT and source is not None and source.kind is Kind.REDUCE_SCATTER:
+        return _held(p, n) * width
+    if p.kind is Kind.ALL_GATHER:
+        repeated = len(set(p.splits)) > 1
+        return _held(p, n) * width * n + p.bytes if repeated else p.bytes
+    if p.kind is Kind.BROADCAST:
+        size = np.full(n, p.bytes, np.int64)
+        size[p.owner] = 0
+        return size
+    if p.kind is Kind.UPDATE and sent:
+        return _held(p, n) * width
+    return None
+
+
+def _state_bytes(program: StepProgram, optimizer: OptimizerCost, n: int) -> Bytes:
+    """Optimizer state of what each rank updates."""
+    total = np.zeros(n, np.int64)
+    for p in program.primitives:
+        if p.kind is Kind.UPDATE:
+            total += _held(p, n) * DTYPE_BYTES[p.dtype]
+    return total * optimizer.state_tensors
+
+
+def _held(p: Primitive, n: int) -> int | Bytes:
+    """`held_elements` of every rank, as one number where all hold the same."""
+    if p.splits:
+        return np.array(p.splits, dtype=np.int64)
+    if p.owner is None or p.kind is Kind.BROADCAST:
+        return p.elements
+    held = np.zeros(n, dtype=np.int64)
+    held[p.owner] = p.elements
+    return held

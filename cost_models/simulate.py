@@ -1,0 +1,184 @@
+"""Event simulation of one step: compute streams of the ranks, and one communication channel beside them.
+
+What is modelled: each rank runs its part of the program in order on one compute stream. A collective starts when the
+last rank has issued it and the channel is free, for a backend finishes its collectives in the order of submission;
+a wait blocks the compute stream. While a collective runs, compute beside it may be slowed down, since the backend
+takes processor time from it. The slowest rank decides the step. gloo's second thread, which lets the next collective
+begin early, is not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_models.base import Span
+from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
+from autopar.strategies.lowering import StepProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one primitive costs. Tuples are indexed by rank."""
+
+    device_s: tuple[float, ...]
+    """On the compute stream, before anything is sent."""
+    transfer_s: float = 0.0
+    """On the channel, once every rank has issued it."""
+    taken: tuple[float, ...] = ()
+    """Fraction of the compute stream that the transfer takes while it runs, 0 to 1; empty for none."""
+    uniform: bool = True
+    """Whether all ranks' entries are equal."""
+
+
+@dataclass
+class Outcome:
+    """A simulated step."""
+
+    step_time_s: float
+    compute_s: float
+    """On the slowest rank."""
+    communication_s: float
+    slowest_rank: int
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The compute streams: the time of the graph's nodes, summed up, for each kind of device."""
+
+    prefix_s: Sequence[Sequence[float]]
+    """[device][i]: seconds of the first i nodes."""
+    device_of_rank: Sequence[int]
+    backward_start: int
+
+
+def simulate(
+    program: StepProgram, prices: Sequence[Price], streams: Streams, channel: str, *, timeline: bool = False
+) -> Outcome:
+    """Runs the placed primitives, `prices[i]` the price of `program.placed[i]`. Deterministic."""
+    ranks = representatives(prices, streams.device_of_rank)
+    state = _State(ranks, streams, channel, timeline)
+    for placed, price in zip(program.placed, prices, strict=True):
+        state.compute_until(placed.position)
+        primitive = placed.primitive
+        if primitive.kind is Kind.WAIT:
+            state.wait(primitive)
+        if price.device_s:
+            state.work(primitive, price)
+        if primitive.kind in COLLECTIVES:
+            state.issue(primitive, price)
+        elif price.transfer_s:
+            state.issue(primitive, price)
+            state.wait_for(state.ends[primitive.index])
+    state.compute_until(len(streams.prefix_s[0]) - 2)
+    slowest = max(range(len(ranks)), key=state.now.__getitem__)
+    return Outcome(
+        step_time_s=state.now[slowest],
+        compute_s=state.busy[slowest],
+        communication_s=state.channel_busy,
+        slowest_rank=ranks[slowest],
+        spans=state.spans,
+    )
+
+
+def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> list[int]:
+    """One rank for each set of ranks whose device and prices are all equal: the others would do the same."""
+    unequal = [p for p in prices if not p.uniform]
+    first: dict[tuple[float, ...], int] = {}
+    for rank, device in enumerate(device_of_rank):
+        signature = (device, *(p.device_s[rank] for p in unequal), *(p.taken[rank] for p in unequal if p.taken))
+        first.setdefault(signature, rank)
+    return sorted(first.values())
+
+
+class _State:
+    """The clocks. Lists are indexed by representative, not by rank."""
+
+    def __init__(self, ranks: list[int], streams: Streams, channel: str, timeline: bool) -> None:
+        self.ranks = ranks
+        self.channel = channel
+        self.timeline = timeline
+        self.spans: list[Span] = []
+        self.prefix = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
+        self.backward_start = streams.backward_start
+        self.done = 0
+        """Nodes of the graph that have run."""
+        self.now = [0.0] * len(ranks)
+        self.busy = [0.0] * len(ranks)
+        self.channel_free = 0.0
+        self.channel_busy = 0.0
+        self.ends: dict[int, float] = {}
+        # Transfers that slow compute down: (start, end, fraction taken, by representative), in time order; and for
+        # each representative the first that may still lie ahead.
+        self.transfers: list[tuple[float, float, tuple[float, ...]]] = []
+        self.ahead = [0] * len(ranks)
+
+    def compute_until(self, position: int) -> None:
+        """Runs the graph's nodes up to and including `position`."""
+        stop = position + 1
+        if stop <= self.done:
+            return
+        cuts = [stop]
+        if self.timeline and self.done < self.backward_start < stop:
+            cuts = [self.backward_start, stop]
+        for cut in cuts:
+            for i, prefix in enumerate(self.prefix):
+                self._run(i, prefix[cut] - prefix[self.done], "forward" if cut <= self.backward_start else "backward")
+            self.done = cut
+
+    def work(self, primitive: Primitive, price: Price) -> None:
+        """Runs what a primitive does on the device."""
+        name = label(primitive) if self.timeline else ""
+        for i, rank in enumerate(self.ranks):
+            self._run(i, price.device_s[rank], name)
+
+    def issue(self, primitive: Primitive, price: Price) -> None:
+        """Puts a transfer into the channel: it starts behind those before it, once the last rank has issued it."""
+        start = max(self.channel_free, *self.now)
+        end = self.channel_free = self.ends[primitive.index] = start + price.transfer_s
+        self.channel_busy += price.transfer_s
+        if price.taken:
+            self.transfers.append((start, end, tuple(price.taken[r] for r in self.ranks)))
+        if self.timeline:
+            self.spans.append(Span(self.channel, label(primitive), start, end))
+
+    def wait(self, primitive: Primitive) -> None:
+        """Blocks every compute stream until the collective that the primitive waits for has ended."""
+        self.wait_for(self.ends[primitive.inputs[0]])
+
+    def wait_for(self, end: float) -> None:
+        self.now = [max(t, end) for t in self.now]
+
+    def _run(self, i: int, seconds: float, name: str) -> None:
+        """Advances one compute stream by `seconds` of work, longer where transfers take their part."""
+        if seconds <= 0.0:
+            return
+        begin = self.now[i]
+        self.busy[i] += seconds
+        self.now[i] = self._slowed(i, begin, seconds) if self.ahead[i] < len(self.transfers) else begin + seconds
+        if self.timeline:
+            self.spans.append(Span(f"rank {self.ranks[i]}", name, begin, self.now[i]))
+
+    def _slowed(self, i: int, now: float, seconds: float) -> float:
+        while self.ahead[i] < len(self.transfers):
+            start, end, taken = self.transfers[self.ahead[i]]
+            if now < end:
+                if now + seconds <= start:
+                    break
+                if now < start:
+                    seconds -= start - now
+                    now = start
+                speed = 1.0 - taken[i]
+                if speed > 0.0 and (end - now) * speed >= seconds:
+                    return now + seconds / speed
+                seconds -= (end - now) * speed
+                now = end
+            self.ahead[i] += 1
+        return now + seconds
+
+
+def label(primitive: Primitive) -> str:
+    """How the timeline names a primitive."""
+    where = "step" if primitive.group == WHOLE_STEP else f"group {primitive.group}"
+    return f"{primitive.kind.value} {where}"

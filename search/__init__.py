@@ -1,0 +1,25 @@
+"""The search: seeds, local improvement, and the plan that comes of it."""
+
+from __future__ import annotations
+
+if __name__ != "autopar.search":
+    raise ImportError("import autopar.search, not search: this folder ships as a subpackage of autopar")
+
+from autopar.search.base import Budget, Candidate, Problem, Searcher, SearchResult
+from autopar.search.builders import AUTODIST, BUILDERS
+from autopar.search.local import LocalSearch
+from autopar.search.run import build_plan, search, search_result
+
+__all__ = [
+    "AUTODIST",
+    "BUILDERS",
+    "Budget",
+    "Candidate",
+    "LocalSearch",
+    "Problem",
+    "SearchResult",
+    "Searcher",
+    "build_plan",
+    "search",
+    "search_result",
+]

@@ -1,0 +1,110 @@
+"""What a searcher is, what it is given, and what it returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from autopar.cost_models.base import CostModel, Estimate
+from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+
+if TYPE_CHECKING:
+    from autopar.search.evaluate import Evaluator
+
+TIE = 0.005
+"""Plans whose step times differ by less than this fraction are equally fast; the one with fewer groups is better.
+AutoSync breaks ties the same way, at the same margin (`SCORE_TH` of its RankRNN)."""
+
+Progress = Callable[[str, int, float], None]
+"""Called with what is being done, the number of plans priced so far, and the best step time in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much a search may spend; what is used up first ends it.
+
+    Only `evaluations` gives the same plan on every machine: where ranks plan each for themselves, rather than take
+    the plan of one, leave `time_s` generous.
+    """
+
+    time_s: float = 30.0
+    evaluations: int = 300
+    """Plans priced, seeds not counted."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned, and within which limits."""
+
+    graph: TrainingGraph
+    cluster: ClusterSpec
+    topology: Topology
+    context: Context
+    cost_model: CostModel
+    fidelity: Fidelity = "exact"
+
+    def allows(self, fidelity: Fidelity) -> bool:
+        """Whether a strategy of this label may be used."""
+        return FIDELITIES.index(fidelity) <= FIDELITIES.index(self.fidelity)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was priced."""
+
+    name: str
+    """Of the seed that it is, or that it came from."""
+    groups: tuple[SyncGroup, ...]
+    estimate: Estimate
+    overflow_bytes: int = 0
+    """By how much the fullest rank exceeds its device's memory; 0 where the plan fits."""
+
+    @property
+    def feasible(self) -> bool:
+        return self.overflow_bytes == 0
+
+    @property
+    def step_time_s(self) -> float:
+        return self.estimate.step_time_s
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Sorts candidates, the best first: what fits, then the faster, then the one of fewer groups."""
+        return (self.overflow_bytes, self.step_time_s, len(self.groups))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found."""
+
+    plan: Plan
+    candidates: tuple[Candidate, ...] = field(repr=False)
+    """All that was priced, in that order; the seeds first."""
+
+
+def choose(candidates: Sequence[Candidate], limit_s: float) -> Candidate:
+    """The best of candidates that fit, where nothing slower than `limit_s`, the best seed, is taken: of those within
+    a tie of the fastest, the one with the fewest groups."""
+    fastest = min(c.step_time_s for c in candidates)
+    limit = min(max(limit_s, fastest), fastest * (1 + TIE))
+    return min((c for c in candidates if c.step_time_s <= limit), key=lambda c: (len(c.groups), c.step_time_s))
+
+
+class Searcher(ABC):
+    """Looks for a good plan. Subclass it in a file of its own.
+
+    `search` is given seeds that are priced already, and an evaluator that prices groups, remembers what it priced and
+    says when the budget is spent. It is anytime: the evaluator knows the best so far whenever it stops. The same
+    `seed` and the same budget of evaluations give the same result.
+    """
+
+    @abstractmethod
+    def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
+        """Prices plans through `evaluate` until it is spent, or until nothing better is in sight. The evaluator keeps
+        what was priced; the caller chooses from that."""

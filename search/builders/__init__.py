@@ -1,0 +1,85 @@
+"""Plan builders: AutoDist's eight, and what a person would write by hand. The search starts from them.
+
+`BUILDERS` names those that are exact. A name with `+bf16` behind it is the same plan with bfloat16 on the wire,
+which `fidelity="rounded"` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import PlanError, did_you_mean
+from autopar.ir.training_graph import Parameter
+from autopar.search.builders import by_hand
+from autopar.search.builders.all_reduce import all_reduce, partitioned_ar, random_axis_partition_ar
+from autopar.search.builders.common import MIB, Builder, fuse
+from autopar.search.builders.parallax import parallax
+from autopar.search.builders.parameter_server import partitioned_ps, ps, ps_load_balancing, uneven_partitioned_ps
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import SyncGroup
+from autopar.strategies import Context, strategy_named
+
+__all__ = ["AUTODIST", "BUILDERS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse"]
+
+ROUNDED_SUFFIX = "+bf16"
+
+AUTODIST: dict[str, Builder] = {
+    "PS": ps,
+    "PSLoadBalancing": ps_load_balancing,
+    "PartitionedPS": partitioned_ps,
+    "UnevenPartitionedPS": uneven_partitioned_ps,
+    "AllReduce": all_reduce,
+    "PartitionedAR": partitioned_ar,
+    "RandomAxisPartitionAR": random_axis_partition_ar,
+    "Parallax": parallax,
+}
+"""The builders of AutoDist, under AutoDist's names."""
+
+
+def _fused(builder: Builder) -> Builder:
+    def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
+        return fuse(builder(parameters, context, cluster), parameters, by_hand.DDP_BUCKET_BYTES)
+
+    return build
+
+
+BUILDERS: dict[str, Builder] = {
+    "ddp": by_hand.ddp,
+    **{f"all_reduce_{size}MiB": by_hand.bucketed("all_reduce", size * MIB) for size in by_hand.SWEEP_MIB},
+    "all_reduce_one_bucket": by_hand.bucketed("all_reduce", None),
+    "zero1": by_hand.zero1,
+    **AUTODIST,
+    "PSLoadBalancing_fused": _fused(ps_load_balancing),
+    "PartitionedPS_fused": _fused(partitioned_ps),
+}
+"""All builders that are exact. `_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
+
+
+def builder_named(name: str) -> Builder:
+    """Looks a builder up, `+bf16` allowed; raises `PlanError` with the nearest name where there is none."""
+    exact = name.removesuffix(ROUNDED_SUFFIX)
+    if exact not in BUILDERS:
+        raise PlanError(
+            f"no plan builder is called '{name}'{did_you_mean(exact, BUILDERS)} known: {', '.join(BUILDERS)}, "
+            f"each also with {ROUNDED_SUFFIX}"
+        )
+    return BUILDERS[exact] if exact == name else _rounded(BUILDERS[exact])
+
+
+def _rounded(builder: Builder) -> Builder:
+    """The same groups with bfloat16 on the wire, where the strategy and the dtype have something to narrow."""
+
+    def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
+        groups = builder(parameters, context, cluster)
+        if context.world_size == 1:
+            return groups
+        wide = {p.name for p in parameters if p.spec.dtype in ("float32", "float64")}
+        return tuple(_narrow(g) if g.members[0].name in wide else g for g in groups)
+
+    return build
+
+
+def _narrow(group: SyncGroup) -> SyncGroup:
+    if "wire" not in strategy_named(group.strategy).Options.model_fields:
+        return group
+    return group.model_copy(update={"options": {**group.options, "wire": "bfloat16"}})

@@ -1,0 +1,63 @@
+"""What a person would write: DDP's buckets, other bucket sizes, and ZeRO stage 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.training_graph import Parameter
+from autopar.search.builders.common import (
+    MIB,
+    Builder,
+    Piece,
+    alone,
+    by_readiness,
+    group,
+    issue_order,
+    piece_bytes,
+    whole,
+)
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import SyncGroup
+from autopar.strategies import Context
+
+DDP_FIRST_BUCKET_BYTES = 1 * MIB
+DDP_BUCKET_BYTES = 25 * MIB
+"""Defaults of `torch.nn.parallel.DistributedDataParallel` (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES,
+bucket_cap_mb), after it has rebuilt its buckets in the order of gradients."""
+
+SWEEP_MIB = (1, 4, 10, 25, 50, 100)
+
+
+def buckets(
+    parameters: Sequence[Parameter], bucket_bytes: int | None, first_bytes: int | None = None
+) -> list[list[Piece]]:
+    """Fills buckets in the order of gradients; one is closed when it reaches its size, as DDP does it. `None`: one
+    bucket for each dtype. Dtypes have buckets of their own."""
+    closed: list[list[Piece]] = []
+    opened: dict[str, list[Piece]] = {}
+    limit: dict[str, int | None] = {}
+    for parameter in by_readiness(parameters):
+        dtype = parameter.spec.dtype
+        bucket = opened.setdefault(dtype, [])
+        bucket.append(whole(parameter))
+        size = limit.setdefault(dtype, first_bytes if first_bytes is not None else bucket_bytes)
+        if size is not None and sum(map(piece_bytes, bucket)) >= size:
+            closed.append(opened.pop(dtype))
+            limit[dtype] = bucket_bytes
+    return closed + list(opened.values())
+
+
+def bucketed(strategy: str, bucket_bytes: int | None, first_bytes: int | None = None) -> Builder:
+    """A builder that puts buckets of this size through one strategy."""
+
+    def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
+        if context.world_size == 1:
+            return alone(parameters)
+        groups = (group(strategy, pieces) for pieces in buckets(parameters, bucket_bytes, first_bytes))
+        return issue_order(groups, parameters)
+
+    return build
+
+
+ddp = bucketed("all_reduce", DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES)
+zero1 = bucketed("partitioned_parameter_server", DDP_BUCKET_BYTES)

@@ -1,0 +1,92 @@
+"""The evaluator: lowers and prices plans, remembers them, and keeps account of the budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+from autopar.errors import PlanError
+from autopar.search.base import Budget, Candidate, Problem, Progress
+from autopar.search.journal import Journal
+from autopar.spec.plan import SyncGroup
+from autopar.strategies import strategy_named
+from autopar.strategies.lowering import check_options, lower_plan
+
+
+class Evaluator:
+    """Prices sync groups for one problem: call it with a name and groups."""
+
+    def __init__(
+        self, problem: Problem, budget: Budget, journal: Journal | None = None, progress: Progress | None = None
+    ) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.candidates: list[Candidate] = []
+        self.best: Candidate | None = None
+        self._journal = journal
+        self._progress = progress
+        self._known: dict[Hashable, Candidate | None] = {}
+        self._began = time.monotonic()
+        self._free = 0
+        self._allowed: dict[Hashable, bool] = {}
+
+    def end_of_seeds(self) -> None:
+        """From here on, evaluations count against the budget."""
+        self._free = len(self._known)
+
+    @property
+    def used(self) -> float:
+        """The part of the budget that is used up, 0 to 1 and above."""
+        evaluations = (len(self._known) - self._free) / max(1, self.budget.evaluations)
+        elapsed = (time.monotonic() - self._began) / max(1e-9, self.budget.time_s)
+        return max(evaluations, elapsed)
+
+    @property
+    def spent(self) -> bool:
+        return self.used >= 1.0
+
+    def __call__(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
+        """The priced plan, from memory where it was priced before; `None` where a strategy cannot be used on what its
+        group holds, or is not of the fidelity that is allowed."""
+        key = tuple((g.strategy, tuple(sorted(g.options.items())), g.members) for g in groups)
+        if key in self._known:
+            return self._known[key]
+        candidate = self._known[key] = self._price(name, groups)
+        if candidate is not None:
+            self._remember(candidate)
+        return candidate
+
+    def _price(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
+        problem = self.problem
+        try:
+            if not all(self._is_allowed(g) for g in groups):
+                return None
+            program = lower_plan(groups, problem.graph, problem.context)
+        except PlanError:
+            return None
+        estimate = problem.cost_model.predict(problem.graph, program, problem.topology)
+        return Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
+
+    def _is_allowed(self, group: SyncGroup) -> bool:
+        key = (group.strategy, tuple(sorted(group.options.items())))
+        if key not in self._allowed:
+            strategy = strategy_named(group.strategy)
+            options = check_options(strategy, group, self.problem.context)
+            self._allowed[key] = self.problem.allows(strategy.fidelity(options))
+        return self._allowed[key]
+
+    def _remember(self, candidate: Candidate) -> None:
+        self.candidates.append(candidate)
+        if self.best is None or candidate.order < self.best.order:
+            self.best = candidate
+        if self._journal is not None:
+            self._journal.write(candidate)
+        if self._progress is not None:
+            self._progress(candidate.name, len(self.candidates), self.best.step_time_s)
+
+
+def overflow_bytes(problem: Problem, peak_memory_bytes: tuple[int, ...]) -> int:
+    """By how much the fullest rank exceeds its device's memory, 0 where all fit."""
+    places = problem.topology.ranks
+    excess = (p - int(r.device.memory_bytes.value) for p, r in zip(peak_memory_bytes, places, strict=True))
+    return max(0, *excess)

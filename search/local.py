@@ -1,0 +1,74 @@
+"""Local improvement: random moves from the best seeds, kept where they are better; then, as few groups as a tie allows.
+
+A stochastic hill climb with a few starts. It is anytime and, for a budget of evaluations, deterministic.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from autopar.search.base import TIE, Candidate, Searcher
+from autopar.search.evaluate import Evaluator
+from autopar.search.moves import Neighbourhood, merged
+
+NAME = "searched"
+
+
+class LocalSearch(Searcher):
+    """Improves the best few seeds step by step."""
+
+    def __init__(self, starts: int = 3, patience: int = 100, simplify_share: float = 0.15) -> None:
+        self.starts = starts
+        self.patience = patience
+        """Plans in a row without improvement after which it stops."""
+        self.simplify_share = simplify_share
+        """Part of the budget that is kept for merging groups at the end."""
+
+    def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
+        if not seeds:
+            return
+        draw = random.Random(seed)
+        near = Neighbourhood(evaluate.problem)
+        current = self._starts(seeds)
+        idle = 0
+        # A move may have no neighbour to offer, which costs no evaluation; the second bound ends such a search.
+        for _ in range(20 * evaluate.budget.evaluations):
+            if evaluate.used >= 1 - self.simplify_share or idle >= self.patience:
+                break
+            # Half of the moves go to the best plan, the others to any, so that no start is given up too soon.
+            best = min(range(len(current)), key=lambda k: current[k].order)
+            i = best if draw.random() < 0.5 else draw.randrange(len(current))
+            groups = near.neighbour(current[i].groups, draw)
+            candidate = None if groups is None else evaluate(NAME, groups)
+            if candidate is None:
+                continue
+            idle += 1
+            if candidate.order < current[i].order:
+                if candidate.order < current[best].order:
+                    idle = 0
+                current[i] = candidate
+        self._simplify(min(current, key=lambda c: c.order), min(s.order for s in seeds), near, evaluate)
+
+    def _starts(self, seeds: Sequence[Candidate]) -> list[Candidate]:
+        starts: list[Candidate] = []
+        for candidate in sorted(seeds, key=lambda c: c.order):
+            # Seeds of the same time are mostly the same plan under two names.
+            if all(candidate.order != other.order for other in starts):
+                starts.append(candidate)
+        return starts[: self.starts]
+
+    def _simplify(
+        self, best: Candidate, seed_order: tuple[int, float, int], near: Neighbourhood, evaluate: Evaluator
+    ) -> None:
+        """Merges neighbours for as long as the plan stays within a tie of the best and no slower than the seeds."""
+        overflow, seed_s, _ = seed_order
+        limit = min(best.step_time_s * (1 + TIE), seed_s) if best.overflow_bytes <= overflow else best.step_time_s
+        i = 0
+        while i < len(best.groups) - 1 and not evaluate.spent:
+            groups = merged(best.groups, i, near.table)
+            candidate = None if groups is None else evaluate(NAME, groups)
+            if candidate and candidate.step_time_s <= limit and candidate.overflow_bytes <= best.overflow_bytes:
+                best = candidate
+            else:
+                i += 1

@@ -1,0 +1,198 @@
+"""Searching a plan, and building a named one: where the rest of autopar comes in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from autopar.cost_models import AnalyticCostModel, CostModel
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.training_graph import TrainingGraph
+from autopar.search.base import Budget, Candidate, Problem, Progress, Searcher, SearchResult, choose
+from autopar.search.builders import BUILDERS, ROUNDED_SUFFIX, builder_named
+from autopar.search.evaluate import Evaluator, overflow_bytes
+from autopar.search.journal import Journal
+from autopar.search.local import LocalSearch
+from autopar.search.reasons import Reasons
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
+from autopar.spec.topology import Topology
+from autopar.spec.wording import size
+from autopar.strategies import Context, strategy_named
+from autopar.strategies.lowering import check_options, lower_plan
+
+
+def search(
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    *,
+    fidelity: Fidelity = "exact",
+    budget: Budget | None = None,
+    seed: int = 0,
+    cost_model: CostModel | None = None,
+    searcher: Searcher | None = None,
+    journal: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plan found for a model on a cluster, within a fidelity and a budget.
+
+    Never predicted slower than the best of the seeds, which are all plans a person would write. The plan holds its
+    prediction, those of the seeds, and a reason for each group. `cost_model`: the analytic one, for AdamW, where none
+    is given. `journal`: a JSONL file to which every priced plan is appended.
+
+    Raises `InfeasibleError` where no plan fits the devices' memory.
+    """
+    return search_result(
+        graph,
+        cluster,
+        context,
+        fidelity=fidelity,
+        budget=budget,
+        seed=seed,
+        cost_model=cost_model,
+        searcher=searcher,
+        journal=journal,
+        progress=progress,
+    ).plan
+
+
+def search_result(
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    *,
+    fidelity: Fidelity = "exact",
+    budget: Budget | None = None,
+    seed: int = 0,
+    cost_model: CostModel | None = None,
+    searcher: Searcher | None = None,
+    journal: str | Path | None = None,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """As `search`, with everything that was priced."""
+    problem = _problem(graph, cluster, context, fidelity, cost_model)
+    with contextlib.ExitStack() as stack:
+        log = None
+        if journal is not None:
+            header = {"model": graph.model.digest, "cluster": cluster.fingerprint.digest, "seed": seed}
+            log = stack.enter_context(Journal(journal, fidelity=fidelity, **header))
+        evaluate = Evaluator(problem, budget or Budget(), log, progress)
+        seeds = _seeds(evaluate)
+        if context.world_size > 1:
+            evaluate.end_of_seeds()
+            (searcher or LocalSearch()).search(list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed)
+    fitting = [c for c in evaluate.candidates if c.feasible]
+    if not fitting:
+        raise InfeasibleError(_does_not_fit(problem, evaluate))
+    seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
+    best = choose(fitting, min(seed_times, default=float("inf")))
+    return SearchResult(_plan(problem, best, seeds), tuple(evaluate.candidates))
+
+
+def build_plan(
+    name: str,
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    *,
+    fidelity: Fidelity | None = None,
+    cost_model: CostModel | None = None,
+) -> Plan:
+    """The plan of one builder, by name (`ddp`, `PS`, `Parallax`, `zero1+bf16`), priced but not improved.
+
+    Raises `PlanError` with the nearest name for an unknown one, with the reason where the builder's strategy cannot
+    be used, and where `fidelity` is given and does not allow the plan.
+    """
+    builder = builder_named(name)
+    groups = builder(graph.parameters, context, cluster)
+    used = fidelity_of(groups, context)
+    if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
+        raise PlanError(f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")
+    problem = _problem(graph, cluster, context, used, cost_model)
+    program = lower_plan(groups, graph, context)
+    estimate = problem.cost_model.predict(graph, program, problem.topology)
+    candidate = Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
+    return _plan(problem, candidate, {})
+
+
+def fidelity_of(groups: Sequence[SyncGroup], context: Context) -> Fidelity:
+    """The loosest promise among the groups' strategies."""
+    found: set[Fidelity] = {"exact"}
+    for group in groups:
+        strategy = strategy_named(group.strategy)
+        found.add(strategy.fidelity(check_options(strategy, group, context)))
+    return max(found, key=FIDELITIES.index)
+
+
+def _problem(
+    graph: TrainingGraph, cluster: ClusterSpec, context: Context, fidelity: Fidelity, cost_model: CostModel | None
+) -> Problem:
+    if cluster.world_size != context.world_size:
+        raise PlanError(
+            f"the cluster has {cluster.world_size} ranks ({cluster.summary}), the job has {context.world_size}: "
+            "describe the cluster that it runs on"
+        )
+    if not graph.parameters:
+        raise PlanError(f"model '{graph.model.name}' has no trainable parameter: there is nothing to plan")
+    return Problem(graph, cluster, Topology(cluster), context, cost_model or AnalyticCostModel(), fidelity)
+
+
+def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
+    """Every builder's plan that is allowed and can be used here, priced; by name. With one rank they are all one."""
+    problem = evaluate.problem
+    names = list(BUILDERS)
+    if problem.allows("rounded"):
+        names += [name + ROUNDED_SUFFIX for name in BUILDERS]
+    if problem.context.world_size == 1:
+        names = names[:1]
+    seeds = {}
+    for name in names:
+        candidate = evaluate(name, builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
+        if candidate is not None:
+            seeds[name] = candidate
+    return seeds
+
+
+def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Plan:
+    ordered = sorted(seeds.items(), key=lambda item: item[1].order)
+    return Plan(
+        name=best.name if problem.context.world_size > 1 else "one rank",
+        model=problem.graph.model,
+        cluster=problem.cluster.fingerprint,
+        fidelity=fidelity_of(best.groups, problem.context),
+        groups=Reasons(problem).of(best.groups),
+        prediction=best.estimate.prediction(),
+        alternatives=tuple(
+            Alternative(
+                name=name,
+                prediction=c.estimate.prediction(),
+                note="" if c.feasible else f"does not fit: {size(c.overflow_bytes)} more than the device has",
+            )
+            for name, c in ordered
+            if problem.context.world_size > 1
+        ),
+    )
+
+
+def _does_not_fit(problem: Problem, evaluate: Evaluator) -> str:
+    least = min(evaluate.candidates, key=lambda c: c.order)
+    peaks = least.estimate.peak_memory_bytes
+    places = problem.topology.ranks
+    rank = max(range(len(peaks)), key=lambda r: peaks[r] - places[r].device.memory_bytes.value)
+    device = places[rank].device
+    graph = problem.graph
+    live = max((n.live_bytes for n in graph.compute), default=0)
+    advice = ["a smaller batch on each rank (activations shrink with it)", "an optimizer with less state"]
+    if not problem.context.has_optimizer:
+        advice.append("passing the optimizer, so that its state can be spread over the ranks")
+    elif not problem.context.elementwise_update:
+        advice.append("an optimizer whose update is elementwise, so that its state can be spread over the ranks")
+    advice.append("devices with more memory, or the right figure for it in the cluster description")
+    return (
+        f"no plan fits: the leanest of {len(evaluate.candidates)} needs {size(peaks[rank])} on rank {rank} "
+        f"({device.kind}, {size(device.memory_bytes.value)}), {size(least.overflow_bytes)} too much. Of it, "
+        f"{size(graph.parameter_bytes)} are trainable parameters and up to {size(live)} activations. What helps: "
+        + "; ".join(advice)
+    )

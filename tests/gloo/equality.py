@@ -1,0 +1,181 @@
+"""What an equality test runs on each rank: a plan's program, and the same training in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from benchmarks.zoo import find, huggingface, plain
+from benchmarks.zoo.resnet import ResNet
+from torch import nn
+
+from autopar import ClusterSpec, Plan
+from autopar.ir.batch import call_model, flatten
+from autopar.ir.build import training_graph
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.process_group import Group, join
+from autopar.runtime.program import Program, Settings, signature_key
+from autopar.search import build_plan
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.strategies import Context
+
+STEPS = 10
+SAMPLES = {"equal": (2, 2, 2, 2), "unequal": (3, 1, 4, 2)}
+TRAININGS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float | None, int]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 1),
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-3), None, 1),
+    "clipped": (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05, 1),
+    "accumulated": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 2),
+}
+"""Optimizer, gradient clipping, micro-batches."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One equality test."""
+
+    model: str
+    strategy: str
+    training: str
+    samples: str
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.strategy}-{self.training}-{self.samples}"
+
+
+def build(name: str) -> tuple[nn.Module, Callable[[int, int], Any], Any]:
+    """A model in float64, its batches by (samples, seed), and its loss function."""
+    torch.manual_seed(7)
+    if name == "gpt2":  # its own loss is computed in float32, whatever the model's dtype
+        entry = find(huggingface.ENTRIES, "gpt2")
+        model = entry.build()
+        return model.double().train(), lambda n, s: _with_ignored(entry.batch(n, s), s), language_loss
+    if name == "resnet":  # shallow: over the few pixels of a deep stage, batch norm of three samples is ill-conditioned
+        images = find(plain.ENTRIES, "resnet18")
+        model = ResNet((1, 1), width=8, classes=plain.CLASSES)
+        return model.double().train(), lambda n, s: _double(images.batch(n, s)), images.loss_fn
+    entry = find(plain.ENTRIES, name)
+    return entry.build().double().train(), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn
+
+
+def language_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Next-token cross-entropy, ignoring -100, in the model's own dtype."""
+    logits = output.logits[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+
+
+def _with_ignored(batch: Any, seed: int) -> Any:
+    labels = batch["input_ids"].clone()
+    labels[0, : 2 + seed % 5] = -100  # so that ranks count differently many targets
+    return {"input_ids": batch["input_ids"]}, labels
+
+
+def _double(batch: Any) -> Any:
+    flat = flatten(batch)
+    return flat.rebuild(tuple(t.double() if t.is_floating_point() else t for t in flat.tensors))
+
+
+def batches(make: Callable[[int, int], Any], step: int, rank: int, case: Case) -> list[Any]:
+    """A rank's micro-batches of a step."""
+    k = TRAININGS[case.training][2]
+    return [make(SAMPLES[case.samples][rank], 1000 * step + 10 * rank + i) for i in range(k)]
+
+
+@cache
+def reference(model: str, training: str, samples: str, world_size: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same training in one eager process: parameters after the last step, and the loss of every step.
+
+    Each rank's batch goes through the model for itself, weighted by what its loss is a mean over. That is the global
+    batch's mean, and leaves batch normalization to each rank's batch, as documented.
+    """
+    net, make, loss_fn = build(model)
+    make_optimizer, clip, _ = TRAININGS[training]
+    optimizer = make_optimizer(net.parameters())
+    case = Case(model, "", training, samples)
+    losses = []
+    for step in range(STEPS):
+        parts = [b for r in range(world_size) for b in batches(make, step, r, case)]
+        weights = [float((b[1][:, 1:] != -100).sum()) if model == "gpt2" else len(b[1]) for b in parts]
+        optimizer.zero_grad()
+        total = 0.0
+        for part, weight in zip(parts, weights, strict=True):
+            output, target = call_model(net, part, True)
+            loss = loss_fn(output, target) * (weight / sum(weights))
+            loss.backward()
+            total += loss.item()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        losses.append(total)
+    return {n: p.detach() for n, p in net.named_parameters()}, losses
+
+
+@cache
+def captured(model: str, samples: int) -> TrainingGraph:
+    """The graph of a model for a batch size; the same for every plan."""
+    net, make, loss_fn = build(model)
+    return training_graph(net, flatten(make(samples, 0)), loss_fn)
+
+
+@cache
+def group() -> Group:
+    return join(120.0)
+
+
+def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Context) -> Plan:
+    """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model."""
+    cluster = ClusterSpec.local(world_size)
+    if strategy != "mixed":
+        return build_plan(strategy, graph, cluster, context)
+    plan = build_plan("AllReduce", graph, cluster, context)
+    largest = max(graph.parameters, key=lambda p: (len(p.spec.shape) > 1, p.numel))
+    rest = sorted((p for p in graph.parameters if p is not largest), key=lambda p: p.ready)
+    rows = largest.spec.shape[0]
+    cut = max(1, rows // 3)
+    shares = tuple(float(r) for r in range(world_size)) if world_size > 1 else ()
+    groups = (
+        SyncGroup(strategy="partitioned_parameter_server", options={"shares": shares}, members=_whole(rest[::3])),
+        SyncGroup(strategy="parameter_server", options={"owner": world_size - 1}, members=_whole(rest[1::3])),
+        SyncGroup(strategy="all_reduce", members=(ParameterSlice(name=largest.name, start=cut, stop=rows),)),
+        SyncGroup(
+            strategy="partitioned_parameter_server",
+            members=(ParameterSlice(name=largest.name, start=0, stop=cut), *_whole(rest[2::3])),
+        ),
+    )
+    return plan.model_copy(update={"groups": groups})
+
+
+def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
+    return tuple(ParameterSlice(name=p.name) for p in parameters)
+
+
+def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
+    """The largest differences between a plan's training and one process's, on this rank."""
+    net, make, loss_fn = build(case.model)
+    make_optimizer, clip, k = TRAININGS[case.training]
+    optimizer = make_optimizer(net.parameters())
+    context = Context(world_size, clips=clip is not None)
+    graph = captured(case.model, SAMPLES[case.samples][rank])
+    plan = plan_for(case.strategy, graph, world_size, context)
+    program = Program(net, plan, group(), optimizer, Settings(loss_fn, clip), context)
+    program.adopt(signature_key(net, flatten(batches(make, 0, rank, case)[0])), graph)
+    losses = []
+    for step in range(STEPS):
+        mine = batches(make, step, rank, case)
+        loss = program.step(micro_batches=mine) if k > 1 else program.step(mine[0])
+        losses.append(loss.item())
+    expected, expected_losses = reference(case.model, case.training, case.samples, world_size)
+    return {
+        "parameters": max(float((p.detach() - expected[n]).abs().max()) for n, p in net.named_parameters()),
+        "loss": max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
+    }
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, float]]:
+    """Runs all cases on this rank, in order."""
+    return [run_case(rank, world_size, copy.copy(c)) for c in cases]

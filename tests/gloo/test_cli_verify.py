@@ -1,0 +1,67 @@
+"""`autopar verify`: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autopar.cli.app import app
+
+MODEL_FILE = """\
+import torch
+from torch import nn
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, (torch.randn(6, 4), torch.randint(0, 3, (6,))), nn.functional.cross_entropy
+
+
+def square_of_the_mean(output, target):
+    return output.mean().square()
+
+
+def no_mean_over_samples():
+    return nn.Linear(4, 1), (torch.arange(24.0).reshape(6, 4), torch.zeros(6)), square_of_the_mean
+"""
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, ["verify", *args])
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "verified_model.py"
+    path.write_text(MODEL_FILE)
+    return path
+
+
+def test_a_plan_made_in_float32_is_proven_in_float64(model_file: Path, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    made = CliRunner().invoke(
+        app, ["plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "PartitionedPS", "-o", plan]
+    )
+    assert made.exit_code == 0, made.output
+    done = run(f"{model_file}:mlp", "--plan", plan, "--steps", "2")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["step", "loss", "gradient", "parameter", "most", "in"]
+    assert [line.split()[0] for line in lines[1:3]] == ["0", "1"]
+    assert lines[3].startswith("equal: largest difference ") and "(2 ranks, float64" in lines[3]
+
+
+def test_what_differs_from_one_process_exits_with_4(model_file: Path) -> None:
+    done = run(f"{model_file}:no_mean_over_samples", "--strategy", "ddp", "--world-size", "2", "--steps", "1", "--json")
+    assert done.exit_code == 4, done.output
+    assert json.loads(done.stdout)["passed"] is False
+    assert done.stderr.splitlines()[-1].startswith("error: step 0: the distributed program differs")
+
+
+def test_what_is_wrong_is_said_before_ranks_are_started(model_file: Path) -> None:
+    assert run(f"{model_file}:mlp", "--plan", "a.json", "--strategy", "ddp").exit_code == 2
+    done = run(f"{model_file}:nothing")
+    assert done.exit_code == 2 and "has no 'nothing'" in done.stderr and "gloo ranks" not in done.stderr

@@ -1,0 +1,38 @@
+"""Every exact strategy and every AutoDist builder trains as one process would, to 1e-10 in float64, after ten steps."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from autopar.search import AUTODIST
+from tests.gloo.equality import TRAININGS, Case, run_cases
+from tests.gloo.ranks import run_ranks
+
+MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")
+STRATEGIES = ("ddp", "zero1", "mixed", *AUTODIST)
+CASES = [
+    Case(model, strategy, training, ("equal", "unequal")[(i + i // len(TRAININGS)) % 2])
+    for i, (model, strategy, training) in enumerate(product(MODELS, STRATEGIES, TRAININGS))
+]
+"""Every model with every strategy and every training; each pair of them with equal and with unequal batches."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[int, Any]:
+    """What each world size has found, run once when the first test asks for it."""
+    return {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_trains_as_one_process_would(world_size: int, case: Case, outcomes: dict[int, Any]) -> None:
+    if world_size not in outcomes:
+        outcomes[world_size] = run_ranks(world_size, run_cases, CASES)
+    for rank, found in enumerate(outcomes[world_size]):
+        difference = found[CASES.index(case)]
+        assert difference["parameters"] <= 1e-10, f"rank {rank}: {difference}"
+        assert difference["loss"] <= 1e-10, f"rank {rank}: {difference}"

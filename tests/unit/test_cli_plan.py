@@ -1,0 +1,164 @@
+"""`autopar plan`, and `autopar report` with the model at hand: from a model file to a plan, a page and a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from autopar.cli.app import app
+from autopar.spec.explain import explain
+from autopar.spec.plan import Plan
+
+MODEL_FILE = """\
+import torch
+from torch import nn
+
+
+def mlp():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return model, (torch.ones(8, 64), torch.zeros(8, dtype=torch.long)), nn.functional.cross_entropy
+
+
+def other():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    return model, (torch.ones(8, 64), torch.zeros(8, dtype=torch.long)), nn.functional.cross_entropy
+
+
+def without_inputs():
+    return nn.Linear(2, 1)
+
+
+def frozen():
+    return nn.Linear(2, 1).requires_grad_(False), torch.ones(4, 2)
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            x = -x
+        return self.layer(x).sum()
+
+
+def breaks():
+    return Breaks(), torch.ones(4, 2)
+"""
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "planned_model.py"
+    path.write_text(MODEL_FILE)
+    return path
+
+
+def test_a_searched_plan_is_written_and_told(model_file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    done = run("plan", f"{model_file}:mlp", "--cluster", "local:4", "-o", str(written), "--time-budget", "2")
+    assert done.exit_code == 0, done.output
+    plan = Plan.load(written)
+    assert done.stdout == explain(plan)
+    assert f"wrote {written}" in done.stderr and "planning Sequential on 1 host x 4 cpu" in done.stderr
+    assert plan.cluster.world_size == 4 and plan.prediction is not None
+    assert "ddp" in {a.name for a in plan.alternatives}
+
+
+def test_a_plan_by_name_as_json_says_nothing_else_on_stdout(model_file: Path) -> None:
+    done = run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "zero1", "--json", "-q")
+    assert done.exit_code == 0, done.output
+    assert {g.strategy for g in Plan.loads(done.stdout).groups} == {"partitioned_parameter_server"}
+    assert done.stderr == ""
+
+
+def test_a_plan_without_an_optimizer_keeps_full_replicas(model_file: Path) -> None:
+    done = run(
+        "plan", f"{model_file}:mlp", "--cluster", "local:2", "--optimizer", "none", "--json", "--time-budget", "1"
+    )
+    assert {g.strategy for g in Plan.loads(done.stdout).groups} == {"all_reduce"}
+
+
+def test_a_plan_by_name_says_what_it_rounds(model_file: Path) -> None:
+    done = run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp+bf16")
+    assert "  fidelity  rounded: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "code", "said"),
+    [
+        ("mlp", ("--strategy", "zero2"), 2, "did you mean 'zero1'?"),
+        ("mlp", ("--time-budget", "0"), 2, "time-budget"),
+        ("mlp", ("--fidelity", "exakt"), 2, "fidelity"),
+        ("without_inputs", (), 2, "example_inputs"),
+        ("frozen", (), 2, "no trainable parameter"),
+        ("breaks", (), 2, "planned_model.py"),
+    ],
+)
+def test_what_cannot_be_planned(model_file: Path, factory: str, options: tuple[str, ...], code: int, said: str) -> None:
+    done = run("plan", f"{model_file}:{factory}", "--cluster", "local:2", *options)
+    assert done.exit_code == code, done.output
+    assert said in done.stderr and "Traceback" not in done.output and done.stdout == ""
+
+
+def test_a_model_that_fits_no_device_exits_with_3(model_file: Path, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "hosts:\n  - {name: tiny, count: 2, devices: {kind: cpu, memory: 64 KiB}}\nnetwork: {bandwidth: 1 Gbit/s}\n"
+    )
+    done = run("plan", f"{model_file}:mlp", "--cluster", str(cluster))
+    assert done.exit_code == 3, done.output
+    assert done.stderr.splitlines()[-1].startswith("error: no plan fits")
+
+
+def test_a_misspelt_cluster_names_file_line_and_key(model_file: Path, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("hosts:\n  - {name: a, devices: 1 x cpu}\nnetwork: {bandwith: 1 Gbit/s}\n")
+    done = run("plan", f"{model_file}:mlp", "--cluster", str(cluster))
+    assert done.exit_code == 2
+    assert f"{cluster}:3" in done.stderr and "did you mean 'bandwidth'?" in done.stderr
+
+
+def test_ctrl_c_exits_with_130(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import sys, time\ndef f():\n    print('here', flush=True)\n    time.sleep(60)\n")
+    command = [sys.executable, "-m", "autopar", "plan", "slow.py:f", "--cluster", "local:2", "-q"]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(command, cwd=tmp_path, env=found, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "here\n"  # what a factory prints is no result
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read() == "interrupted\n"
+
+
+def test_a_report_with_the_model_has_a_timeline_and_a_trace(model_file: Path, tmp_path: Path) -> None:
+    plan, page, trace = (str(tmp_path / name) for name in ("plan.json", "page.html", "trace.json"))
+    assert run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "PS", "-o", plan).exit_code == 0
+    done = run("report", plan, "-o", page, "--model", f"{model_file}:mlp", "--trace", trace)
+    assert (done.exit_code, done.stdout) == (0, f"wrote {page}\nwrote {trace}\n"), done.stderr
+    events = [e for e in json.loads(Path(trace).read_text())["traceEvents"] if e["ph"] == "X"]
+    predicted = Plan.load(plan).prediction
+    assert predicted is not None
+    assert {"forward", "backward", "reduce", "broadcast", "update"} <= {e["cat"] for e in events}
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(predicted.step_time_s * 1e6)
+    assert 'id="chart-timeline"' in Path(page).read_text()
+
+
+def test_a_report_refuses_another_model(model_file: Path, tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp", "-o", plan).exit_code == 0
+    done = run("report", plan, "--model", f"{model_file}:other")
+    assert done.exit_code == 2 and "the plan was made for another model" in done.stderr
+    assert run("report", plan, "--trace", "t.json").exit_code == 2

@@ -1,0 +1,158 @@
+"""The cluster that a process sees: its job under torchrun, its machine without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import ClusterSpecError
+from autopar.spec.cluster import ClusterSpec
+
+ROOT = Path(__file__).parents[2]
+UUIDS = ["GPU-1b6f0a5c-0000", "GPU-2c6f0a5c-0000"]
+
+
+def detect(environment: dict[str, str], gpus: list[str] | None, tmp_path: Path, first: str = "") -> ClusterSpec:
+    """`ClusterSpec.detect()` in a new process, on a machine whose `nvidia-smi` lists `gpus`."""
+    tool = tmp_path / "nvidia-smi"
+    if gpus is not None:
+        lines = "\n".join(f"{i}, {UUIDS[i]}, {gpu}" for i, gpu in enumerate(gpus))
+        tool.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n" if gpus else "#!/bin/sh\nexit 9\n")
+        tool.chmod(0o755)
+    program = (
+        f"{first}\nimport json, sys\n"
+        "from autopar.spec.cluster import ClusterSpec\n"
+        "from autopar.errors import ClusterSpecError\n"
+        "try: print(json.dumps(ClusterSpec.detect().description))\n"
+        "except ClusterSpecError as e: print(json.dumps(str(e)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    if isinstance(found, str):
+        raise ClusterSpecError(found)
+    return ClusterSpec(**found)
+
+
+def torchrun(hosts: int, local: int, **more: str) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(hosts * local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_WORLD_SIZE": str(hosts),
+        "GROUP_RANK": "0",
+        **more,
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_local(n: int) -> None:
+    cluster = ClusterSpec.local(n)
+    assert (cluster.world_size, len(cluster.all_hosts)) == (n, 1)
+    assert cluster.summary == (f"1 host x {n} cpu, loopback" if n > 1 else "1 host x 1 cpu")
+    device = cluster.ranks[0].device
+    page = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < device.memory_bytes.value * n <= page
+    assert device.memory_bytes.provenance == "measured"
+    assert device.flops_per_s().provenance == "guessed"
+    assert ClusterSpec.loads(cluster.to_yaml()) == cluster
+
+
+@pytest.mark.parametrize("n", [0, -1, True, "4", 2.0])
+def test_local_needs_a_number_of_ranks(n: object) -> None:
+    with pytest.raises(ClusterSpecError, match="expected a number of ranks from 1 on"):
+        ClusterSpec.local(n)  # type: ignore[arg-type]
+
+
+def test_local_ranks_share_the_cores() -> None:
+    one, four = ClusterSpec.local(1).ranks[0].device, ClusterSpec.local(4).ranks[0].device
+    assert float(one.flops_per_s()) == 4 * float(four.flops_per_s())
+
+
+def test_this_machine_without_torchrun(tmp_path: Path) -> None:
+    assert detect({}, None, tmp_path).summary == "1 host x 1 cpu"
+    assert detect({}, [], tmp_path).summary == "1 host x 1 cpu"  # a driver that does not answer
+    gpus = ["NVIDIA A100-SXM4-80GB, 81920"] * 2
+    cluster = detect({}, gpus, tmp_path)
+    assert cluster.summary == "1 host x 2 A100-80GB, NVLink3"
+    assert cluster.ranks[0].device.memory_bytes.value == 80 * 2**30
+    assert cluster.ranks[0].device.memory_bytes.provenance == "measured"
+
+
+def test_unequal_and_unknown_gpus(tmp_path: Path) -> None:
+    cluster = detect({}, ["Tesla T4, 15360", "NVIDIA Mystery 9 (x), 4096"], tmp_path)
+    assert [p.device.kind for p in cluster.ranks] == ["T4", "NVIDIA-Mystery-9--x"]
+    assert cluster.ranks[1].device.flops_per_s().provenance == "guessed"
+    assert cluster.ranks[1].device.memory_bytes.value == 4 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("visible", "kinds"),
+    [
+        ("0", ["T4"]),
+        ("1,0", ["L4", "T4"]),
+        ("", ["cpu"]),
+        ("-1", ["cpu"]),
+        ("0,7,1", ["T4"]),
+        (UUIDS[1][:9], ["L4"]),
+    ],
+)
+def test_only_visible_gpus_count(visible: str, kinds: list[str], tmp_path: Path) -> None:
+    cluster = detect({"CUDA_VISIBLE_DEVICES": visible}, ["Tesla T4, 15360", "NVIDIA L4, 23034"], tmp_path)
+    assert [p.device.kind for p in cluster.ranks] == kinds
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    cluster = detect(torchrun(4, 2), None, tmp_path)
+    assert cluster.world_size == 8
+    assert [(p.host.name, p.local_rank) for p in cluster.ranks[:3]] == [("host-0", 0), ("host-0", 1), ("host-1", 0)]
+    assert all((h.send_bytes_per_s or 0) > 0 for h in cluster.all_hosts)
+    assert detect(torchrun(1, 3), None, tmp_path).summary == "1 host x 3 cpu, loopback"
+
+
+def test_gpus_under_torchrun(tmp_path: Path) -> None:
+    gpus = ["NVIDIA L4, 23034"] * 2
+    assert [p.device.kind for p in detect(torchrun(2, 2), gpus, tmp_path).ranks] == ["L4"] * 4
+    assert [p.device.kind for p in detect(torchrun(2, 1), gpus, tmp_path).ranks] == ["L4"] * 2
+    # Fewer GPUs than ranks: these ranks are on the CPU.
+    assert [p.device.kind for p in detect(torchrun(1, 3), gpus, tmp_path).ranks] == ["cpu"] * 3
+
+
+def test_torch_is_believed_where_it_is_loaded(tmp_path: Path) -> None:
+    # A torch that was told to see no GPU uses none, whatever the driver lists.
+    hide = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import torch"
+    assert detect({}, ["NVIDIA L4, 23034"], tmp_path, hide).summary == "1 host x 1 cpu"
+
+
+def test_other_launchers(tmp_path: Path) -> None:
+    assert detect({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}, None, tmp_path).summary.startswith("3 hosts x 2 cpu")
+    here = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    assert detect(here, None, tmp_path).summary == "1 host x 3 cpu, loopback"
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "three"}, "WORLD_SIZE is 'three', expected a whole number from 1 on"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "-2"}, "LOCAL_WORLD_SIZE is '-2'"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}, "LOCAL_WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, "make 4 ranks, but WORLD_SIZE is 5"),
+        (torchrun(2, 2, WORLD_SIZE="3"), "where hosts differ, describe the cluster in a file"),
+        (torchrun(2, 2, GROUP_RANK="2"), "GROUP_RANK is '2', expected a host's number from 0 to 1"),
+    ],
+)
+def test_contradictions_are_errors(environment: dict[str, str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ClusterSpecError) as e:
+        detect(environment, None, tmp_path)
+    assert said in str(e.value)

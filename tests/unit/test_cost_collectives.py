@@ -1,0 +1,137 @@
+"""Collectives: the bytes on every link, and the time they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost_models.collectives import GLOO, NCCL, Network, backend_of
+from autopar.ir.primitives import COLLECTIVES, Kind, Primitive, wire_bytes
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.topology import Topology
+from tests.unit.synthetic import cpu_hosts
+
+MIB = 1 << 20
+
+
+def collective(kind: Kind, size_bytes: int, n: int, owner: int = 0, splits: tuple[int, ...] = ()) -> Primitive:
+    elements = size_bytes // 4
+    sharded = kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+    return Primitive(
+        0,
+        kind,
+        0,
+        (),
+        elements,
+        "float32",
+        0,
+        splits=(splits or (elements // n,) * n) if sharded else (),
+        owner=owner if kind in (Kind.REDUCE, Kind.BROADCAST) else None,
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("rate", [0.2, 1.0, 10.0])
+def test_a_large_all_reduce_takes_its_bytes_over_the_bandwidth(n: int, rate: float) -> None:
+    network = Network(Topology(cpu_hosts(n, f"{rate} Gbit/s")))
+    size = 64 * MIB
+    expected = 2 * (n - 1) / n * size / (rate * 1e9 / 8)
+    assert network.transfer(collective(Kind.ALL_REDUCE, size, n)).seconds == pytest.approx(expected, rel=0.07)
+
+
+@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+@pytest.mark.parametrize("splits", [(), (100_000, 0, 50_000, 6 * MIB // 4 - 150_000)])
+def test_links_carry_the_bytes_that_are_declared(kind: Kind, splits: tuple[int, ...]) -> None:
+    n = 4
+    network = Network(Topology(cpu_hosts(n)))
+    primitive = collective(kind, 6 * MIB, n, owner=2, splits=splits)
+    on_link = dict(zip((link.id for link in network.links), network.link_bytes(primitive), strict=True))
+    sent, received = wire_bytes(primitive, n)
+    for rank in range(n):
+        assert on_link[f"host-{rank}->switch"] == pytest.approx(sent[rank], abs=1)
+        assert on_link[f"switch->host-{rank}"] == pytest.approx(received[rank], abs=1)
+
+
+@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+def test_a_transfer_is_never_slower_on_a_faster_network(kind: Kind) -> None:
+    times = [
+        Network(Topology(cpu_hosts(4, f"{rate} Gbit/s"))).transfer(collective(kind, 8 * MIB, 4)).seconds
+        for rate in (0.1, 0.5, 1, 2, 4)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1] * 10
+
+
+def test_ranks_of_a_host_share_its_card() -> None:
+    """A ring crosses each card once; from each rank to each, all pairs of ranks on different hosts cross it."""
+    network = Network(Topology(cpu_hosts(2, devices="2 x cpu")))
+    card = [link.id for link in network.links].index("host-0->switch")
+    size = 8 * MIB
+    assert network.link_bytes(collective(Kind.ALL_REDUCE, size, 4))[card] == pytest.approx(1.5 * size)
+    assert network.link_bytes(collective(Kind.REDUCE_SCATTER, size, 4))[card] == pytest.approx(size)
+    # From rank 1 to both ranks of host-1; from rank 3 to both of host-0, one of which sends it on to rank 2.
+    assert network.link_bytes(collective(Kind.BROADCAST, size, 4, owner=1))[card] == pytest.approx(2 * size)
+    assert network.link_bytes(collective(Kind.BROADCAST, size, 4, owner=3))[card] == pytest.approx(size)
+
+
+def test_the_slowest_card_decides() -> None:
+    slow = ClusterSpec.loads(
+        "hosts: [{name: a, count: 3, devices: 1 x cpu},"
+        " {name: b, devices: 1 x cpu, bandwidth: {send: 1 Gbit/s, receive: 0.1 Gbit/s}}]\n"
+        "network: {bandwidth: 1 Gbit/s}"
+    )
+    size = 8 * MIB
+    network = Network(Topology(slow))
+    equal = Network(Topology(cpu_hosts(4)))
+    reduce = collective(Kind.ALL_REDUCE, size, 4)
+    assert network.transfer(reduce).seconds == pytest.approx(10 * equal.transfer(reduce).seconds, rel=0.02)
+    # The slow host sends as fast as the others: it may own what is broadcast, and it is slow where others do.
+    fast, slow_owner = (collective(Kind.BROADCAST, size, 4, owner=o) for o in (0, 3))
+    assert network.transfer(slow_owner).seconds == pytest.approx(equal.transfer(slow_owner).seconds, rel=0.01)
+    assert network.transfer(fast).seconds == pytest.approx(4 * equal.transfer(fast).seconds, rel=0.01)
+
+
+def test_a_broadcast_goes_down_a_tree_and_a_reduce_takes_two_phases() -> None:
+    """Four ranks: the root sends to two at once, one of which sends to the last; a ring, then parts to the owner."""
+    size = 32 * MIB
+    network = Network(Topology(cpu_hosts(4)))
+    unit = size / 125e6
+    broadcast = network.transfer(collective(Kind.BROADCAST, size, 4, owner=2)).seconds
+    assert broadcast == pytest.approx((2 + 1) * unit / GLOO.fraction[Kind.BROADCAST], rel=0.01)
+    reduce = network.transfer(collective(Kind.REDUCE, size, 4, owner=2)).seconds
+    expected = 0.75 * unit / GLOO.fraction[Kind.REDUCE] + 0.75 * unit / GLOO.fraction[Kind.REDUCE_SCATTER]
+    assert reduce == pytest.approx(expected, rel=0.01)
+
+
+def test_nccl_passes_a_broadcast_along_a_chain() -> None:
+    size = 256 * MIB
+    network = Network(Topology(cpu_hosts(4, "25 Gbit/s", "1 x A100-80GB")))
+    unit = size / (25e9 / 8)
+    for kind in (Kind.BROADCAST, Kind.REDUCE):
+        seconds = network.transfer(collective(kind, size, 4, owner=1)).seconds
+        assert seconds == pytest.approx(unit / NCCL.fraction[kind], rel=0.01)
+
+
+def test_small_messages_cost_their_rounds() -> None:
+    few, many = (Network(Topology(cpu_hosts(n))).transfer(collective(Kind.ALL_REDUCE, 4, n)).seconds for n in (2, 8))
+    assert 5e-5 < few < many < 2e-3
+
+
+def test_one_rank_sends_nothing() -> None:
+    transfer = Network(Topology(ClusterSpec.local(1))).transfer(collective(Kind.ALL_REDUCE, MIB, 1))
+    assert transfer.seconds == 0
+    assert transfer.sent_bytes == (0,)
+
+
+def test_the_devices_imply_the_backend() -> None:
+    assert backend_of(Topology(cpu_hosts())) is GLOO
+    assert backend_of(Topology(cpu_hosts(2, "25 Gbit/s", "8 x A100-80GB"))) is NCCL
+
+
+def test_gloo_takes_the_cores_it_computes_on() -> None:
+    """Over loopback with less than a core a rank, communication leaves nothing for compute; over a slow network with
+    four cores a rank, nearly everything."""
+    half_a_core = "{kind: cpu, count: 4, peak_flops: 40 GFLOP/s}"
+    loopback = Network(Topology(ClusterSpec.loads(f"hosts: [{{name: a, devices: {half_a_core}}}]")))
+    assert min(loopback.transfer(collective(Kind.ALL_REDUCE, 16 * MIB, 4)).taken) > 0.6
+    spread = Network(Topology(cpu_hosts(4)))
+    assert max(spread.transfer(collective(Kind.ALL_REDUCE, 16 * MIB, 4)).taken) < 0.05

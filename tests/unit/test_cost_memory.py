@@ -1,0 +1,61 @@
+"""Peak memory of each rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost_models import ADAMW, optimizer_cost
+from autopar.cost_models.memory import MemoryModel
+from autopar.spec.plan import OptionValue, ParameterSlice, SyncGroup
+from autopar.strategies import Context
+from autopar.strategies.lowering import lower_plan
+from tests.unit.synthetic import training_graph
+
+WEIGHT = 1024 * 1024 * 4
+LAYERS = tuple((f"w{i}", (1024, 1024)) for i in range(4))
+
+
+def peaks(
+    strategy: str, n: int = 4, optimizer: str = "AdamW", live_bytes: int = 0, **options: OptionValue
+) -> tuple[int, ...]:
+    """Of a model of four equal weights, each in a group of its own."""
+    graph = training_graph(LAYERS, live_bytes=live_bytes)
+    groups = [
+        SyncGroup(strategy=strategy, members=(ParameterSlice(name=name),), options=options)
+        for name, _ in reversed(LAYERS)
+    ]
+    program = lower_plan(groups, graph, Context(n))
+    return MemoryModel(graph).peaks(program, optimizer_cost(optimizer))
+
+
+def test_replicas_hold_parameters_state_and_gradients() -> None:
+    # 4 parameters, 8 moments, 4 packed gradients, all alive at the end of the backward pass.
+    assert peaks("all_reduce") == (16 * WEIGHT,) * 4
+    assert peaks("all_reduce", optimizer="SGD") == (8 * WEIGHT,) * 4
+
+
+def test_one_rank_holds_a_gradient_only_until_its_update() -> None:
+    """Each update follows its gradient at once, so that no two gradients live together."""
+    (peak,) = peaks("all_reduce", n=1)
+    assert 12 * WEIGHT <= peak <= 13 * WEIGHT
+
+
+def test_shards_spread_the_state() -> None:
+    replicated, sharded = peaks("all_reduce"), peaks("partitioned_parameter_server")
+    # Of 8 weights of state a rank keeps a quarter.
+    assert replicated[0] - sharded[0] == pytest.approx(6 * WEIGHT, rel=0.5)
+    assert max(sharded) < min(replicated)
+
+
+def test_the_owner_holds_the_state() -> None:
+    owner, *others = peaks("parameter_server", owner=0)
+    assert owner - max(others) == pytest.approx(8 * WEIGHT, rel=0.5)
+    assert len(set(others)) == 1
+
+
+def test_activations_count_at_their_fullest() -> None:
+    assert max(peaks("all_reduce", live_bytes=10**9)) == max(peaks("all_reduce")) + 10**9
+
+
+def test_adamw_is_assumed_to_keep_two_tensors() -> None:
+    assert ADAMW.state_tensors == 2

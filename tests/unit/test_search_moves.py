@@ -1,0 +1,95 @@
+"""Local improvement: its moves, and the choice between candidates."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.cost_models import AnalyticCostModel, Estimate
+from autopar.search.base import Candidate, Problem, choose
+from autopar.search.builders import builder_named, fuse
+from autopar.search.moves import Groups, Neighbourhood, merged
+from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup, partition_problems
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+from autopar.strategies.lowering import lower_plan
+from tests.unit.synthetic import cpu_hosts, training_graph
+
+CLUSTER = cpu_hosts(4)
+
+
+def problem(fidelity: Fidelity = "exact", dtypes: tuple[str, ...] = (), **context: bool) -> Problem:
+    graph = training_graph(dtypes=dtypes)
+    return Problem(graph, CLUSTER, Topology(CLUSTER), Context(4, **context), AnalyticCostModel(), fidelity)
+
+
+def seed(name: str, of: Problem) -> Groups:
+    return builder_named(name)(of.graph.parameters, of.context, of.cluster)
+
+
+@pytest.mark.parametrize("name", ["ddp", "PartitionedPS", "RandomAxisPartitionAR"])
+@pytest.mark.parametrize("move", ["switch", "switch_all", "merge", "split", "shift", "rebucket"])
+def test_a_move_keeps_every_parameter_in_one_place(name: str, move: str) -> None:
+    of = problem(dtypes=("float32", "bfloat16"))
+    near, draw = Neighbourhood(of), random.Random(1)
+    single = [g.model_copy(update={"members": (m,)}) for g in seed(name, of) for m in g.members]
+    groups, made = fuse(single, of.graph.parameters, 5 << 20), 0
+    for _ in range(40):
+        changed: Groups | None = getattr(near, move)(groups, draw)
+        if changed is not None:
+            made += changed != groups
+            assert partition_problems(changed, of.graph.model.parameters) == []
+            lower_plan(changed, of.graph, of.context)
+    assert made > 0
+
+
+def test_neighbours_come_in_the_order_of_gradients() -> None:
+    of = problem()
+    near, draw = Neighbourhood(of), random.Random(2)
+    groups = seed("ddp", of)
+    for _ in range(60):
+        groups = near.neighbour(groups, draw) or groups
+        ready = [g.ready for g in lower_plan(groups, of.graph, of.context).groups]
+        assert ready == sorted(ready)
+
+
+def test_choices_are_what_strategies_offer_within_the_fidelity() -> None:
+    exact, rounded = Neighbourhood(problem()), Neighbourhood(problem("rounded"))
+    assert [str(c) for c in exact.choices["all_reduce"]] == ["all_reduce"]
+    assert len(exact.choices["parameter_server"]) == 4
+    assert {c.options.get("wire", "same") for c in rounded.choices["all_reduce"]} == {"same", "bfloat16", "float16"}
+
+
+def test_a_switch_respects_what_a_strategy_can_do() -> None:
+    of = problem(elementwise_update=False)
+    near, draw = Neighbourhood(of), random.Random(3)
+    for _ in range(60):
+        for group in near.switch(seed("ddp", of), draw) or ():
+            assert group.strategy != "partitioned_parameter_server"
+
+
+def test_dtypes_are_not_merged() -> None:
+    of = problem(dtypes=("float32", "bfloat16"))
+    near = Neighbourhood(of)
+    groups = seed("all_reduce_one_bucket", of)
+    assert len(groups) == 2
+    assert all(near.merge(groups, random.Random(i)) is None for i in range(10))
+    # A neighbour is the next group of the same dtype, whatever lies between.
+    alternating = seed("all_reduce_1MiB", of)
+    assert merged(alternating, 0, near.table) is not None
+
+
+def candidate(step_time_s: float, groups: int) -> Candidate:
+    estimate = Estimate(step_time_s, 0.1, 0.0, 0.0, (0,), (0,), (0,), 0.5, "guessed")
+    one = SyncGroup(strategy="all_reduce", members=(ParameterSlice(name="w"),))
+    return Candidate(f"{step_time_s} in {groups}", (one,) * groups, estimate)
+
+
+def test_the_fastest_wins_but_for_ties() -> None:
+    fast, simple, slow = candidate(1.000, 20), candidate(1.004, 3), candidate(1.02, 1)
+    # All three beat the best seed: the tie goes to the simpler one.
+    assert choose([fast, simple, slow], limit_s=2.0) is simple
+    # The best seed itself is not given up for a plan that is slower, however little.
+    assert choose([fast, simple, slow], limit_s=1.000) is fast
+    assert choose([slow, fast], limit_s=2.0) is fast
