@@ -34,7 +34,7 @@ _HOMES = {
 }
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "ClusterSpec", "Plan", "Program", "Verification", "optimize", "plan", "verify"]  # noqa: F822
+__all__ = ["AutoparError", "ClusterSpec", "Plan", "Program", "Verification", "optimize", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -44,4 +44,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return __all__

@@ -58,7 +58,7 @@ def plan(
     graph = training_graph(model, flat, loss_fn, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
     context = _context(cluster.world_size, scope, mode == "step", clip_grad_norm)
-    return _plan(graph, cluster, context, strategy, fidelity, time_budget_s, seed, progress)
+    return _plan(graph, cluster, context, optimizer, strategy, fidelity, time_budget_s, seed, progress)
 
 
 @overload
@@ -69,7 +69,7 @@ def optimize(
 def optimize(
     model: nn.Module, cluster_spec: ClusterSpec | None = None, *, optimizer: None = None, **settings: Any
 ) -> SyncedModule: ...
-def optimize(
+def optimize(  # type: ignore[misc]  # the overloads say which result, this says which settings
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
@@ -135,12 +135,12 @@ def optimize(
     scope = optimizer_scope(optimizer, optimizer_acts_on)
     context = _context(group.world_size, scope, optimizer is not None, clip_grad_norm)
     if plan is None:
-        plan = _plan_on_rank_0(
-            group,
-            lambda: _plan(
-                graph, _cluster(cluster_spec, group), context, strategy, fidelity, time_budget_s, seed, progress
-            ),
-        )
+
+        def search() -> Plan:
+            cluster = _cluster(cluster_spec, group)
+            return _plan(graph, cluster, context, optimizer, strategy, fidelity, time_budget_s, seed, progress)
+
+        plan = _plan_on_rank_0(group, search)
     settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
     key = signature_key(model, flat)
     if optimizer is None:
@@ -172,18 +172,29 @@ def _plan(
     graph: TrainingGraph,
     cluster: ClusterSpec,
     context: Context,
+    optimizer: Optimizer | None,
     strategy: str | None,
     fidelity: Fidelity,
     time_budget_s: float,
     seed: int,
     progress: Progress | None,
 ) -> Plan:
+    from autopar.cost_models import AnalyticCostModel, optimizer_cost
     from autopar.search import Budget, build_plan, search
 
+    group = None if optimizer is None else optimizer.param_groups[0]
+    cost_model = AnalyticCostModel(optimizer_cost(type(optimizer).__name__, group)) if group else None
     if strategy is not None:
-        return build_plan(strategy, graph, cluster, context)
+        return build_plan(strategy, graph, cluster, context, fidelity=fidelity, cost_model=cost_model)
     return search(
-        graph, cluster, context, fidelity=fidelity, budget=Budget(time_s=time_budget_s), seed=seed, progress=progress
+        graph,
+        cluster,
+        context,
+        fidelity=fidelity,
+        budget=Budget(time_s=time_budget_s),
+        seed=seed,
+        cost_model=cost_model,
+        progress=progress,
     )
 
 

@@ -74,7 +74,7 @@ class Verification:
         for s in self.steps:
             if max(s.loss, s.gradient, s.parameter) > self.tolerance:
                 raise VerificationError(
-                    f"step {s.step}: the distributed program differs from the single process by {s.loss:.2e} in the loss, "
+                    f"step {s.step}: the distributed program differs from one process by {s.loss:.2e} in the loss, "
                     f"{s.gradient:.2e} in gradients and {s.parameter:.2e} in parameters (most in '{s.worst}'); allowed "
                     f"{self.tolerance:.2e} in {self.dtype}"
                 )
@@ -144,8 +144,7 @@ def verify(
             _free_port(),
             settings,
         )
-        context = mp.start_processes(_process, (job,), nprocs=n + 1, join=False, start_method="spawn")
-        assert context is not None
+        context: Any = mp.spawn(_process, (job,), nprocs=n + 1, join=False)  # type: ignore[no-untyped-call,attr-defined]
         try:
             while not context.join(timeout=1.0):
                 pass
@@ -221,7 +220,7 @@ def _reference(job: Job) -> None:
         batches = [b for r in range(job.world_size) for b in _batches(job, example, step, r)]
         optimizer.zero_grad()
         loss = _shard_by_shard(model, loss_fn, batches) if local else _loss(model, loss_fn, _concatenated(batches))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if job.clip_grad_norm is not None:
             once = {id(p): p for p in names.values() if p.grad is not None}  # a tied parameter has several names
             torch.nn.utils.clip_grad_norm_(list(once.values()), job.clip_grad_norm)
@@ -235,7 +234,8 @@ def _reference(job: Job) -> None:
         path = Path(job.folder) / f"step{step}.pt"
         torch.save(values, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
-        _wait_for(lambda s=step: all((Path(job.folder) / f"done{s}.{r}").exists() for r in range(job.world_size)))
+        done = [Path(job.folder) / f"done{step}.{r}" for r in range(job.world_size)]
+        _wait_for(lambda done=done: all(d.exists() for d in done))  # type: ignore[misc]
         path.unlink()
 
 

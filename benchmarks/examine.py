@@ -82,7 +82,7 @@ def examine(entry: Entry) -> Outcome:
         time_budget_s=SEARCH_BUDGET_S,
     )
     optimize_s = time.perf_counter() - began
-    graph = program.compile(batch).graph
+    graph = program.compile_for(batch).graph
     cluster = autopar.ClusterSpec.local(PRICED_WORLD_SIZE)
     plan = search(graph, cluster, Context(PRICED_WORLD_SIZE), budget=Budget(time_s=SEARCH_BUDGET_S))
     assert plan.prediction is not None

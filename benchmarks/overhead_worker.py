@@ -71,14 +71,20 @@ def time_steps(entry: Entry, rounds: int) -> dict[str, Any]:
 
 
 def measure_memory(entry: Entry, rewritten: bool) -> dict[str, Any]:
-    """Peak resident memory of this process: from its start, and from the first step on."""
+    """Peak resident memory of this process: from its start, and from the first step on; and what was resident then."""
     step, optimize_s = autopar_step(entry) if rewritten else (eager_step(entry), 0.0)
     setup = peak_resident_bytes()
     reset_peak()
+    before = peak_resident_bytes()
     for _ in range(MEMORY_STEPS):
         step()
     steps = peak_resident_bytes()
-    return {"process_bytes": max(setup, steps), "steps_bytes": steps, "optimize_s": optimize_s}
+    return {
+        "process_bytes": max(setup, steps),
+        "steps_bytes": steps,
+        "before_steps_bytes": before,
+        "optimize_s": optimize_s,
+    }
 
 
 def peak_resident_bytes() -> int:

@@ -19,7 +19,7 @@ class AllReduceOptions(Options):
 class AllReduce(Strategy):
     name = "all_reduce"
     summary = "sum the bucket over all ranks; every rank updates its replica"
-    Options = AllReduceOptions
+    options_type = AllReduceOptions
 
     def options(self, context: Context) -> Sequence[AllReduceOptions]:
         return [AllReduceOptions(wire=w) for w in ("same", "bfloat16", "float16")]

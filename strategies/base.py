@@ -254,7 +254,8 @@ class Strategy(ABC):
     """How plans name it."""
     summary: ClassVar[str]
     """One line for people."""
-    Options: ClassVar[type[Options]] = Options
+    options_type: ClassVar[type[Options]] = Options
+    """Its settings."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""

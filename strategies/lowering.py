@@ -90,14 +90,14 @@ def resolve(index: int, spec: SyncGroup, graph: TrainingGraph) -> Group:
 
 def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Options:
     """Reads a group's options; raises `PlanError` with the nearest name for an unknown one."""
-    known = strategy.Options.model_fields
+    known = strategy.options_type.model_fields
     for key in spec.options:
         if key not in known:
             raise PlanError(
                 f"{strategy.name} has no option '{key}'{did_you_mean(key, known)} known: {', '.join(known) or 'none'}"
             )
     try:
-        options = strategy.Options.model_validate(spec.options)
+        options = strategy.options_type.model_validate(spec.options)
     except ValidationError as e:
         first = e.errors()[0]
         raise PlanError(f"{strategy.name}, option {'.'.join(map(str, first['loc']))}: {first['msg']}") from e

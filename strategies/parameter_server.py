@@ -23,7 +23,7 @@ class ParameterServerOptions(Options):
 class ParameterServer(Strategy):
     name = "parameter_server"
     summary = "reduce to an owner; the owner updates and broadcasts the parameters"
-    Options = ParameterServerOptions
+    options_type = ParameterServerOptions
 
     def applies(self, member: Member, context: Context) -> str | None:
         if not context.has_optimizer:

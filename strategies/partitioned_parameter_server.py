@@ -31,7 +31,7 @@ class PartitionedParameterServerOptions(Options):
 class PartitionedParameterServer(Strategy):
     name = "partitioned_parameter_server"
     summary = "reduce-scatter; every rank updates its slice; all-gather the parameters"
-    Options = PartitionedParameterServerOptions
+    options_type = PartitionedParameterServerOptions
 
     def applies(self, member: Member, context: Context) -> str | None:
         if not context.has_optimizer:

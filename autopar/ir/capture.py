@@ -36,7 +36,8 @@ class JointGraph:
 
     module: torch.fx.GraphModule
     inputs: tuple[tuple[str, str | int], ...]
-    """(kind, key) for each placeholder; kind is `parameter`, `buffer`, `batch` or `tangent` (of the output at an index)."""
+    """(kind, key) of each placeholder: a `parameter` or `buffer` by name, a `batch` tensor or an output's `tangent` by
+    index."""
     mutations: tuple[tuple[str, torch.fx.Node], ...]
     """Names of buffers, and the nodes whose values they take."""
     outputs: tuple[torch.fx.Node, ...]
@@ -95,7 +96,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     _install_recording_hooks(model)
     graph = _dynamo(step, batch)
     with _restored(step), contextlib.ExitStack() as stack, _quiet():
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))  # type: ignore[attr-defined]
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         try:
             joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)
         except CaptureError:
@@ -243,7 +244,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
             raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
     if mode == "step":
         _check_loss(outputs, bool(gradients))
-    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients)  # type: ignore[arg-type]
+    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients)
 
 
 def _check_loss(outputs: list[Any], any_gradient: bool) -> None:

@@ -46,9 +46,9 @@ def fold_views(graph: torch.fx.Graph) -> None:
             node.replace_all_uses_with(source)
         elif source.op == "call_function" and source.target is node.target:
             if node.target is aten.t.default or (node.target is aten.transpose.int and _dims(node) == _dims(source)):
-                node.replace_all_uses_with(source.args[0])  # type: ignore[arg-type]
+                node.replace_all_uses_with(source.args[0])
             elif node.target is aten.view.default:
-                node.replace_input_with(source, source.args[0])  # type: ignore[arg-type]
+                node.replace_input_with(source, source.args[0])
 
 
 def share_views(graph: torch.fx.Graph) -> None:
@@ -112,5 +112,7 @@ def _same_shape(a: torch.fx.Node, b: torch.fx.Node) -> bool:
 
 
 def _dims(node: torch.fx.Node) -> tuple[int, ...]:
-    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
-    return tuple(sorted(int(d) % rank for d in node.args[1:]))  # type: ignore[call-overload]
+    source, *dims = node.args
+    assert isinstance(source, torch.fx.Node)
+    rank = source.meta["val"].dim()
+    return tuple(sorted(d % rank for d in dims if isinstance(d, int)))

@@ -18,7 +18,7 @@ from autopar.ir.weights import BatchWeight
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.program import CollectiveOrder, Settings, signature_key
 from autopar.runtime.random import RandomStream
 from autopar.runtime.writer import Target
@@ -82,7 +82,7 @@ class SyncedModule(nn.Module):
             return self.module(*args, **kwargs)
         inputs = bind(self.module, args, kwargs)
         batch = flatten(inputs)
-        compiled = self.compile(batch)
+        compiled = self.compile_for(batch)
         weight = (
             self.settings.weight(inputs)
             if self.settings.weight
@@ -102,7 +102,7 @@ class SyncedModule(nn.Module):
         finally:
             self._synchronizes = before
 
-    def compile(self, batch: Batch) -> _Compiled:
+    def compile_for(self, batch: Batch) -> _Compiled:
         """Captures, lowers and writes both passes for a batch's signature, unless that was done before."""
         key = signature_key(self.module, batch)
         if key not in self._compiled:
@@ -168,7 +168,11 @@ class SyncedModule(nn.Module):
         self._steps += 1
         return gradients  # type: ignore[no-any-return]
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def synchronize_buffers(self) -> None:
+        """Averages floating-point buffers over the ranks, as `Program.synchronize_buffers` does."""
+        average_buffers(self._buffers_by_name.values(), self._group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own, as one process would have it."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -213,7 +217,9 @@ def module_batch(model: nn.Module, batch: Any) -> Batch:
 def output_template(model: nn.Module, batch: Batch) -> Any:
     """The model's output for a batch, with fake tensors; nothing is computed."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        state = {n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        state: dict[str, torch.Tensor] = {
+            n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]
+        }
         tensors = tuple(mode.from_tensor(t) for t in batch.tensors)
         return torch.func.functional_call(model, state, (), batch.rebuild(tensors))
 

@@ -75,7 +75,8 @@ class Clip(nn.Module):
         self.device = device
 
     def forward(self, values: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> torch.Tensor:
-        replicated, sharded = [], []
+        replicated: list[torch.Tensor] = []
+        sharded: list[torch.Tensor] = []
         for value, once in zip(values, self.held_once, strict=True):
             tensors = [value] if isinstance(value, torch.Tensor) else list(value)
             (sharded if once else replicated).extend(tensors)

@@ -42,8 +42,8 @@ def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) ->
         return "parameter"
     raise OptimizerError(
         f"{type(optimizer).__name__} is not one of PyTorch's own, so it is not known whether its update may run on one "
-        'parameter, or one slice, at a time: pass optimizer_acts_on="element" or "parameter" (whichever is the smallest '
-        "unit whose update depends on nothing else)"
+        'parameter, or one slice, at a time: pass optimizer_acts_on="element" or "parameter", whichever is the '
+        "smallest unit whose update depends on nothing else"
     )
 
 

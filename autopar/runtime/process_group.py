@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -55,6 +55,18 @@ def join(timeout_s: float) -> Group:
     return Group(dist.get_rank(), dist.get_world_size(), pg, timeout_s)
 
 
+def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
+    """Averages floating-point buffers over the ranks, in place; integer ones are counters, and alike on all ranks."""
+    if group.pg is None:
+        return
+    with torch.no_grad():
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                mean = buffer.detach().contiguous() / group.world_size
+                dist.all_reduce(mean, group=group.pg)
+                buffer.copy_(mean)
+
+
 class Rendezvous:
     """Lets ranks compare what they hold, and call the roll, through the store."""
 
@@ -62,21 +74,27 @@ class Rendezvous:
         self.group = group
         self.store = None
         if group.pg is not None:
-            self.store = PrefixStore(f"autopar/{group.name}/{next(group.meetings)}", dist.distributed_c10d._get_default_store())
+            self.store = PrefixStore(
+                f"autopar/{group.name}/{next(group.meetings)}", dist.distributed_c10d._get_default_store()
+            )
 
     def agree(self, topic: str, mine: str) -> None:
         """Raises `PlanMismatchError` unless every rank holds the same text; `CollectiveError` where one is late."""
-        if self.store is None:
-            return
-        self.store.set(f"{topic}/{self.group.rank}", mine)
-        theirs = {r: self._get(f"{topic}/{r}", r, topic) for r in range(self.group.world_size)}
-        others = {r: t for r, t in theirs.items() if t != mine}
+        theirs = self.exchange(topic, mine)
+        others = {r: t for r, t in enumerate(theirs) if t != mine}
         if others:
             rank, text = next(iter(others.items()))
             raise PlanMismatchError(
-                f"rank {self.group.rank} and rank {rank} disagree about the {topic}: {mine} here, {text} there. All ranks "
-                "must build the same model and load the same plan; on gloo, going on would give wrong sums silently"
+                f"rank {self.group.rank} and rank {rank} disagree about the {topic}: {mine} here, {text} there. All "
+                "ranks must build the same model and load the same plan; gloo would go on and give wrong sums silently"
             )
+
+    def exchange(self, topic: str, mine: str) -> list[str]:
+        """Every rank's text, by rank; raises `CollectiveError` where one is late."""
+        if self.store is None:
+            return [mine]
+        self.store.set(f"{topic}/{self.group.rank}", mine)
+        return [self._get(f"{topic}/{r}", r, topic) for r in range(self.group.world_size)]
 
     def from_rank_0(self, topic: str, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on every rank; where it fails there, it fails everywhere."""
@@ -130,8 +148,8 @@ class Rendezvous:
         absent = [r for r in range(self.group.world_size) if r not in present]
         if unreachable:
             return (
-                f"step {step}, rank {self.group.rank}: a collective failed and the store does not answer, so the process "
-                f"that serves it (rank 0, or torchrun) is gone: {cause}"
+                f"step {step}, rank {self.group.rank}: a collective failed and the store does not answer, so the "
+                f"process that serves it (rank 0, or torchrun) is gone: {cause}"
             )
         if not absent:
             return f"step {step}, rank {self.group.rank}: a collective failed although every rank is alive: {cause}"

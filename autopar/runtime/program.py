@@ -19,7 +19,7 @@ from autopar.runtime import collectives
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
 from autopar.runtime.step_writer import StepWriter
@@ -77,7 +77,7 @@ class Program:
         self._group = group
         self._context = context
         self._rendezvous = Rendezvous(group)
-        self._parameters = {n: p for n, p in named_parameters(model, settings.loss_fn).items()}
+        self._parameters = named_parameters(model, settings.loss_fn)
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         if isinstance(settings.loss_fn, nn.Module):
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
@@ -109,7 +109,7 @@ class Program:
         batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
-        compiled = [self.compile(b) for b in batches]
+        compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
         with torch.no_grad(), self._random, self._rendezvous.guard(self._steps):
             if len(batches) == 1:
@@ -120,7 +120,7 @@ class Program:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return loss
 
-    def compile(self, batch: Batch | Any) -> _Compiled:
+    def compile_for(self, batch: Batch | Any) -> _Compiled:
         """Captures, lowers and writes the step for a batch's signature, unless that was done before."""
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         key = signature_key(self.model, batch)
@@ -142,12 +142,21 @@ class Program:
         self._observe(step)
         return compiled
 
+    def synchronize_buffers(self) -> None:
+        """Averages floating-point buffers over the ranks; to be called by all ranks together.
+
+        Batch normalization normalizes each rank's batch by itself, as with DDP, so running statistics differ between
+        ranks until then. They are averaged rather than taken from rank 0, so that none of the data is left out.
+        """
+        average_buffers(self._buffers.values(), self._group)
+
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
 
         `model` and `optimizer` are in PyTorch's own form and load into a plain model and optimizer; `random` is this
         rank's stream. Write them with `torch.save` on one rank, read them with `torch.load(weights_only=True)`.
         """
+        self.synchronize_buffers()
         state = gather_state(self._parts.values(), self._parameters, self._group)
         return {
             "model": self.model.state_dict(),
@@ -251,7 +260,7 @@ class Program:
         joint = compiled.graph.joint
         assert joint is not None
         device = next(iter(self._parameters.values())).device
-        arguments = []
+        arguments: list[torch.Tensor] = []
         for kind, key in joint.inputs:
             if kind == "parameter":
                 arguments.append(self._parameters[str(key)])

@@ -21,7 +21,7 @@ class RandomStream:
 
     @staticmethod
     def _devices() -> list[torch.device]:
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return [torch.device("cpu"), *([torch.device("cuda", torch.cuda.current_device())] if cuda else [])]
 
     def state(self) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from autopar.runtime.optimizer import OptimizerPart
-from autopar.runtime.process_group import Group
+from autopar.runtime.process_group import Group, Rendezvous
 
 State = dict[str, dict[str, Any]]
 """By parameter name: PyTorch's state of one parameter."""
@@ -41,11 +42,10 @@ def gather_state(parts: Iterable[OptimizerPart], parameters: dict[str, torch.nn.
 
 def _merge(mine: State, counts: dict[str, torch.Tensor], parameters: dict[str, Any], group: Group) -> State:
     described = {
-        n: {k: (v.dtype, tuple(v.shape)) if isinstance(v, torch.Tensor) else v for k, v in s.items()}
+        n: {k: [str(v.dtype), list(v.shape)] if isinstance(v, torch.Tensor) else v for k, v in s.items()}
         for n, s in mine.items()
     }
-    everyone: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everyone, described, group=group.pg)
+    everyone = [json.loads(text) for text in Rendezvous(group).exchange("optimizer state", json.dumps(described))]
     known: dict[str, dict[str, Any]] = {}
     for one in everyone:
         for name, state in one.items():
@@ -57,27 +57,20 @@ def _merge(mine: State, counts: dict[str, torch.Tensor], parameters: dict[str, A
         dist.all_reduce(held, group=group.pg)
         merged[name] = {}
         for key in sorted(known[name]):
-            what = known[name][key]
-            if not (isinstance(what, tuple) and isinstance(what[0], torch.dtype)):
+            what, own = known[name][key], mine.get(name, {}).get(key)
+            if not isinstance(what, list):
                 merged[name][key] = what
-            elif what[1] == tuple(parameter.shape) != ():
-                full = mine.get(name, {}).get(key)
-                full = torch.zeros(what[1], dtype=what[0], device=parameter.device) if full is None else full.clone()
-                dist.all_reduce(full, group=group.pg)
-                merged[name][key] = full / held.to(full.dtype)
-            else:
-                merged[name][key] = _from_first_holder(mine.get(name, {}).get(key), what, everyone, name, key, group)
+                continue
+            dtype, shape = getattr(torch, what[0].removeprefix("torch.")), torch.Size(what[1])
+            value = torch.zeros(shape, dtype=dtype, device=parameter.device) if own is None else own.clone()
+            if shape == parameter.shape and shape:
+                dist.all_reduce(value, group=group.pg)
+                merged[name][key] = value / held.to(dtype)
+            else:  # one a parameter, as a step counter: any holder's will do
+                holder = next(r for r, one in enumerate(everyone) if key in one.get(name, {}))
+                dist.broadcast(value, group_src=holder, group=group.pg)
+                merged[name][key] = value
     return merged
-
-
-def _from_first_holder(
-    value: torch.Tensor | None, what: Any, everyone: list[Any], name: str, key: str, group: Group
-) -> torch.Tensor:
-    """A value that is one per parameter, as a step counter: any holder's will do."""
-    holder = next(r for r, one in enumerate(everyone) if key in one.get(name, {}))
-    out = torch.zeros(what[1], dtype=what[0]) if value is None else value.clone()
-    dist.broadcast(out, group_src=holder, group=group.pg)
-    return out
 
 
 def scatter_state(parts: Iterable[OptimizerPart], state: State, parameters: dict[str, torch.nn.Parameter]) -> None:

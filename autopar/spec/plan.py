@@ -12,13 +12,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autopar.errors import PlanError, PlanMismatchError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 Fidelity = Literal["exact", "rounded", "compressed", "stale", "local"]
 FIDELITIES: tuple[Fidelity, ...] = ("exact", "rounded", "compressed", "stale", "local")

@@ -80,6 +80,6 @@ def _rounded(builder: Builder) -> Builder:
 
 
 def _narrow(group: SyncGroup) -> SyncGroup:
-    if "wire" not in strategy_named(group.strategy).Options.model_fields:
+    if "wire" not in strategy_named(group.strategy).options_type.model_fields:
         return group
     return group.model_copy(update={"options": {**group.options, "wire": "bfloat16"}})

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.zoo import find, huggingface, plain
-from benchmarks.zoo.resnet import ResNet
 from torch import nn
 
 from autopar import ClusterSpec, Plan
@@ -23,6 +21,9 @@ from autopar.runtime.program import Program, Settings, signature_key
 from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
+from benchmarks.zoo import find, huggingface, plain
+from benchmarks.zoo.batches import CLASSES
+from benchmarks.zoo.resnet import ResNet
 
 STEPS = 10
 SAMPLES = {"equal": (2, 2, 2, 2), "unequal": (3, 1, 4, 2)}
@@ -57,7 +58,7 @@ def build(name: str) -> tuple[nn.Module, Callable[[int, int], Any], Any]:
         return model.double().train(), lambda n, s: _with_ignored(entry.batch(n, s), s), language_loss
     if name == "resnet":  # shallow: over the few pixels of a deep stage, batch norm of three samples is ill-conditioned
         images = find(plain.ENTRIES, "resnet18")
-        model = ResNet((1, 1), width=8, classes=plain.CLASSES)
+        model = ResNet((1, 1), width=8, classes=CLASSES)
         return model.double().train(), lambda n, s: _double(images.batch(n, s)), images.loss_fn
     entry = find(plain.ENTRIES, name)
     return entry.build().double().train(), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn
