@@ -21,7 +21,8 @@ UPDATE_TOLERANCE = 1e-3
 ROUNDING = 1e-7
 """Differences below this, relative to the parameter, or to 1 where it is smaller, are rounding in float32."""
 PRICED_WORLD_SIZE = 4
-SEARCH_BUDGET_S = 1.0
+SEARCH_BUDGET_S = 0.3
+"""That a plan is found and priced is what is examined here, not how good it is."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def measure(what: str, entry: Entry, scaled: bool, rounds: int) -> dict[str, Any
     argv = [sys.executable, "-m", "benchmarks.overhead_worker", what, entry.name, f"--rounds={rounds}"]
     process = subprocess.run(
         [*argv, *(["--scaled"] if scaled else [])],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
         capture_output=True,
         text=True,
     )
@@ -128,8 +128,8 @@ def main(
         "Times are medians over rounds in which all three steps run in turn; ratios are medians (quartiles) of the "
         "ratios within a round. A step is forward, backward, optimizer and zero_grad, in float32, in train mode with "
         "a dropout of 0.1. AdamW is torch's with its defaults, which in eager PyTorch on CPU is a loop over "
-        "the parameters. Where the user leaves the implementation open, as here, autopar takes the fused one: the ratio "
-        "to the eager step with a fused AdamW, which users have to ask for, compares like with like.",
+        "the parameters. Where the user leaves the implementation open, as here, autopar takes the fused one: the "
+        "ratio to the eager step with a fused AdamW, which users have to ask for, compares like with like.",
         "Memory is the high-water mark of the resident memory (VmHWM) of a fresh process that builds the model and "
         "takes four steps, imports and capture included; 'of the steps alone' is the same after resetting the mark "
         "before the first step. 'optimize s' is capture, planning and rewriting in the process that measures memory.",

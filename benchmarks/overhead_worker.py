@@ -115,9 +115,6 @@ def reset_peak() -> None:
 @click.option("--rounds", default=9)
 def main(what: str, name: str, scaled: bool, rounds: int) -> None:
     """Prints one measurement as a line of JSON."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     warnings.simplefilter("ignore")
     entry = find(sizes.entries(scaled), name)
     result = time_steps(entry, rounds) if what == "time" else measure_memory(entry, what == "autopar")

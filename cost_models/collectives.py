@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.compute import is_cpu
-from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, broadcast_children, wire_bytes
+from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, broadcast_children, ring_reduce_bytes, wire_bytes
 from autopar.spec.devices import CORE_FLOPS
 from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
@@ -168,7 +168,7 @@ class Network:
         # A ring's reduce-scatter, then everyone's part to the owner, where all senders meet (gloo/reduce.cc).
         parts = np.zeros(n)
         parts[owner] = size / n
-        scattered = self._around(np.full(n, (n - 1) / n * size))
+        scattered = self._around(np.full(n, float(ring_reduce_bytes(size, n))))
         return [(Kind.REDUCE, scattered), (Kind.REDUCE_SCATTER, np.asarray(self._to_each @ parts))]
 
     def _broadcast(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:

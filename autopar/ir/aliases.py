@@ -9,8 +9,10 @@ import torch.fx
 
 aten = torch.ops.aten
 
-MAYBE_VIEWS = frozenset({aten.reshape.default, aten.contiguous.default, aten.lift_fresh.default})
-"""Operators that return a view or a copy, as the strides have it."""
+MAYBE_VIEWS = frozenset(
+    {aten.reshape.default, aten.contiguous.default, aten.lift_fresh.default, aten._unsafe_view.default}
+)
+"""Operators that return a view, always or as the strides have it, without saying so in their schema."""
 
 
 def is_view(node: torch.fx.Node) -> bool:

@@ -13,6 +13,7 @@ from autopar.ir.aliases import base, readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
+from autopar.ir.reuse import reuse_memory
 from autopar.ir.training_graph import GradientStructure, Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
@@ -37,11 +38,14 @@ def training_graph(
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     parameters = tuple(_parameter(p, joint, inputs, position) for p in trainable)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
+    start = _backward_start(joint, inputs, position)
+    if mode == "step":
+        reuse_memory(joint.module)
     return TrainingGraph(
         model=fingerprint,
         parameters=parameters,
         compute=compute_nodes(joint.module.graph, joint.gradients.values()),
-        backward_start=_backward_start(joint, inputs, position),
+        backward_start=start,
         batch_size=batch.size,
         buffer_bytes=sum(_bytes(n.meta["val"]) for n in buffers),
         input_bytes=sum(_bytes(t) for t in batch.tensors),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, call_model
+from autopar.ir.recording import traceable_recording
 from autopar.ir.simplify import simplify
 
 Mode = Literal["step", "module"]
@@ -93,8 +93,8 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     step = _Step(model, loss_fn, batch, mode)
-    _install_recording_hooks(model)
-    graph = _dynamo(step, batch)
+    with traceable_recording(model):
+        graph = _dynamo(step, batch)
     with _restored(step), contextlib.ExitStack() as stack, _quiet():
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         try:
@@ -107,17 +107,6 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     simplify(module)
     return _describe(module, mode)
-
-
-def _install_recording_hooks(model: nn.Module) -> None:
-    """Hugging Face models that record hidden states or router logits install hooks at their first forward pass, under
-    a lock, which cannot be traced; here they are installed before it."""
-    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if install is not None and base is not None:
-        for module in model.modules():
-            if isinstance(module, base):
-                install(module)
 
 
 def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:

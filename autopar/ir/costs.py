@@ -81,7 +81,10 @@ def _live_bytes(graph: torch.fx.Graph, nodes: list[torch.fx.Node], freed: set[to
 
 def _owner(node: torch.fx.Node) -> torch.fx.Node:
     """The node that allocated this node's memory; for an element of a tuple, the operator that made the tuple."""
-    node = base(node)
-    while getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], torch.fx.Node):
-        node = base(node.args[0])
-    return node
+    while True:
+        node = base(node)
+        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        from_tuple = getattr(node.target, "__name__", "") == "getitem"
+        if not (writes or from_tuple) or not isinstance(node.args[0], torch.fx.Node):
+            return node
+        node = node.args[0]

@@ -146,7 +146,7 @@ def _vectors(n: int, seed: int) -> Any:
 
 
 def _next_tokens(n: int, seed: int) -> Any:
-    ids = tokens(generator(seed), n, 13)
+    ids = tokens(generator(seed), n, 7)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 

@@ -1,0 +1,63 @@
+"""Reuse of memory: elementwise operators write over an input that nobody reads again, as eager autograd does.
+
+Only for graphs that run as a whole: what one half of a split graph saves for the other must stay as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from autopar.ir.aliases import base, readers
+
+aten = torch.ops.aten
+
+_IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.relu.default: aten.relu_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.neg.default: aten.neg_.default,
+}
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+_MAY_RETURN_THEIR_INPUT = (aten.native_dropout.default,)
+
+
+def reuse_memory(module: torch.fx.GraphModule) -> None:
+    """Makes elementwise operators in place where the overwritten input is the graph's own, dense, and read for the
+    last time."""
+    position = {n: i for i, n in enumerate(module.graph.nodes)}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target not in _IN_PLACE:
+            continue
+        places = (0, 1) if node.target in _COMMUTATIVE and not node.kwargs else (0,)
+        for place in places:
+            if place < len(node.args) and _may_overwrite(node, node.args[place], position):
+                if place == 1:
+                    node.args = (node.args[1], node.args[0])
+                node.target = _IN_PLACE[node.target]
+                break
+    module.graph.lint()
+    module.recompile()
+
+
+def _may_overwrite(node: torch.fx.Node, source: object, position: dict[torch.fx.Node, int]) -> bool:
+    if not isinstance(source, torch.fx.Node):
+        return False
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if (before.shape, before.dtype, before.stride()) != (after.shape, after.dtype, after.stride()):
+        return False
+    if any(stride == 0 and size > 1 for stride, size in zip(before.stride(), before.shape, strict=True)):
+        return False
+    owner = base(source)
+    made_by = owner.args[0] if getattr(owner.target, "__name__", "") == "getitem" else owner
+    if owner.op != "call_function" or getattr(made_by, "target", None) in _MAY_RETURN_THEIR_INPUT:
+        return False
+    return all(position[r] <= position[node] for r in readers(owner))
