@@ -97,6 +97,11 @@ class Program:
     def world_size(self) -> int:
         return self._group.world_size
 
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`."""
+        return next(iter(self._compiled.values())).step
+
     def step(self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None) -> torch.Tensor:
         """One optimizer step on this rank's batch, or on several micro-batches as on one batch; returns the global
         mean loss, detached.

@@ -104,7 +104,7 @@ class Writer:
 
     def _pack(self, p: Primitive, value: Written) -> Written:
         group = self._group(p)
-        members = [self._member(m) for m in group.members]
+        members = [self._member(m) for m in group.members if m.elements]
         if self.target.world_size == 1:
             return members
         if len(members) == 1 and group.dtype == p.dtype and self.scale is None:
