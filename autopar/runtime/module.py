@@ -157,7 +157,7 @@ class SyncedModule(nn.Module):
         if self._group.world_size == 1:
             return c.backward(*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
-        scalars = [torch.tensor(float(x), dtype=torch.float64) for x in numbers]
+        scalars = [torch.tensor(float(x), dtype=torch.float64, device=saved[0].device) for x in numbers]
         with self._rendezvous.guard(self._steps):
             if self._earlier:
                 earlier = [self._earlier[n] for n in names]

@@ -22,8 +22,8 @@ from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
-from autopar.runtime.step_writer import StepWriter
-from autopar.runtime.writer import Target
+from autopar.runtime.step_writer import StepWriter, loss_share
+from autopar.runtime.writer import NARROW, Target
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -78,6 +78,7 @@ class Program:
         self._context = context
         self._rendezvous = Rendezvous(group)
         self._parameters = named_parameters(model, settings.loss_fn)
+        self._device = next(iter(self._parameters.values())).device
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         if isinstance(settings.loss_fn, nn.Module):
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
@@ -221,14 +222,19 @@ class Program:
 
     def _run_many(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
+        if _loss_dtype(compiled[-1]) in NARROW:
+            raise SignatureError(
+                "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
+                "compute it from float32 values, as in cross_entropy(logits.float(), target)"
+            )
         weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
         total = torch.stack(weights).sum()
         if self._group.name is not None:
             total = collectives.wait(collectives.all_reduce(total, self._group.name))
         earlier: dict[str, torch.Tensor] = {}
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for c, b, w in zip(compiled[:-1], batches[:-1], weights[:-1], strict=True):
-            loss += self._share(self._accumulate(c, b, float(w / total), earlier), w / total)
+            loss += loss_share(self._accumulate(c, b, float(w / total), earlier), w / total)
         last = compiled[-1]
         if last.finish is None:
             finish = StepWriter(last.graph, last.program, self._target()).write(accumulated=True)
@@ -239,11 +245,11 @@ class Program:
         seed = float(weights[-1] / total)
         ordered = [earlier[p.name] for p in last.graph.parameters]
         earlier.clear()
-        own = last.finish(*self._arguments(last, batches[-1]), self._tangent(last, seed), *ordered)
-        loss += self._share(own, weights[-1] / total)
-        if self._group.name is not None:
-            loss = collectives.wait(collectives.all_reduce(loss, self._group.name))
-        return loss.to(_loss_dtype(last))
+        share = weights[-1] / total
+        found = last.finish(*self._arguments(last, batches[-1]), self._tangent(last, seed), *ordered, share, loss)
+        if self._group.name is None:
+            found = loss + loss_share(found, share)
+        return found.to(_loss_dtype(last))  # type: ignore[no-any-return]
 
     def _accumulate(self, c: _Compiled, batch: Batch, seed: float, into: dict[str, torch.Tensor]) -> torch.Tensor:
         joint = c.graph.joint
@@ -264,7 +270,6 @@ class Program:
     def _arguments(self, compiled: _Compiled, batch: Batch) -> list[torch.Tensor]:
         joint = compiled.graph.joint
         assert joint is not None
-        device = next(iter(self._parameters.values())).device
         arguments: list[torch.Tensor] = []
         for kind, key in joint.inputs:
             if kind == "parameter":
@@ -273,24 +278,19 @@ class Program:
                 arguments.append(self._buffers[str(key)])
             elif kind == "batch":
                 tensor = batch.tensors[int(key)]
-                arguments.append(tensor if tensor.device == device else tensor.to(device, non_blocking=True))
+                arguments.append(tensor.to(self._device, non_blocking=True))
         return arguments
 
     def _weight(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
         if self.settings.weight is not None:
-            return torch.tensor(float(self.settings.weight(original)), dtype=torch.float64)
-        return compiled.weight.of(batch.tensors)
+            return torch.tensor(float(self.settings.weight(original)), dtype=torch.float64, device=self._device)
+        return compiled.weight.of(batch.tensors).to(self._device)
 
     def _tangent(self, compiled: _Compiled, seed: float) -> torch.Tensor:
         joint = compiled.graph.joint
         assert joint is not None
         like = joint.outputs[0].meta["val"]  # a fake tensor: its shape and dtype alone
-        device = next(iter(self._parameters.values())).device
-        return torch.full(tuple(like.shape), seed, dtype=like.dtype, device=device)
-
-    @staticmethod
-    def _share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        return torch.where(share == 0, 0.0, loss.double().reshape(()) * share)
+        return torch.full(tuple(like.shape), seed, dtype=like.dtype, device=self._device)
 
 
 def _loss_dtype(compiled: _Compiled) -> torch.dtype:

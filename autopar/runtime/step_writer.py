@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from autopar.ir.primitives import Kind, Primitive
+from autopar.ir.primitives import WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime import collectives
 from autopar.runtime.writer import NARROW, Target, Writer, all_reduce_copy, batch_share
@@ -21,6 +21,7 @@ class StepWriter(Writer):
         self.earlier: dict[str, torch.fx.Node] = {}
         self.tangent: torch.fx.Node | None = None
         self.share: torch.fx.Node | None = None
+        self.earlier_loss: torch.fx.Node | None = None
         self.loss: torch.fx.Node | None = None
 
     def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
@@ -28,8 +29,10 @@ class StepWriter(Writer):
 
         Placeholders are those of the joint graph, in order, but the tangent; then, with several ranks, `weight` and
         `total_weight`, float64: how much this batch, and this rank's whole step, count. With one rank, or with
-        `accumulated`, the tangent stands in their place; with `accumulated`, the gradients of the earlier
-        micro-batches follow, and the loss that is returned is this batch's alone.
+        `accumulated`, the tangent stands in their place. With `accumulated` there follow the gradients of the earlier
+        micro-batches, this batch's `share` of the global batch, and the earlier ones' part of the global loss; with one
+        rank, the loss that is returned is still this batch's alone. The order of collectives is the same either way, so
+        ranks may differ in their number of micro-batches.
         """
         own_share = self.target.world_size > 1 and not accumulated
         inputs = self.joint.module.graph.find_nodes(op="placeholder")
@@ -47,7 +50,8 @@ class StepWriter(Writer):
             self.earlier = {
                 p.name: self.graph.placeholder(f"earlier_{i}") for i, p in enumerate(self.training.parameters)
             }
-        self.walk(self.compute(), frozenset() if own_share else frozenset({Kind.ALL_REDUCE, Kind.WAIT}))
+            self.share, self.earlier_loss = self.graph.placeholder("share"), self.graph.placeholder("earlier_loss")
+        self.walk(self.compute())
         for name, value in self.joint.mutations:
             buffer = inputs[self.joint.inputs.index(("buffer", name))]
             self.call(torch.ops.aten.copy_.default, (self.copies[buffer], self.copies[value]))
@@ -60,10 +64,15 @@ class StepWriter(Writer):
         return self.call(torch.ops.aten.add.Tensor, (node, self.earlier[name]))
 
     def whole_step(self, p: Primitive) -> None:
+        """The weight's sum and its wait come first, unless it is known already; then the loss's sum and its wait."""
         assert self.tangent is not None and self.target.group is not None
+        first = next(q for q in self.program.primitives if q.group == WHOLE_STEP and q.kind is Kind.ALL_REDUCE)
+        of_weight = p is first or first.index in p.inputs
+        if of_weight and self.earlier_loss is not None:
+            return
         if p.kind is Kind.WAIT:
             total = self.call(collectives.wait, (self.values[p.inputs[0]],))
-            if self.share is not None:
+            if not of_weight:
                 self.loss = total
                 return
             dtype = self.tangent.meta["val"].dtype
@@ -77,10 +86,13 @@ class StepWriter(Writer):
                 self.copies[self.tangent] = one
             else:
                 self.copies[self.tangent] = self.share
-        elif self.share is None:
+        elif of_weight:
             self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.target.group))
         else:
+            assert self.share is not None
             part = self.call(loss_share, (self.copies[self.loss_source], self.share))
+            if self.earlier_loss is not None:
+                part = self.call(torch.add, (part, self.earlier_loss))
             self.values[p.index] = self.call(collectives.all_reduce, (part, self.target.group))
 
 

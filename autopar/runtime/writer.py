@@ -63,12 +63,10 @@ class Writer:
         self.device = next(iter(target.parameters.values())).device
         self._consumed = {i for p in program.primitives for i in p.inputs if p.kind is not Kind.CLIP}
 
-    def walk(self, nodes: Iterable[tuple[int, torch.fx.Node]], skipped: frozenset[Kind] = frozenset()) -> None:
+    def walk(self, nodes: Iterable[tuple[int, torch.fx.Node]]) -> None:
         """Copies `nodes`, given with their positions, and writes each primitive behind its own position. Primitives
-        of the whole step go to `whole_step`; those of the kinds in `skipped` are left out."""
-        placed = [
-            p for p in self.program.placed if not (p.primitive.group == WHOLE_STEP and p.primitive.kind in skipped)
-        ]
+        of the whole step go to `whole_step`."""
+        placed = self.program.placed
         by_node: dict[str, list[str]] = {}
         for p in self.training.parameters:
             by_node.setdefault(p.gradient, []).append(p.name)

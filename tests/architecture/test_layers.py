@@ -19,7 +19,6 @@ ORDER = [
     "runtime",
     "api",
     "verification",
-    "testing",
     "report",
     "cli",
 ]
