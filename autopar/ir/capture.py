@@ -6,8 +6,10 @@ user's line), then AOTAutograd's joint graph with descriptors, functionalized an
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -18,12 +20,15 @@ import torch
 import torch.fx
 from torch import nn
 
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError, SignatureError
 from autopar.ir.batch import Batch, call_model
 from autopar.ir.recording import traceable_recording
 from autopar.ir.simplify import simplify
 
 Mode = Literal["step", "module"]
+
+_RAISED = re.compile(r"raised exception (\w+)\((.*)\)\s*$", re.MULTILINE)
+"""How Dynamo's message names an exception that the traced code itself raised."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
     with torch._dynamo.config.patch(settings), _quiet():
         try:
             return dynamo_graph_capture_for_export(step)(*batch.tensors)  # type: ignore[no-any-return]
-        except CaptureError:
+        except AutoparError:
             raise
         except Exception as e:
             cause = _own_error(e)
@@ -132,15 +137,17 @@ def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
             raise _explained(e, "the model cannot be captured as one graph") from e
 
 
-def _own_error(e: BaseException) -> CaptureError | None:
-    """A `CaptureError` raised inside the traced code, which Dynamo reports as its own."""
-    text = str(e)
-    if "holds no loss" in text:
-        return CaptureError(
-            "the model's output holds no loss: pass labels in the batch so that the model computes one, return the "
-            "loss from the model, or pass loss_fn="
-        )
-    return None
+def _own_error(e: BaseException) -> AutoparError | None:
+    """An error of autopar's own that was raised inside the traced code, which Dynamo reports as one of its own."""
+    found = _RAISED.search(str(e))
+    kinds = {k.__name__: k for k in (CaptureError, SignatureError)}
+    if found is None or found[1] not in kinds:
+        return None
+    try:
+        message = str(ast.literal_eval(found[2]))
+    except (ValueError, SyntaxError):
+        message = found[2]
+    return kinds[found[1]](message)
 
 
 def _explained(e: BaseException, what: str) -> CaptureError:
@@ -151,8 +158,9 @@ def _explained(e: BaseException, what: str) -> CaptureError:
     if user:
         last = user[-1]
         where = f"\n  at {last.filename}:{last.lineno}, in {last.name}: {last.line or ''}".rstrip()
+    raised = _RAISED.search(str(e))
     lines = [x for x in str(e).strip().splitlines() if x.strip()] or [type(e).__name__]
-    reason = "; ".join(x.strip() for x in lines[:3])
+    reason = f"it raised {raised[1]}({raised[2]})" if raised else "; ".join(x.strip() for x in lines[:3])
     hint = (
         "\n  Control flow that depends on a tensor's value, and calls out of PyTorch, cannot be captured: use "
         "torch.where or torch.cond, move the code out of forward, or freeze the flag that selects it."

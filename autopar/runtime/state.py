@@ -80,7 +80,7 @@ def scatter_state(parts: Iterable[OptimizerPart], state: State, parameters: dict
             if fragment.name in state:
                 shape = parameters[fragment.name].shape
                 cut = {
-                    k: fragment.cut(v).clone() if _per_element(v, shape) else copy.copy(v)
+                    k: fragment.cut(v).clone() if _per_element(v, shape) else copy.deepcopy(v)
                     for k, v in state[fragment.name].items()
                 }
                 part.load_state(index, cut)

@@ -1,0 +1,170 @@
+"""Models, losses, optimizers and batches that cannot be used, and what the user is told."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import CaptureError, OptimizerError, PlanError, PlanMismatchError, SignatureError
+
+ONE = autopar.ClusterSpec.local(1)
+BATCH = (torch.randn(3, 4), torch.randn(3, 4))
+
+
+def optimize(model: nn.Module, batch: Any = BATCH, loss_fn: Any = nn.functional.mse_loss, **settings: Any) -> Any:
+    settings.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    return autopar.optimize(model, ONE, example_inputs=batch, loss_fn=loss_fn, **settings)
+
+
+class Branching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.sum() > 0:  # the line that the message must name
+            return y * 2
+        return y
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.used(x)
+        return y
+
+
+class WritesToItsInput(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+def test_a_graph_break_is_refused_with_the_users_line() -> None:
+    with pytest.raises(CaptureError) as e:
+        optimize(Branching(4, 4))
+    line = next(i for i, text in enumerate(open(__file__), 1) if "the line that the message must name" in text)  # noqa: PTH123, SIM115
+    assert f"{__file__}:{line}" in str(e.value)
+    assert "torch.where" in str(e.value)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    with pytest.raises(CaptureError, match=r"one scalar.*\(3, 4\).*reduce it"):
+        optimize(nn.Linear(4, 4), BATCH[0], None)
+
+
+def test_no_loss_at_all() -> None:
+    class Outputs(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": super().forward(x)}
+
+    with pytest.raises(CaptureError, match="holds no loss: pass labels"):
+        optimize(Outputs(4, 4), BATCH[0], None)
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"2 trainable parameter.*'spare.weight', 'spare.bias'.*freeze"):
+        optimize(Unused())
+
+
+def test_a_parameter_without_a_gradient_may_be_frozen_and_then_stays_as_eager_leaves_it() -> None:
+    model = Unused()
+    eager = copy.deepcopy(model)
+    program = optimize(model, unused_parameters="freeze")
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for _ in range(2):
+        program.step(BATCH)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(eager(BATCH[0]), BATCH[1]).backward()
+        optimizer.step()
+    for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_parameter_frozen() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="no parameter gets a gradient"):
+        optimize(model.requires_grad_(False), optimizer=optimizer)
+
+
+def test_a_model_that_writes_to_its_input() -> None:
+    with pytest.raises(CaptureError, match="only buffers may be written to"):
+        optimize(WritesToItsInput(4, 4))
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(OptimizerError, match=r"2 of the optimizer's 2 parameters are not the model's"):
+        optimize(nn.Linear(4, 4), optimizer=torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_lacks_a_parameter() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(OptimizerError, match=r"1 trainable parameter\(s\), the first is 'bias'"):
+        optimize(model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
+
+
+def test_lbfgs_and_optimizers_of_others() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(OptimizerError, match="closure"):
+        optimize(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(OptimizerError, match='optimizer_acts_on="element" or "parameter"'):
+        optimize(model, optimizer=Own(model.parameters(), lr=0.1))
+    optimize(model, optimizer=Own(model.parameters(), lr=0.1), optimizer_acts_on="element").step(BATCH)
+
+
+@pytest.mark.parametrize("batch", [None, "text", {}, (), ["a", 3]], ids=repr)
+def test_what_is_no_batch(batch: Any) -> None:
+    program = optimize(nn.Linear(4, 4))
+    with pytest.raises(SignatureError):
+        program.step(batch)
+
+
+def test_a_batch_that_does_not_fit_the_model() -> None:
+    program = optimize(nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"3.*5|5.*4"):
+        program.step((torch.randn(3, 5), torch.randn(3, 4)))
+    with pytest.raises(SignatureError, match=r"\(inputs, target\)"):
+        program.step((torch.randn(3, 4),))
+    program.step(BATCH)  # and nothing is lost
+
+
+def test_no_example_inputs() -> None:
+    with pytest.raises(SignatureError, match="pass\\s+example_inputs=batch"):
+        autopar.optimize(nn.Linear(4, 4), ONE)
+
+
+def test_example_inputs_from_the_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    program = autopar.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert program.step(model.dummy_inputs | {"labels": model.dummy_inputs["input_ids"]}).isfinite()
+
+
+def test_plans_of_another_model_cluster_or_size() -> None:
+    settings: dict[str, Any] = {"example_inputs": BATCH, "loss_fn": nn.functional.mse_loss}
+    other = autopar.plan(nn.Linear(4, 5), ONE, **settings | {"example_inputs": (BATCH[0], torch.randn(3, 5))})
+    with pytest.raises(PlanMismatchError, match=r"'weight': shape is \(5, 4\) in the plan, \(4, 4\) in the model"):
+        optimize(nn.Linear(4, 4), plan=other)
+    four = autopar.plan(nn.Linear(4, 4), autopar.ClusterSpec.local(4), **settings)
+    with pytest.raises(PlanMismatchError, match="made for 4 ranks"):
+        optimize(nn.Linear(4, 4), plan=four)
+    mine = autopar.plan(nn.Linear(4, 4), ONE, **settings)
+    elsewhere = autopar.ClusterSpec.loads("hosts: [{name: a, devices: 1 x A100-80GB}]")
+    with pytest.raises(PlanMismatchError, match="another cluster"):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        autopar.optimize(model, elsewhere, **settings, optimizer=optimizer, plan=mine)
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(PlanError, match="did you mean 'Parallax'"):
+        optimize(nn.Linear(4, 4), strategy="Paralax")
