@@ -13,6 +13,7 @@ from autopar.ir.aliases import base, readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
+from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
 from autopar.ir.training_graph import GradientStructure, Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
@@ -31,6 +32,8 @@ def training_graph(
     eager PyTorch does silently (the optimizer passes over them).
     """
     joint = capture_joint(model, batch, loss_fn, mode)
+    if mode == "step":
+        rematerialize_products(joint.module)
     fingerprint = model_fingerprint(model, loss_fn)
     order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(order)}

@@ -19,7 +19,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     """Calls `function(rank, world_size, *args)` in `world_size` processes that form a gloo group; returns what each
     returns, which JSON must be able to hold."""
     with tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
-        mp.spawn(_rank, (world_size, free_port(), folder, function, args), nprocs=world_size)  # type: ignore[no-untyped-call,attr-defined]
+        mp.spawn(_rank, (world_size, free_port(), folder, function, args), nprocs=world_size)  # type: ignore[attr-defined]
         return [json.loads((Path(folder) / str(r)).read_text()) for r in range(world_size)]
 
 

@@ -52,14 +52,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Two parameter groups, as users have them."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    return torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 def program_for(model: nn.Module, rank: int, strategy: str, **settings: Any) -> Program:
     settings.setdefault("optimizer", adamw(model))
-    return autopar.optimize(
+    program: Program = autopar.optimize(
         model, example_inputs=batch(0, rank), loss_fn=F.cross_entropy, strategy=strategy, **settings
     )
+    return program
 
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: Batch) -> float:

@@ -137,7 +137,7 @@ def test_a_batch_that_does_not_fit_the_model() -> None:
 
 
 def test_no_example_inputs() -> None:
-    with pytest.raises(SignatureError, match="pass\\s+example_inputs=batch"):
+    with pytest.raises(SignatureError, match=r"pass\s+example_inputs=batch"):
         autopar.optimize(nn.Linear(4, 4), ONE)
 
 

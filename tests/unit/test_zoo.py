@@ -32,7 +32,7 @@ def test_trains_and_without_dropout_is_deterministic(entry: Entry) -> None:
     assert model.training
     assert loss.shape == ()
     assert loss.isfinite()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert sum(int(g.count_nonzero()) for g in gradients) > 0
     assert all(g.isfinite().all() for g in gradients)
@@ -88,7 +88,7 @@ def test_real_sizes_have_the_published_numbers_of_parameters() -> None:
 @all_entries(sizes.entries(scaled=True))
 def test_scaled_sizes_train(entry: Entry) -> None:
     loss = entry.loss(entry.build(0.1), entry.batch(2, 0))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss.isfinite()
 
 
