@@ -91,8 +91,12 @@ def test_a_plan_without_an_optimizer_keeps_full_replicas(model_file: Path) -> No
     assert {g.strategy for g in Plan.loads(done.stdout).groups} == {"all_reduce"}
 
 
-def test_a_plan_by_name_says_what_it_rounds(model_file: Path) -> None:
-    done = run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp+bf16")
+def test_a_plan_by_name_rounds_only_where_that_is_allowed_and_says_so(model_file: Path) -> None:
+    command = ("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp+bf16")
+    refused = run(*command)
+    assert refused.exit_code == 2
+    assert "rounded" in refused.stderr
+    done = run(*command, "--fidelity", "rounded")
     assert "  fidelity  rounded: " in done.stdout
 
 
