@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.batch import example_batch, flatten
-from autopar.ir.build import Unused, named_parameters, training_graph
+from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.collectives import may_fail
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import Scope, check_optimizer, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous, join
@@ -127,6 +128,8 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
                 + "; ".join(ClusterSpec.model_validate(plan.cluster.spec).difference(cluster_spec)[:5])
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
+    said = f"{type(optimizer).__name__} as optimizer, clip_grad_norm={clip_grad_norm}, {unused_parameters=}"
+    _check_alike(model, loss_fn, group, said, plan)
     batch = example_batch(model) if example_inputs is None else example_inputs
     mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
     flat = module_batch(model, batch) if mode == "module" else flatten(batch)
@@ -209,12 +212,20 @@ def _plan_from_environment() -> Plan | None:
     return Plan.load(path) if path else None
 
 
+def _check_alike(model: nn.Module, loss_fn: Any, group: Group, settings: str, plan: Plan | None) -> None:
+    """Raises `PlanMismatchError` unless all ranks call `optimize` alike, before anything of one is sent to another."""
+    rendezvous = Rendezvous(group)
+    rendezvous.agree_on_model(model_fingerprint(model, loss_fn))
+    rendezvous.agree("settings", settings)
+    rendezvous.agree("plan", "none, so one is searched for" if plan is None else f"'{plan.name}' ({plan.digest})")
+
+
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:
     """Rank 0's parameters and buffers, on every rank."""
     if group.pg is None:
         return
     owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    with torch.no_grad():
+    with torch.no_grad(), group.guard("making the ranks' models equal"), may_fail():
         for owner in owners:
             for tensor in [*owner.parameters(), *owner.buffers()]:
                 value = tensor.detach().contiguous()

@@ -10,7 +10,8 @@ refuses unequal parts, so those go through an all-to-all as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,28 +20,46 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 _functional = torch.ops._c10d_functional
 
 
+class CommunicationFailure(RuntimeError):
+    """A collective that failed, before it is known which rank is to blame; `Group.guard` finds out."""
+
+
+@contextlib.contextmanager
+def may_fail() -> Iterator[None]:
+    """Marks what fails within as a failure of communication, which no other error is then taken for."""
+    try:
+        yield
+    except RuntimeError as e:  # torch has no narrower class for what gloo raises
+        raise CommunicationFailure(str(e)) from e
+
+
+@may_fail()
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over ranks, in place."""
     return _functional.all_reduce_(x, "sum", group)  # type: ignore[no-any-return]
 
 
+@may_fail()
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Blocks until the collective that writes `x` is complete."""
     return _functional.wait_tensor(x)  # type: ignore[no-any-return]
 
 
+@may_fail()
 def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """The sum over ranks, in place, valid on rank `owner` of the group."""
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     return _registered(x, dist.reduce(x, group_dst=owner, group=pg, async_op=True))
 
 
+@may_fail()
 def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """Rank `owner`'s value, in place."""
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     return _registered(x, dist.broadcast(x, group_src=owner, group=pg, async_op=True))
 
 
+@may_fail()
 def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
     """Sends part r of `x` to rank r; the result, once waited for, is what `sum_parts` adds up."""
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
@@ -55,6 +74,7 @@ def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Ten
     return x.view(world_size, -1).sum(0, dtype=dtype)
 
 
+@may_fail()
 def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tensor:
     """Every rank's part, one after the other."""
     if len(set(splits)) == 1:

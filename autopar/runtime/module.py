@@ -67,7 +67,6 @@ class SyncedModule(nn.Module):
         self._group = group
         self._context = context
         self._order = CollectiveOrder(Rendezvous(group), plan)
-        self._rendezvous = Rendezvous(group)
         self._random = RandomStream(group.rank, group.world_size)
         self._named = named_parameters(model)
         self._buffers_by_name = dict(model.named_buffers(remove_duplicate=False))
@@ -158,7 +157,7 @@ class SyncedModule(nn.Module):
             return c.backward(*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
         scalars = [torch.tensor(float(x), dtype=torch.float64, device=saved[0].device) for x in numbers]
-        with self._rendezvous.guard(self._steps):
+        with self._group.guard(f"backward pass {self._steps}"):
             if self._earlier:
                 earlier = [self._earlier[n] for n in names]
                 self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0

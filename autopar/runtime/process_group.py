@@ -1,4 +1,4 @@
-"""The process group of a program: its own, so that no other collective comes between; who is late or gone.
+"""The process group of a program: its own, so that no other collective comes between.
 
 Ranks meet through the store of the default group, without a collective: a rank that does not show up is named.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from autopar.errors import CollectiveError, PlanMismatchError
-
-ROLL_CALL_S = 5.0
+from autopar.runtime.collectives import may_fail
+from autopar.runtime.presence import Presence
+from autopar.spec.plan import ModelFingerprint
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Group:
     pg: Any = None
     """The process group; `None` with one rank."""
     timeout_s: float = 300.0
+    presence: Presence | None = field(default=None, compare=False, repr=False)
+    """Who is there; `None` with one rank."""
     meetings: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     """Numbers each rendezvous of the group, alike on all ranks, so that none reads what another has left."""
 
@@ -38,28 +42,41 @@ class Group:
     def name(self) -> str | None:
         return None if self.pg is None else str(self.pg.group_name)
 
+    def guard(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around communication that all ranks take part in; see `Presence.guard`."""
+        return contextlib.nullcontext() if self.presence is None else self.presence.guard(what)
+
 
 def join(timeout_s: float) -> Group:
     """Joins the ranks of this job: the default process group where there is one, else the one torchrun describes,
-    else this process alone."""
+    else this process alone. Raises `CollectiveError` where not every rank comes."""
     if not dist.is_available() or (not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1):
         return Group(0, 1, timeout_s=timeout_s)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    if dist.get_world_size() == 1:
-        return Group(0, 1, timeout_s=timeout_s)
-    pg = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    return Group(dist.get_rank(), dist.get_world_size(), pg, timeout_s)
+    try:
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1:
+            return Group(0, 1, timeout_s=timeout_s)
+        pg = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        served_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        presence = Presence(str(pg.group_name), rank, world_size, rank == 0 and not served_elsewhere)
+    except (dist.DistError, RuntimeError) as e:
+        raise CollectiveError(
+            f"rank {os.environ.get('RANK', '?')}: the ranks of this job did not come together within {timeout_s:g} s; "
+            f"every one must call optimize: {str(e).strip().splitlines()[0][:300]}"
+        ) from e
+    return Group(rank, world_size, pg, timeout_s, presence)
 
 
 def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
     """Averages floating-point buffers over the ranks, in place; integer ones are counters, and alike on all ranks."""
     if group.pg is None:
         return
-    with torch.no_grad():
+    with torch.no_grad(), group.guard("averaging buffers"), may_fail():
         for buffer in buffers:
             if buffer.is_floating_point():
                 mean = buffer.detach().contiguous() / group.world_size
@@ -68,7 +85,7 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
 
 
 class Rendezvous:
-    """Lets ranks compare what they hold, and call the roll, through the store."""
+    """Lets ranks compare what they hold, through the store."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -87,6 +104,20 @@ class Rendezvous:
             raise PlanMismatchError(
                 f"rank {self.group.rank} and rank {rank} disagree about the {topic}: {mine} here, {text} there. All "
                 "ranks must build the same model and load the same plan; gloo would go on and give wrong sums silently"
+            )
+
+    def agree_on_model(self, mine: ModelFingerprint) -> None:
+        """Raises `PlanMismatchError`, with what differs, unless every rank holds the same model."""
+        digests = self.exchange("model", mine.digest)
+        rank = next((r for r, digest in enumerate(digests) if digest != mine.digest), None)
+        if len(set(digests)) > 1:  # on every rank, so every rank takes part
+            texts = self.exchange("parameters of the model", mine.model_dump_json())
+            assert rank is not None
+            other = ModelFingerprint.model_validate_json(texts[rank])
+            lines = mine.difference(other, f"rank {self.group.rank}", f"rank {rank}")
+            raise PlanMismatchError(
+                f"rank {self.group.rank} and rank {rank} hold different models: {'; '.join(lines[:5])}. All ranks must "
+                "build the same model"
             )
 
     def exchange(self, topic: str, mine: str) -> list[str]:
@@ -114,50 +145,20 @@ class Rendezvous:
         return text
 
     def _get(self, key: str, rank: int, topic: str) -> str:
-        assert self.store is not None
+        assert self.store is not None and self.group.presence is not None
+        is_gone = self.group.presence.watch(rank)
+        end, pause_s = time.monotonic() + self.group.timeout_s, 0.005
         try:
-            self.store.wait([key], timedelta(seconds=self.group.timeout_s))
+            while not self.store.check([key]):
+                said = is_gone()
+                if said is not None or time.monotonic() > end:
+                    said = said or f"rank {rank} is late: it runs, but has not come within {self.group.timeout_s:g} s"
+                    raise CollectiveError(f"rank {self.group.rank} waited to compare the {topic}: {said}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.25)
             return str(self.store.get(key).decode())
-        except Exception as e:
+        except dist.DistError as e:
             raise CollectiveError(
-                f"rank {rank} has not come to the {topic} within {self.group.timeout_s:g} s: it is late or gone"
+                f"rank {self.group.rank} waited to compare the {topic}: the store does not answer, so the process that "
+                "serves it (rank 0, or torchrun) is gone"
             ) from e
-
-    @contextlib.contextmanager
-    def guard(self, step: int) -> Iterator[None]:
-        """Turns a failed collective into an error that names the ranks that are late or gone."""
-        try:
-            yield
-        except (RuntimeError, dist.DistError) as e:
-            if self.store is None or not _is_communication(e):
-                raise
-            raise CollectiveError(self._missing(step, e)) from e
-
-    def _missing(self, step: int, error: BaseException) -> str:
-        assert self.store is not None
-        cause = str(error).strip().splitlines()[0][:200]
-        present, unreachable = [], False
-        try:
-            self.store.set(f"alive/{step}/{self.group.rank}", "1")
-            for r in range(self.group.world_size):
-                with contextlib.suppress(Exception):
-                    self.store.wait([f"alive/{step}/{r}"], timedelta(seconds=ROLL_CALL_S))
-                    present.append(r)
-        except Exception:
-            unreachable = True
-        absent = [r for r in range(self.group.world_size) if r not in present]
-        if unreachable:
-            return (
-                f"step {step}, rank {self.group.rank}: a collective failed and the store does not answer, so the "
-                f"process that serves it (rank 0, or torchrun) is gone: {cause}"
-            )
-        if not absent:
-            return f"step {step}, rank {self.group.rank}: a collective failed although every rank is alive: {cause}"
-        who = ", ".join(map(str, absent))
-        return f"step {step}: rank {who} is late or gone (rank {self.group.rank} waited for it): {cause}"
-
-
-def _is_communication(e: BaseException) -> bool:
-    text = str(e)
-    words = ("gloo", "Connection", "onnection closed", "Timed out", "timeout", "NCCL", "Socket", "store", "peer")
-    return isinstance(e, dist.DistError) or any(w in text for w in words)

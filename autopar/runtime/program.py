@@ -117,7 +117,7 @@ class Program:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
-        with torch.no_grad(), self._random, self._rendezvous.guard(self._steps):
+        with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             if len(batches) == 1:
                 loss = self._run_one(compiled[0], batches[0], originals[0])
             else:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from autopar.runtime.collectives import may_fail
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous
 
@@ -50,6 +51,18 @@ def _merge(mine: State, counts: dict[str, torch.Tensor], parameters: dict[str, A
     for one in everyone:
         for name, state in one.items():
             known.setdefault(name, {}).update(state)
+    with group.guard("gathering the optimizer's state"), may_fail():
+        return _sum_over_ranks(mine, counts, known, everyone, parameters, group)
+
+
+def _sum_over_ranks(
+    mine: State,
+    counts: dict[str, torch.Tensor],
+    known: dict[str, dict[str, Any]],
+    everyone: list[dict[str, dict[str, Any]]],
+    parameters: dict[str, Any],
+    group: Group,
+) -> State:
     merged: State = {}
     for name in sorted(known):
         parameter = parameters[name]

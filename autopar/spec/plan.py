@@ -61,19 +61,19 @@ class ModelFingerprint(_Record):
         table = sorted(p.model_dump_json() for p in self.parameters)
         return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
 
-    def difference(self, other: ModelFingerprint) -> list[str]:
-        """Says in words how `other` differs from this one; empty where the two are the same."""
+    def difference(self, other: ModelFingerprint, here: str = "the plan", there: str = "the model") -> list[str]:
+        """Says in words how `other` differs from this one; empty where the two are the same. `here` and `there` are
+        what this one and `other` are called."""
         mine = {p.name: p for p in self.parameters}
         theirs = {p.name: p for p in other.parameters}
-        lines = [f"parameter '{n}' is not in the model" for n in mine if n not in theirs]
-        lines += [f"parameter '{n}' is not in the plan" for n in theirs if n not in mine]
+        lines = [f"parameter '{n}' is not in {there}" for n in mine if n not in theirs]
+        lines += [f"parameter '{n}' is not in {here}" for n in theirs if n not in mine]
         for name in mine.keys() & theirs.keys():
             a, b = mine[name], theirs[name]
             for field in ("shape", "dtype", "trainable", "ties"):
                 if getattr(a, field) != getattr(b, field):
                     lines.append(
-                        f"parameter '{name}': {field} is {getattr(a, field)} in the plan, "
-                        f"{getattr(b, field)} in the model"
+                        f"parameter '{name}': {field} is {getattr(a, field)} in {here}, {getattr(b, field)} in {there}"
                     )
         return sorted(lines)
 
