@@ -31,7 +31,8 @@ if trouble in ("plans", "models"):
     plan = autopar.plan(model, autopar.ClusterSpec.local(n), example_inputs=batch, loss_fn=nn.functional.mse_loss,
                         strategy=name)
 program = autopar.optimize(model, example_inputs=batch, loss_fn=nn.functional.mse_loss, plan=plan, strategy="ddp",
-                           optimizer=torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=10.0 if trouble == "late" else 60.0)
+                           optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                           timeout_s=10.0 if trouble == "late" else 60.0)
 for step in range(4):
     if step == 2 and rank == 1:
         if trouble == "dies":
