@@ -1,4 +1,4 @@
-"""`autopar run` as a user calls it: torchrun starts the ranks, the plan reaches the script, its exit code comes back."""
+"""`autopar run` as users call it: torchrun starts the ranks, the plan reaches the script, its exit code comes back."""
 
 from __future__ import annotations
 
