@@ -14,9 +14,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autopar.lab import Host, Lab, this_machine, unavailable_reason
 from autopar.spec import units
 from autopar.spec.plan import Fidelity
-from benchmarks.lab import Host, Lab, this_machine, unavailable_reason
 
 if TYPE_CHECKING:
     from autopar.spec.plan import Plan

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
+from autopar.lab import Host, Job
 from benchmarks.demo.task import Task
-from benchmarks.lab import Host, Job
 
 START_TIMEOUT_S = 240.0
 """Imports, capture and the first step of all ranks, on few cores."""

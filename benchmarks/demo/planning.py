@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import autopar
+from autopar.lab import Lab
 from autopar.spec.cluster import HostSpec, NetworkSpec
 from autopar.spec.plan import Fidelity
 from autopar.spec.units import Figure
 from benchmarks.demo.task import Task
-from benchmarks.lab import Lab
 
 
 def describe(lab: Lab | None, ranks: int, path: Path) -> autopar.ClusterSpec:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.lab import serve
 from benchmarks.demo.task import Task
-from benchmarks.lab import serve
 
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 

@@ -19,6 +19,7 @@ ORDER = [
     "runtime",
     "api",
     "verification",
+    "lab",
     "report",
     "cli",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.lab import launch, this_machine
+from autopar.lab import launch, this_machine
 
 GUIDE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 

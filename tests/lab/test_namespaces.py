@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import (
+from autopar.lab import (
     Host,
     Job,
     JobFailed,
@@ -134,7 +134,7 @@ def test_nothing_is_left_when_bringing_up_fails(monkeypatch: pytest.MonkeyPatch)
 
 OWNER = """
 import sys, time
-from benchmarks.lab import Lab
+from autopar.lab import Lab
 with Lab(rates_bps=[1e9] * 2) as lab:
     process = lab.hosts[1].popen(["sleep", "600"])
     print(process.pid, flush=True)
@@ -207,7 +207,7 @@ def test_a_job_that_takes_too_long_is_ended() -> None:
 
 ECHO = """
 import os, time
-from benchmarks.lab import serve
+from autopar.lab import serve
 def answer(request):
     print("noise")
     if request["n"] == 2 and os.environ["RANK"] == "1":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab import launch, private_namespace, unavailable_reason
+from autopar.lab import launch, private_namespace, unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from benchmarks.lab.host import Host
+from autopar.lab.host import Host
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from benchmarks.lab.host import Host, shell
+from autopar.lab.host import Host, shell
 
 _NAME = re.compile(r"^autopar-(\d+)-\d+-\w+$")
 _serial = itertools.count()

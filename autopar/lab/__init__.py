@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.lab.host import Host, this_machine
-from benchmarks.lab.job import Job, JobFailed, JobTimeout, launch, serve
-from benchmarks.lab.namespaces import Lab, LabUnavailable, cleanup_stale, private_namespace, unavailable_reason
+from autopar.lab.host import Host, this_machine
+from autopar.lab.job import Job, JobFailed, JobTimeout, launch, serve
+from autopar.lab.namespaces import Lab, LabUnavailable, cleanup_stale, private_namespace, unavailable_reason
 
 __all__ = [
     "Host",
