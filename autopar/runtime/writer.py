@@ -60,7 +60,7 @@ class Writer:
         self.gradients: dict[str, torch.fx.Node] = {}
         self.scale: torch.fx.Node | None = None
         """What gradients are multiplied with as they are packed, where the backward pass did not scale them."""
-        self.device = next(iter(target.parameters.values())).device
+        self.device = next((p.device for p in target.parameters.values()), torch.device("cpu"))
         self._consumed = {i for p in program.primitives for i in p.inputs if p.kind is not Kind.CLIP}
 
     def walk(self, nodes: Iterable[tuple[int, torch.fx.Node]]) -> None:
@@ -88,6 +88,23 @@ class Writer:
     def whole_step(self, p: Primitive) -> None:
         """Writes a primitive that belongs to no group: the sums of the weights and of the loss."""
         raise NotImplementedError
+
+    def empty(self, p: Primitive) -> torch.fx.Node:
+        """Memory for a primitive's whole value."""
+        return self.call(torch.empty, (p.elements,), {"dtype": getattr(torch, p.dtype), "device": self.device})
+
+    def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
+        """The sum of what a reduce-scatter has received, behind its wait `p`."""
+        return self.call(collectives.sum_parts, (parts, self.target.world_size, getattr(torch, self._group(p).dtype)))
+
+    def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
+        """What this rank holds of the gradients that are clipped; for each, whether no other rank holds it."""
+        held = []
+        for index in p.inputs:
+            source = self.program.primitives[index]
+            if source.held_elements(self.target.rank) and self.values[index] is not None:
+                held.append((bool(source.splits) or source.owner is not None, self.values[index]))
+        return held
 
     def compute(self) -> list[tuple[int, torch.fx.Node]]:
         """The joint graph's nodes, less placeholders and output, with their positions."""
@@ -143,7 +160,7 @@ class Writer:
 
     def _broadcast(self, p: Primitive, value: Written) -> Written:
         if self.target.rank != p.owner:
-            value = self.call(torch.empty, (p.elements,), {"dtype": getattr(torch, p.dtype), "device": self.device})
+            value = self.empty(p)
         return self.call(collectives.broadcast, (value, p.owner, self.target.group))
 
     def _reduce_scatter(self, p: Primitive, value: Written) -> Written:
@@ -155,10 +172,7 @@ class Writer:
     def _wait(self, p: Primitive, value: Written) -> Written:
         done = self.call(collectives.wait, (value,))
         source = self.program.primitives[p.inputs[0]]
-        if source.kind is Kind.REDUCE_SCATTER:
-            dtype = getattr(torch, self._group(p).dtype)
-            return self.call(collectives.sum_parts, (done, self.target.world_size, dtype))
-        return done
+        return self.sum_parts(p, done) if source.kind is Kind.REDUCE_SCATTER else done
 
     def _update(self, p: Primitive, value: Written) -> Written:
         group, held = self._group(p), p.held_elements(self.target.rank)
@@ -191,17 +205,13 @@ class Writer:
 
     def _clip(self, p: Primitive, value: Written) -> Written:
         assert self.target.max_norm is not None
-        once, held = [], []
-        for index in p.inputs:
-            source = self.program.primitives[index]
-            if source.held_elements(self.target.rank) and self.values[index] is not None:
-                once.append(bool(source.splits) or source.owner is not None)
-                held.append(self.values[index])
+        held = self.clipped(p)
         shared = any(
             self.program.primitives[i].splits or self.program.primitives[i].owner is not None for i in p.inputs
         )
+        once = [once for once, _ in held]
         module = Clip(self.target.max_norm, once, self.target.group if shared else None, self.device)
-        self.clip = self.call_module("clip", module, (held,))
+        self.clip = self.call_module("clip", module, ([value for _, value in held],))
         return self.clip
 
     def _group(self, p: Primitive) -> Group:
