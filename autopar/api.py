@@ -17,7 +17,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters, traini
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.collectives import may_fail
 from autopar.runtime.module import SyncedModule, module_batch
-from autopar.runtime.optimizer import Scope, check_optimizer, optimizer_scope
+from autopar.runtime.optimizer import Scope, check_optimizer, context_for, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous, join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.spec.cluster import ClusterSpec
@@ -58,7 +58,7 @@ def plan(
     flat = module_batch(model, batch) if mode == "module" and loss_fn is None else flatten(batch)
     graph = training_graph(model, flat, loss_fn, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
-    context = _context(cluster.world_size, scope, mode == "step", clip_grad_norm)
+    context = context_for(cluster.world_size, optimizer, scope, clip_grad_norm, mode == "step")
     return _plan(graph, cluster, context, optimizer, strategy, fidelity, time_budget_s, seed, progress)
 
 
@@ -136,7 +136,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     _make_equal(model, loss_fn, group)
     graph = training_graph(model, flat, loss_fn if mode == "step" else None, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
-    context = _context(group.world_size, scope, optimizer is not None, clip_grad_norm)
+    context = context_for(group.world_size, optimizer, scope, clip_grad_norm, mode == "step")
     if plan is None:
 
         def search() -> Plan:
@@ -153,10 +153,6 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     program = Program(model, plan, group, optimizer, settings, context)
     program.adopt(key, graph)
     return program
-
-
-def _context(world_size: int, scope: Scope, has_optimizer: bool, clip: float | None) -> Context:
-    return Context(world_size, has_optimizer, elementwise_update=scope == "element", clips=clip is not None)
 
 
 def _cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:

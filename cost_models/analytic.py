@@ -7,12 +7,13 @@ are guesses, so are its times; the order of plans is more certain than the times
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.collectives import Backend, Network, Transfer
-from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, prefix_sums
+from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.device_work import Work, clip_s, sent_values
 from autopar.cost_models.memory import MemoryModel
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
@@ -80,8 +81,10 @@ class StepPricer:
         device_of_rank = [devices.index(place.device) for place in topology.ranks]
         self.rates = [rates[i] for i in device_of_rank]
         times = [(measured_s or {}).get(device.kind) for device in devices]
-        prefixes = [prefix_sums(graph, r, t) for r, t in zip(rates, times, strict=True)]
-        self.streams = Streams(prefixes, device_of_rank, graph.backward_start)
+        self._nodes = [node_times(graph, r, t) for r, t in zip(rates, times, strict=True)]
+        self._device_of_rank = device_of_rank
+        self._streams: dict[frozenset[str], Streams] = {}
+        self.streams = self._without(frozenset())
         found = [compute_provenance(graph, [d], t) for d, t in zip(devices, times, strict=True)]
         self._compute_provenance: Provenance = max(found, key=PROVENANCES.index)
         self._prices: dict[tuple[object, ...], tuple[Price, Transfer | None]] = {}
@@ -91,7 +94,8 @@ class StepPricer:
         n = self.network.world_size
         sent = sent_values(program.primitives)
         priced = [self.price(p.primitive, program, p.primitive.index in sent) for p in program.placed]
-        outcome = simulate(program, [p for p, _ in priced], self.streams, self.network.backend.name, timeline=timeline)
+        streams = self._without(program.replaced)
+        outcome = simulate(program, [p for p, _ in priced], streams, self.network.backend.name, timeline=timeline)
         transfers = [t for _, t in priced if t is not None]
         provenance = self._compute_provenance
         if transfers:
@@ -108,6 +112,15 @@ class StepPricer:
             provenance=provenance,
             spans=tuple(outcome.spans),
         )
+
+    def _without(self, nodes: frozenset[str]) -> Streams:
+        """The compute streams, where some nodes are not computed; remembered, for plans share them."""
+        if nodes not in self._streams:
+            kept = [n.name not in nodes for n in self.graph.compute]
+            times = [[t * k for t, k in zip(seconds, kept, strict=True)] for seconds in self._nodes]
+            prefixes = [[0.0, *accumulate(seconds)] for seconds in times]
+            self._streams[nodes] = Streams(prefixes, self._device_of_rank, self.graph.backward_start)
+        return self._streams[nodes]
 
     def alone_s(self, program: StepProgram) -> tuple[float, float]:
         """What a program's primitives take by themselves, with nothing beside them and no compute of the graph:

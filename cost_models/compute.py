@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.machines import Device
@@ -69,10 +68,10 @@ def compute_dtype(graph: TrainingGraph) -> str:
     return max(count, key=count.__getitem__, default="float32")
 
 
-def prefix_sums(graph: TrainingGraph, rates: Rates, measured_s: Mapping[str, float] | None = None) -> list[float]:
-    """[i]: seconds of the graph's first i nodes. Views are free. `measured_s`, by node name, comes first."""
+def node_times(graph: TrainingGraph, rates: Rates, measured_s: Mapping[str, float] | None = None) -> list[float]:
+    """Seconds of each of the graph's nodes. Views are free. `measured_s`, by node name, comes first."""
     measured_s = measured_s or {}
-    return [0.0, *accumulate(_node_s(n.name, n.flops, n.bytes_moved, rates, measured_s) for n in graph.compute)]
+    return [_node_s(n.name, n.flops, n.bytes_moved, rates, measured_s) for n in graph.compute]
 
 
 def _node_s(name: str, flops: int, bytes_moved: int, rates: Rates, measured_s: Mapping[str, float]) -> float:

@@ -20,6 +20,11 @@ UPDATE_START = 1.0
 """Of a node's start, for each parameter in an optimizer's step, which looks it up in Python. [Empirical: 5 to 10 us]"""
 
 
+PART_KERNELS = 5
+"""Kernels for each gradient whose parts are counted, packed or put together: a sort, an addition by index, copies.
+[Empirical, of the right order]"""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """A primitive, with what its price on a device depends on besides."""
@@ -56,7 +61,19 @@ class Work:
         """Equal keys cost the same."""
         p, s = self.primitive, self.source
         of_source = (s.kind, s.dtype) if s else None
-        return (p.kind, p.elements, p.dtype, p.splits, p.owner, of_source, self.members, self.sent, self.stored_at)
+        work = (p.flops, p.moved_bytes, p.touched)
+        return (
+            p.kind,
+            p.elements,
+            p.dtype,
+            p.splits,
+            p.owner,
+            work,
+            of_source,
+            self.members,
+            self.sent,
+            self.stored_at,
+        )
 
     def seconds(self, rank: int, rates: Rates, optimizer: OptimizerCost, world_size: int, issue_s: float) -> float:
         """On `rank`, whose device has these rates."""
@@ -65,6 +82,8 @@ class Work:
             return issue_s + self._before_sending(rank, rates, world_size)
         if p.kind is Kind.PACK:
             return self._pack(rates, world_size)
+        if p.kind in (Kind.COUNT, Kind.PARTS, Kind.FORM):
+            return rates.node_s(p.flops, p.moved_bytes) + (self.members * PART_KERNELS - 1) * rates.start_s
         if p.kind is Kind.WAIT:
             return self._after_wait(rank, rates, world_size)
         if p.kind is Kind.UPDATE:
@@ -115,6 +134,8 @@ class Work:
         if self.sent and self.members > 1:
             tensors += 2
         touched = max(1.0, self.members * held / p.elements)
+        if p.touched is not None:
+            held = min(held, p.touched)
         return rates.copy_s(held * width * tensors, 1 + UPDATE_START * touched)
 
 

@@ -55,6 +55,7 @@ class MemoryModel:
         packed: they live until their update."""
         consumers = (Kind.PACK,) if program.context.world_size > 1 else (Kind.UPDATE, Kind.DELIVER)
         packed_at = {p.primitive.group: p.position for p in program.placed if p.primitive.kind in consumers}
+        packed_at |= {p.primitive.group: -1 for p in program.placed if p.primitive.kind is Kind.PARTS}  # never formed
         end = len(self.live) - 1
         until = self._ready.copy()
         for group in program.groups:
@@ -75,7 +76,7 @@ class MemoryModel:
         sent = sent_values(program.primitives)
         for i, placed in enumerate(program.placed):
             p = placed.primitive
-            source = program.primitives[p.inputs[0]] if len(p.inputs) == 1 else None
+            source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
             size = allocated(p, source, n, p.index in sent)
             if size is not None:
                 made[i] = size
@@ -99,6 +100,10 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
     width = DTYPE_BYTES[p.dtype]
     if p.kind is Kind.PACK:
         return None if n == 1 else p.bytes
+    if p.kind is Kind.PARTS:
+        return _held(p, n) * width
+    if p.kind is Kind.FORM:
+        return (p.elements if p.touched is None else p.touched) * width
     if p.kind is Kind.REDUCE_SCATTER:
         return _held(p, n) * width * n
     if p.kind is Kind.WAIT and source is not None and source.kind is Kind.REDUCE_SCATTER:

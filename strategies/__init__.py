@@ -10,6 +10,8 @@ from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, Value
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.sparse_rows import SparseRows
+from autopar.strategies.sufficient_factors import SufficientFactors
 
 __all__ = [
     "STRATEGIES",
@@ -21,12 +23,16 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "SparseRows",
     "Strategy",
+    "SufficientFactors",
     "Value",
     "strategy_named",
 ]
 
-STRATEGIES: dict[str, Strategy] = {s.name: s for s in (AllReduce(), ParameterServer(), PartitionedParameterServer())}
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s for s in (AllReduce(), ParameterServer(), PartitionedParameterServer(), SparseRows(), SufficientFactors())
+}
 
 
 def strategy_named(name: str) -> Strategy:

@@ -20,11 +20,15 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from autopar.ir.primitives import CLIP_STAGE, Kind, Primitive
-from autopar.ir.training_graph import Parameter
+from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, Primitive
+from autopar.ir.training_graph import Parameter, Parts
 from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup
 
 WireDtype = Literal["same", "float32", "bfloat16", "float16"]
+
+_SORT_BYTES = 8 * 24
+"""Bytes that merging equal indices moves for each of them: a sort of 64-bit keys, in a dozen passes. [Empirical, of the
+right order]"""
 
 
 class Options(BaseModel):
@@ -45,6 +49,8 @@ class Context:
     run on slices."""
     clips: bool = False
     """Whether gradients are clipped by their global norm before the update."""
+    sparse_update: bool = False
+    """Whether the optimizer leaves an element alone whose gradient is zero, and can be given the others only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,12 @@ class Member:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def parts(self) -> Parts:
+        """What the gradient is made of; only for a strategy that has asked for it in `applies`."""
+        assert self.parameter.parts is not None and self.slice.whole, f"the gradient of '{self.slice}' has no parts"
+        return self.parameter.parts
 
     @property
     def contiguous(self) -> bool:
@@ -89,6 +101,11 @@ class Group:
         """Position in the graph's compute at which the last of the group's gradients is complete."""
         return max(m.parameter.ready for m in self.members)
 
+    @property
+    def known(self) -> int:
+        """Position at which the number of rows of all its parts is known."""
+        return max(m.parts.known for m in self.members)
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -107,6 +124,8 @@ class Value:
     owner: int | None = None
     updated: bool = False
     """Parameters, after the optimizer."""
+    ragged: bool = False
+    """As many elements as the batch makes them; `elements` are expected."""
 
     @property
     def replicated(self) -> bool:
@@ -149,11 +168,76 @@ class Emitter:
         return self._collective(Kind.BROADCAST, value, owner=None, source_owner=value.owner)
 
     def wait(self, value: Value) -> Value:
-        """Completes a collective. Its wait lies after the backward pass, so that compute hides it."""
+        """Completes a collective. Its wait lies after the backward pass, so that compute hides it; that of counts,
+        before it."""
         if not value.pending:
             return value
         stage = value.stage + 1
         return self._emit(Kind.WAIT, value, value.group, value.elements, value.dtype, stage=stage, pending=False)
+
+    def count(self, group: Group) -> Value:
+        """How many rows each gradient's parts have, as soon as the batch tells; every rank's own, to be gathered."""
+        n, looked_up = self.world_size, sum(m.parts.rows for m in group.members if m.parts.kind == "rows")
+        return self._emit(
+            Kind.COUNT,
+            None,
+            group.index,
+            n * len(group.members),
+            "int64",
+            stage=FORWARD_STAGE,
+            splits=(len(group.members),) * n,
+            moved_bytes=looked_up * _SORT_BYTES,
+        )
+
+    def parts(self, group: Group, counts: Value, wire: WireDtype = "same") -> Value:
+        """What this rank's gradients are made of, in the `wire` dtype, as many rows as `counts` says; every rank's
+        own, to be gathered. Its elements are those expected from the batch that was captured."""
+        assert not counts.pending and counts.replicated, "parts need the counts of all ranks"
+        dtype = group.dtype if wire == "same" else wire
+        elements = sum(m.parts.distinct * (m.parts.row_width + index_elements(m.parts, dtype)) for m in group.members)
+        read = sum(m.parts.rows * m.parts.row_width for m in group.members) * DTYPE_BYTES[group.dtype]
+        return self._emit(
+            Kind.PARTS,
+            counts,
+            group.index,
+            self.world_size * elements,
+            dtype,
+            stage=0,
+            splits=(elements,) * self.world_size,
+            moved_bytes=2 * read + elements * DTYPE_BYTES[dtype],
+            ragged=True,
+        )
+
+    def form(self, parts: Value, counts: Value, group: Group) -> Value:
+        """The gradients that all ranks' parts add up to; where the optimizer can pass over the rows of a table that
+        were not looked up, only the others."""
+        assert parts.replicated and not parts.pending, "form needs the parts of all ranks"
+        n, width = self.world_size, DTYPE_BYTES[group.dtype]
+        touched = sum(_touched(m, n) if self._passes_over(m) else m.elements for m in group.members)
+        return self._emit(
+            Kind.FORM,
+            parts,
+            group.index,
+            group.elements,
+            group.dtype,
+            stage=parts.stage,
+            reduced=True,
+            flops=sum(2 * n * m.parts.rows * m.elements for m in group.members if m.parts.kind == "factors"),
+            moved_bytes=parts.elements * (DTYPE_BYTES[parts.dtype] + 2 * width) + touched * width,
+            touched=touched,
+            also=counts,
+        )
+
+    def gathered(self, group: Group, wire: WireDtype = "same") -> Value:
+        """The gradients, formed from the parts of all ranks. With one rank, they are there already."""
+        if self.world_size == 1:
+            return self.pack(group)
+        counts = self.wait(self.all_gather(self.count(group)))
+        parts = self.wait(self.all_gather(self.parts(group, counts, wire)))
+        return self.form(parts, counts, group)
+
+    def _passes_over(self, member: Member) -> bool:
+        return self.context.sparse_update and not self.context.clips and member.parts.kind == "rows"
 
     def update(self, value: Value, group: Group) -> Value:
         """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype; without
@@ -162,7 +246,10 @@ class Emitter:
         kind = Kind.UPDATE if self.context.has_optimizer else Kind.DELIVER
         assert kind is Kind.UPDATE or value.replicated, "without an optimizer, every rank needs the whole gradient"
         stage = max(value.stage, CLIP_STAGE) if self.context.clips else value.stage
-        return self._emit(kind, value, group.index, group.elements, group.dtype, stage=stage, updated=True)
+        touched = self.primitives[value.index].touched
+        return self._emit(
+            kind, value, group.index, group.elements, group.dtype, stage=stage, updated=True, touched=touched
+        )
 
     def store(self, value: Value) -> None:
         """Writes updated parameters that were received into the parameters of every rank."""
@@ -197,6 +284,7 @@ class Emitter:
             reduced=value.reduced if reduced is None else reduced,
             recorded_splits=source_splits or splits or (),
             recorded_owner=source_owner if source_owner is not None else owner,
+            ragged=value.ragged,
         )
 
     def _emit(
@@ -215,9 +303,14 @@ class Emitter:
         updated: bool | None = None,
         recorded_splits: tuple[int, ...] | None = None,
         recorded_owner: int | None = None,
+        flops: int = 0,
+        moved_bytes: int = 0,
+        touched: int | None = None,
+        ragged: bool = False,
+        also: Value | None = None,
     ) -> Value:
         is_collective = recorded_splits is not None
-        if source is not None and not is_collective:
+        if source is not None and not is_collective and splits is None:
             splits, owner = source.splits, source.owner
         value = Value(
             index=len(self.primitives),
@@ -230,21 +323,35 @@ class Emitter:
             splits=splits or (),
             owner=owner,
             updated=source.updated if updated is None and source else bool(updated),
+            ragged=ragged,
         )
         self.primitives.append(
             Primitive(
                 index=value.index,
                 kind=kind,
                 group=group,
-                inputs=() if source is None else (source.index,),
+                inputs=tuple(v.index for v in (source, also) if v is not None),
                 elements=elements,
                 dtype=dtype,
                 stage=stage,
                 splits=(recorded_splits if is_collective else splits) or (),
                 owner=recorded_owner if is_collective else owner,
+                flops=flops,
+                moved_bytes=moved_bytes,
+                touched=touched,
+                ragged=ragged,
             )
         )
         return value
+
+
+def index_elements(parts: Parts, dtype: str) -> int:
+    """How many elements of a flat value of this dtype hold the index of one row; factors have none."""
+    return 0 if parts.kind == "factors" else max(1, 4 // DTYPE_BYTES[dtype])
+
+
+def _touched(member: Member, world_size: int) -> int:
+    return min(member.elements, world_size * member.parts.distinct * member.parts.row_width)
 
 
 class Strategy(ABC):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from autopar.errors import PlanError, did_you_mean
-from autopar.ir.primitives import CLIP_STAGE, WHOLE_STEP, Kind, Primitive, order_hash
+from autopar.ir.primitives import CLIP_STAGE, FORWARD_STAGE, WHOLE_STEP, Kind, Primitive, order_hash
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
@@ -37,6 +37,12 @@ class StepProgram:
     """As recorded; `Primitive.index` and `inputs` refer to this tuple."""
     placed: tuple[Placed, ...]
     """In execution order."""
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
+        of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
+        return frozenset(name for g in of_parts for m in g.members for name in m.parts.replaced)
 
     @property
     def order_hash(self) -> str:
@@ -139,13 +145,18 @@ def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> tupl
 def _place(
     primitives: Sequence[Primitive], groups: Sequence[Group], graph: TrainingGraph, context: Context
 ) -> list[Placed]:
-    end = len(graph.compute) - 1
-    issued = -1
+    start, end = graph.backward_start - 1, len(graph.compute) - 1
+    # A program without an optimizer has no part in the forward pass.
+    issued, early = -1, -1 if context.has_optimizer else start
     placed: list[Placed] = []
     for p in primitives:
         if p.stage > 0 or p.kind is Kind.CLIP:
             continue
         group = groups[p.group]
+        if p.stage < 0:
+            early = max(early, group.known)
+            placed.append(Placed(p, early if p.stage == FORWARD_STAGE else start))
+            continue
         if p.kind in (Kind.UPDATE, Kind.DELIVER, Kind.STORE):
             position = max(group.ready, *(m.parameter.last_use for m in group.members))
         elif context.world_size == 1:

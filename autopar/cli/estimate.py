@@ -20,10 +20,9 @@ def estimate(plan: Plan, made: ModelArgument, optimizer: str | None) -> Estimate
     from autopar.ir.batch import example_batch, flatten
     from autopar.ir.build import training_graph
     from autopar.runtime.module import module_batch
-    from autopar.runtime.optimizer import optimizer_scope
+    from autopar.runtime.optimizer import context_for, optimizer_scope
     from autopar.spec.cluster import ClusterSpec
     from autopar.spec.topology import Topology
-    from autopar.strategies import Context
     from autopar.strategies.lowering import lower_plan
 
     chosen = chosen_optimizer(made, optimizer)
@@ -32,9 +31,7 @@ def estimate(plan: Plan, made: ModelArgument, optimizer: str | None) -> Estimate
     batch = module_batch(made.model, inputs) if without and made.loss_fn is None else flatten(inputs)
     graph = training_graph(made.model, batch, made.loss_fn, "module" if without else "step")
     plan.check_model(graph.model)
-    context = Context(
-        plan.cluster.world_size, has_optimizer=not without, elementwise_update=optimizer_scope(chosen) == "element"
-    )
+    context = context_for(plan.cluster.world_size, chosen, optimizer_scope(chosen), None, not without)
     program = lower_plan(plan.groups, graph, context)
     cost = optimizer_cost(type(chosen).__name__, chosen.param_groups[0]) if chosen else optimizer_cost("AdamW")
     topology = Topology(ClusterSpec.model_validate(plan.cluster.spec))

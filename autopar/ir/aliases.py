@@ -51,3 +51,12 @@ def readers(node: torch.fx.Node) -> set[torch.fx.Node]:
                 if is_view(user):
                     frontier.append(user)
     return found
+
+
+def is_written(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether an operator that reads `node`'s memory writes to it."""
+    target = user.target
+    if user.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return False
+    written = [a for a, s in zip(user.args, target._schema.arguments, strict=False) if s.is_write]
+    return any(isinstance(a, torch.fx.Node) and base(a) is base(node) for a in written)

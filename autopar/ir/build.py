@@ -9,16 +9,15 @@ import torch.fx
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.ir.aliases import base, readers
+from autopar.ir.aliases import readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
-from autopar.ir.training_graph import GradientStructure, Parameter, TrainingGraph
+from autopar.ir.structure import find_parts
+from autopar.ir.training_graph import Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
-
-aten = torch.ops.aten
 
 Unused = Literal["error", "freeze"]
 
@@ -39,7 +38,8 @@ def training_graph(
     position = {n: i for i, n in enumerate(order)}
     fingerprint, trainable = _trainable(fingerprint, joint, unused)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
-    parameters = tuple(_parameter(p, joint, inputs, position) for p in trainable)
+    example = {n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"}
+    parameters = tuple(_parameter(p, joint, inputs, position, example) for p in trainable)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
     start = _backward_start(joint, inputs, position)
     if mode == "step":
@@ -104,6 +104,7 @@ def _parameter(
     joint: JointGraph,
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
+    example: dict[torch.fx.Node, torch.Tensor],
 ) -> Parameter:
     names = [n for n in (spec.name, *spec.ties) if n in joint.gradients]
     assert len(names) == 1, f"the gradient of the tied parameter '{spec.name}' comes in parts: {names}"
@@ -116,23 +117,16 @@ def _parameter(
         if n in position
     )
     ready = position.get(gradient, 0)
+    parts = find_parts(gradient, spec.shape, position, example)
     return Parameter(
         spec=spec,
         gradient=gradient.name,
         ready=ready,
         first_use=uses[0] if uses else 0,
         last_use=uses[-1] if uses else ready,
-        structure=_structure(gradient),
+        structure=parts.kind if parts else "dense",
+        parts=parts,
     )
-
-
-def _structure(gradient: torch.fx.Node) -> GradientStructure:
-    node = base(gradient)
-    if node.target is aten.embedding_dense_backward.default:
-        return "rows"
-    if node.target is aten.mm.default:
-        return "factors"
-    return "dense"
 
 
 def _backward_start(

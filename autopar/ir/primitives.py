@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
 class Kind(StrEnum):
@@ -27,6 +27,12 @@ class Kind(StrEnum):
     """Concatenate every rank's `splits[r]` elements."""
     BROADCAST = "broadcast"
     """Send from `owner` to all."""
+    COUNT = "count"
+    """How many rows the parts of each gradient have on this rank, once equal ones are merged."""
+    PARTS = "parts"
+    """What the group's gradients are made of on this rank, as one flat value: rows of tables, factors of products."""
+    FORM = "form"
+    """The group's gradients, from the parts of all ranks."""
     WAIT = "wait"
     UPDATE = "update"
     """The optimizer, on the elements that this rank holds. Its value is the updated parameters, same layout."""
@@ -57,11 +63,20 @@ class Primitive:
     """Of the value, as it lies in memory and on the wire."""
     stage: int
     """0: as soon as its inputs are there, beside the backward pass. s > 0: after the backward pass, behind the
-    s-th wait of its group. Stages from `CLIP_STAGE` on also lie behind the global gradient norm."""
+    s-th wait of its group. Stages from `CLIP_STAGE` on also lie behind the global gradient norm. `FORWARD_STAGE`: as
+    soon as its inputs are there, beside the forward pass; one more: between the two passes."""
     splits: tuple[int, ...] = ()
     """Elements that each rank holds, where the value is sharded."""
     owner: int | None = None
     """The one rank that holds the value, where one does."""
+    flops: int = 0
+    """Operations on the device, of `COUNT`, `PARTS` and `FORM`."""
+    moved_bytes: int = 0
+    """Bytes read and written by them; expected ones, where they depend on the batch."""
+    ragged: bool = False
+    """Whether `elements` and `splits` are only expected: the batch decides, and ranks may differ."""
+    touched: int | None = None
+    """`UPDATE`: how many elements it is expected to touch, where it passes over the others."""
 
     @property
     def bytes(self) -> int:
@@ -77,6 +92,7 @@ class Primitive:
 
 
 WHOLE_STEP = -1
+FORWARD_STAGE = -2
 CLIP_STAGE = 100
 
 
@@ -141,5 +157,9 @@ def broadcast_children(rank: int, world_size: int) -> list[int]:
 
 def order_hash(primitives: tuple[Primitive, ...], world_size: int) -> str:
     """A hash over the collectives in issue order: what all ranks must agree on before the first step."""
-    lines = [f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner}" for p in primitives if p.kind in COLLECTIVES]
+    lines = [
+        f"{p.kind} ragged {p.dtype}" if p.ragged else f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner}"
+        for p in primitives
+        if p.kind in COLLECTIVES
+    ]
     return hashlib.sha256("\n".join([str(world_size), *lines]).encode()).hexdigest()[:16]

@@ -20,6 +20,52 @@ GradientStructure = Literal["dense", "rows", "factors"]
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """One of the summands of a structured gradient, by names of nodes."""
+
+    node: str
+    """Whose value the summand is; not computed where its parts are sent instead."""
+    position: int
+    """Of that node: here both parts are complete, and not yet overwritten."""
+    left: str
+    """`rows`: the indices. `factors`: a matrix of one row a sample, as wide as the gradient is high."""
+    right: str
+    """`rows`: the gradients of what was looked up. `factors`: a matrix of as many rows, as wide as the gradient."""
+    left_transposed: bool = False
+    right_transposed: bool = False
+    padding: int = -1
+    """`rows`: the index that gets no gradient; -1 for none."""
+    offsets: str | None = None
+    """`rows`: where the bags of an embedding bag begin in the indices; `right` then has one row a bag."""
+    mean: bool = False
+    """`rows`: whether a bag is the mean of its rows, rather than their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a structured gradient is made of: the sum of its terms."""
+
+    kind: Literal["rows", "factors"]
+    terms: tuple[Term, ...]
+    rows: int
+    """Rows of the parts, over all terms, in the batch that was captured."""
+    distinct: int
+    """`rows`: different ones among them. `factors`: as many as `rows`."""
+    left_width: int
+    """Elements of a row of the left part; 0 for indices."""
+    right_width: int
+    known: int
+    """Position behind which the number of rows is known, that of the last node of the indices; -1: from the start."""
+    replaced: tuple[str, ...]
+    """Nodes that need not be computed where the parts are sent."""
+
+    @property
+    def row_width(self) -> int:
+        """Elements of one row of both parts, indices not counted."""
+        return self.left_width + self.right_width
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A trainable parameter, seen from the graph. Positions are indices into `TrainingGraph.compute`."""
 
@@ -34,6 +80,8 @@ class Parameter:
     """Position of the last node that reads it, or a view of it; it may be overwritten after that."""
     structure: GradientStructure = "dense"
     """`rows`: rows of an embedding table; `factors`: a product of two thin matrices; as found in the graph."""
+    parts: Parts | None = None
+    """What a structured gradient is made of; `None` for a dense one."""
 
     @property
     def name(self) -> str:

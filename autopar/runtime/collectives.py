@@ -85,6 +85,14 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tens
     return _registered(out, work)
 
 
+@may_fail()
+def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
+    """Every rank's value, one after the other; all are as long as this rank's."""
+    if x.numel() == 0:
+        return x
+    return _functional.all_gather_into_tensor(x, world_size, group)  # type: ignore[no-any-return]
+
+
 def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
     assert work is not None, "an asynchronous collective returns its work"
     torch._C._distributed_c10d._register_work(x, work)

@@ -38,7 +38,7 @@ class Update(nn.Module):
             views = list(torch._foreach_mul(views, clip.to(views[0].dtype)))
         if self.observer is not None:
             for fragment, view in zip(parts, views, strict=True):
-                self.observer(fragment, view)
+                self.observer(fragment, view.to_dense() if view.is_sparse else view)
         if views:
             self.part.step(views)
         if self.sent_as is None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError
 from autopar.runtime.fragments import Fragment
+from autopar.strategies.base import Context
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, n)
@@ -44,6 +45,19 @@ def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) ->
         f"{type(optimizer).__name__} is not one of PyTorch's own, so it is not known whether its update may run on one "
         'parameter, or one slice, at a time: pass optimizer_acts_on="element" or "parameter", whichever is the '
         "smallest unit whose update depends on nothing else"
+    )
+
+
+def context_for(
+    world_size: int, optimizer: Optimizer | None, scope: Scope, clip_grad_norm: float | None, updates: bool
+) -> Context:
+    """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet."""
+    return Context(
+        world_size,
+        has_optimizer=updates,
+        elementwise_update=scope == "element",
+        clips=clip_grad_norm is not None,
+        sparse_update=leaves_zeros_alone(optimizer),
     )
 
 
@@ -97,11 +111,14 @@ class OptimizerPart:
             for key, value in whole.items():
                 if key != "params":
                     mine[key] = value
-            if _may_fuse(self._part, mine):
+            if _may_fuse(self._part, mine) and not any(g.is_sparse for g in gradients):
                 mine["fused"] = True
+        if any(g.is_sparse for g in gradients) and not leaves_zeros_alone(self._whole):  # set since it was planned for
+            gradients = [g.to_dense() for g in gradients]
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
             # Fused kernels read gradients in the parameter's layout, as autograd would leave them.
-            leaf.grad = gradient if gradient.stride() == leaf.stride() else torch.empty_like(leaf).copy_(gradient)
+            fits = gradient.is_sparse or gradient.stride() == leaf.stride()
+            leaf.grad = gradient if fits else torch.empty_like(leaf).copy_(gradient)
         self._part.step()
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
             leaf.grad = None
@@ -118,6 +135,16 @@ class OptimizerPart:
         self._part.state[leaf] = state
         if self.fragments[index].whole:
             self._whole.state[leaf] = state
+
+
+def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
+    """Whether the optimizer does nothing to an element whose gradient is zero, and takes sparse gradients: then rows
+    that no rank has looked up need not be touched."""
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adagrad):
+        return False
+    assert optimizer is not None
+    kept = ("momentum", "weight_decay", "maximize")
+    return not any(group.get(k) for group in optimizer.param_groups for k in kept)
 
 
 def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from autopar.runtime import collectives
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.parts import added
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
-from autopar.runtime.step_writer import StepWriter, loss_share
+from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
@@ -42,7 +43,7 @@ class Settings:
     unused_parameters: Unused = "error"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Compiled:
     """One batch signature's graphs."""
 
@@ -52,6 +53,8 @@ class _Compiled:
     step: torch.fx.GraphModule
     finish: torch.fx.GraphModule | None = None
     """The step's last micro-batch, written when first needed."""
+    local: torch.fx.GraphModule | None = None
+    """Another micro-batch, likewise."""
 
 
 class Program:
@@ -231,17 +234,14 @@ class Program:
         total = torch.stack(weights).sum()
         if self._group.name is not None:
             total = collectives.wait(collectives.all_reduce(total, self._group.name))
-        earlier: dict[str, torch.Tensor] = {}
+        earlier: dict[str, Any] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for c, b, w in zip(compiled[:-1], batches[:-1], weights[:-1], strict=True):
             loss += loss_share(self._accumulate(c, b, float(w / total), earlier), w / total)
         last = compiled[-1]
         if last.finish is None:
-            finish = StepWriter(last.graph, last.program, self._target()).write(accumulated=True)
-            self._observe(finish)
-            key = next(k for k, v in self._compiled.items() if v is last)
-            last = self._compiled[key] = replace(last, finish=finish)
-        assert last.finish is not None
+            last.finish = StepWriter(last.graph, last.program, self._target()).write(accumulated=True)
+            self._observe(last.finish)
         seed = float(weights[-1] / total)
         ordered = [earlier[p.name] for p in last.graph.parameters]
         earlier.clear()
@@ -251,21 +251,23 @@ class Program:
             found = loss + loss_share(found, share)
         return found.to(_loss_dtype(last))  # type: ignore[no-any-return]
 
-    def _accumulate(self, c: _Compiled, batch: Batch, seed: float, into: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _accumulate(self, c: _Compiled, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
+        """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
         joint = c.graph.joint
         assert joint is not None
-        values = joint.module(*self._arguments(c, batch), self._tangent(c, seed))
-        by_node = dict(zip(joint.module.graph.output_node().args[0], values, strict=True))  # type: ignore[arg-type]
-        for name, node in joint.mutations:
-            self._buffers[name].copy_(by_node[node])
-        for p in c.graph.parameters:
-            node = next(joint.gradients[n] for n in (p.name, *p.spec.ties) if n in joint.gradients)
-            gradient = by_node[node]
-            if p.name in into:
-                into[p.name].add_(gradient)
+        if c.local is None:
+            c.local = LocalWriter(c.graph, c.program, self._target()).write()
+        loss, buffers, gradients = c.local(*self._arguments(c, batch), self._tangent(c, seed))
+        for (name, _), value in zip(joint.mutations, buffers, strict=True):
+            self._buffers[name].copy_(value)
+        for name, gradient in gradients.items():
+            if isinstance(gradient, tuple):
+                into[name] = added(into[name], gradient) if name in into else gradient
+            elif name in into:
+                into[name].add_(gradient)
             else:  # a copy, for two parameters may have one and the same gradient tensor
-                into[p.name] = gradient.clone(memory_format=torch.contiguous_format)
-        return by_node[joint.outputs[0]]  # type: ignore[no-any-return]
+                into[name] = gradient.clone(memory_format=torch.contiguous_format)
+        return loss  # type: ignore[no-any-return]
 
     def _arguments(self, compiled: _Compiled, batch: Batch) -> list[torch.Tensor]:
         joint = compiled.graph.joint

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.fx
 
 from autopar.ir.primitives import WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import collectives
+from autopar.runtime import collectives, parts
 from autopar.runtime.writer import NARROW, Target, Writer, all_reduce_copy, batch_share
 from autopar.strategies.lowering import StepProgram
 
@@ -63,6 +65,13 @@ class StepWriter(Writer):
             return node
         return self.call(torch.ops.aten.add.Tensor, (node, self.earlier[name]))
 
+    def earlier_terms(self, name: str) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        if name not in self.earlier:
+            return []
+        return [
+            (self.call(operator.getitem, (self.earlier[name], 0)), self.call(operator.getitem, (self.earlier[name], 1)))
+        ]
+
     def whole_step(self, p: Primitive) -> None:
         """The weight's sum and its wait come first, unless it is known already; then the loss's sum and its wait."""
         assert self.tangent is not None and self.target.group is not None
@@ -94,6 +103,26 @@ class StepWriter(Writer):
             if self.earlier_loss is not None:
                 part = self.call(torch.add, (part, self.earlier_loss))
             self.values[p.index] = self.call(collectives.all_reduce, (part, self.target.group))
+
+
+class LocalWriter(Writer):
+    """Writes the forward and backward pass of a micro-batch that is not the last one: nothing is synchronized."""
+
+    def write(self) -> torch.fx.GraphModule:
+        """The step as a module from the joint graph's inputs to the loss, the buffers' new values in the order of
+        `JointGraph.mutations`, and each parameter's gradient, or the parts that it is made of, by name."""
+        for node in self.joint.module.graph.find_nodes(op="placeholder"):
+            self.copy(node)
+        self.walk(self.compute())
+        gradients: dict[str, torch.fx.Node] = dict(self.gradients)
+        for name, terms in self.terms.items():
+            gradients[name] = self.call(parts.joined, ([a for a, _ in terms], [b for _, b in terms]))
+        buffers = [self.copies[value] for _, value in self.joint.mutations]
+        self.graph.output((self.copies[self.joint.outputs[0]], buffers, gradients))
+        return self.module("Local")
+
+    def _primitive(self, p: Primitive) -> None:
+        return
 
 
 def loss_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

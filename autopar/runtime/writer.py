@@ -9,16 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.fx
 
-from autopar.ir.aliases import is_view
+from autopar.ir.aliases import base, is_view, is_written, readers
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import WHOLE_STEP, Kind, Primitive
-from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import collectives
+from autopar.ir.training_graph import Term, TrainingGraph
+from autopar.runtime import collectives, parts
 from autopar.runtime.fragments import Fragment, fragments, pack
 from autopar.runtime.modules import Clip, Store, Update
 from autopar.runtime.optimizer import OptimizerPart
@@ -58,6 +59,9 @@ class Writer:
         self.copies: dict[torch.fx.Node, torch.fx.Node] = {}
         self.values: dict[int, Written] = {}
         self.gradients: dict[str, torch.fx.Node] = {}
+        self.terms: dict[str, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
+        """Of structured gradients whose parts are sent: left and right part of each term."""
+        self.counted: dict[int, torch.fx.Node] = {}
         self.scale: torch.fx.Node | None = None
         """What gradients are multiplied with as they are packed, where the backward pass did not scale them."""
         self.device = next((p.device for p in target.parameters.values()), torch.device("cpu"))
@@ -67,14 +71,25 @@ class Writer:
         """Copies `nodes`, given with their positions, and writes each primitive behind its own position. Primitives
         of the whole step go to `whole_step`."""
         placed = self.program.placed
+        replaced = self.program.replaced
         by_node: dict[str, list[str]] = {}
+        by_term: dict[str, list[tuple[str, Term]]] = {}
         for p in self.training.parameters:
-            by_node.setdefault(p.gradient, []).append(p.name)
+            if p.gradient not in replaced:
+                by_node.setdefault(p.gradient, []).append(p.name)
+                continue
+            assert p.parts is not None
+            for term in p.parts.terms:
+                by_term.setdefault(term.node, []).append((p.name, term))
         done = 0
         for position, node in nodes:
             while done < len(placed) and placed[done].position < position:
                 self._primitive(placed[done].primitive)
                 done += 1
+            for name, term in by_term.get(node.name, ()):
+                self.terms.setdefault(name, []).append(self._term(term))
+            if node.name in replaced:
+                continue
             self.copy(node)
             for name in by_node.get(node.name, ()):
                 self.gradients[name] = self.gradient(name, self.copies[node])
@@ -148,6 +163,70 @@ class Writer:
             node = first
         return False
 
+    def _term(self, term: Term) -> tuple[torch.fx.Node, torch.fx.Node]:
+        """The parts of a term; copied where a later operator writes over them."""
+        left, right = (self._kept(self._named(n), term.position) for n in (term.left, term.right))
+        if term.offsets is not None:
+            right = self.call(parts.bag_values, (right, left, self.copies[self._named(term.offsets)], term.mean))
+        if term.left_transposed:
+            left = self.call(parts.transposed, (left,))
+        if term.right_transposed:
+            right = self.call(parts.transposed, (right,))
+        return left, right
+
+    def _kept(self, node: torch.fx.Node, position: int) -> torch.fx.Node:
+        if any(is_written(r, node) and self.position[r] > position for r in readers(base(node))):
+            return self.call(torch.clone, (self.copies[node],))
+        return self.copies[node]
+
+    def _named(self, name: str) -> torch.fx.Node:
+        return self.nodes[name]
+
+    @cached_property
+    def nodes(self) -> dict[str, torch.fx.Node]:
+        """The joint graph's nodes by name."""
+        return {n.name: n for n in self.joint.module.graph.nodes}
+
+    @cached_property
+    def position(self) -> dict[torch.fx.Node, int]:
+        """Of each node, the output's behind all."""
+        return {n: i for i, n in enumerate(n for n in self.joint.module.graph.nodes if n.op != "placeholder")}
+
+    def earlier_terms(self, name: str) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        """The parts of earlier micro-batches; subclasses add them."""
+        return []
+
+    def _count(self, p: Primitive, value: Written) -> Written:
+        looked_up: list[list[torch.fx.Node] | None] = []
+        rows: list[int | torch.fx.Node] = []
+        for member in self._group(p).members:
+            earlier = [left for left, _ in self.earlier_terms(member.slice.name)]
+            if member.parts.kind == "rows":
+                own = [self.copies[self._named(t.left)] for t in member.parts.terms]
+                looked_up.append([*earlier, *own])
+                rows.append(0)
+            else:
+                looked_up.append(None)
+                rows.append(self.call(parts.rows_of, (member.parts.rows, earlier)))
+        self.counted[p.group] = self.call(parts.count, (looked_up, rows, self.device))
+        return self.call(parts.own_counts, (self.counted[p.group],))
+
+    def _parts(self, p: Primitive, value: Written) -> Written:
+        group = self._group(p)
+        names = [m.slice.name for m in group.members]
+        pairs = [[*self.earlier_terms(n), *self.terms[n]] for n in names]
+        module = parts.Pack(group, getattr(torch, p.dtype), self.target.world_size)
+        arguments = (self.counted[p.group], pairs, value, self.target.rank, self.scale)
+        return self.call_module(f"parts_{p.group}", module, arguments)
+
+    def _form(self, p: Primitive, value: Written) -> Written:
+        group = self._group(p)
+        wire = getattr(torch, self.program.primitives[p.inputs[0]].dtype)
+        sparse = p.touched is not None and p.touched < p.elements
+        module = parts.Form(group, getattr(torch, p.dtype), wire, self.target.world_size, sparse)
+        whole = self.call_module(f"form_{p.group}", module, (value, self.values[p.inputs[1]]))
+        return [self.call(operator.getitem, (whole, i)) for i in range(len(group.members))]
+
     def gradient_source(self, name: str) -> torch.fx.Node:
         parameter = self.training.by_name[name]
         return next(self.joint.gradients[n] for n in (name, *parameter.spec.ties) if n in self.joint.gradients)
@@ -167,6 +246,8 @@ class Writer:
         return self.call(collectives.reduce_scatter, (value, p.splits, self.target.rank, self.target.group))
 
     def _all_gather(self, p: Primitive, value: Written) -> Written:
+        if p.ragged:
+            return self.call(collectives.all_gather_equal, (value, self.target.world_size, self.target.group))
         return self.call(collectives.all_gather, (value, p.splits, self.target.group))
 
     def _wait(self, p: Primitive, value: Written) -> Written:
@@ -180,8 +261,8 @@ class Writer:
         if held == 0 and not (sent and p.splits):
             return None
         begin = sum(p.splits[: self.target.rank])
-        parts = fragments(group, self.target.parameters, begin, begin + held)
-        module = Update(self.target.part(p.group, parts), getattr(torch, p.dtype) if sent else None)
+        pieces = fragments(group, self.target.parameters, begin, begin + held)
+        module = Update(self.target.part(p.group, pieces), getattr(torch, p.dtype) if sent else None)
         args = (value,) if self.target.max_norm is None else (value, self.clip)
         return self.call_module(f"update_{p.group}", module, args)
 

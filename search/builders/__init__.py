@@ -15,6 +15,7 @@ from autopar.search.builders.all_reduce import all_reduce, partitioned_ar, rando
 from autopar.search.builders.common import MIB, Builder, fuse
 from autopar.search.builders.parallax import parallax
 from autopar.search.builders.parameter_server import partitioned_ps, ps, ps_load_balancing, uneven_partitioned_ps
+from autopar.search.builders.structured import structured
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, strategy_named
@@ -48,11 +49,14 @@ BUILDERS: dict[str, Builder] = {
     **{f"all_reduce_{size}MiB": by_hand.bucketed("all_reduce", size * MIB) for size in by_hand.SWEEP_MIB},
     "all_reduce_one_bucket": by_hand.bucketed("all_reduce", None),
     "zero1": by_hand.zero1,
+    "structured": structured("all_reduce"),
+    "structured_zero1": structured("partitioned_parameter_server"),
     **AUTODIST,
     "PSLoadBalancing_fused": _fused(ps_load_balancing),
     "PartitionedPS_fused": _fused(partitioned_ps),
 }
-"""All builders that are exact. `_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
+"""All builders that are exact. `structured`: rows of tables and factors of products where that is less to send.
+`_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
 
 
 def builder_named(name: str) -> Builder:

@@ -16,6 +16,7 @@ from autopar import ClusterSpec, Plan
 from autopar.ir.batch import call_model, flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.search import build_plan
@@ -24,6 +25,7 @@ from autopar.strategies import Context
 from benchmarks.zoo import find, huggingface, plain
 from benchmarks.zoo.batches import CLASSES
 from benchmarks.zoo.resnet import ResNet
+from tests.gloo import lookups
 
 STEPS = 10
 SAMPLES = {"equal": (2, 2, 2, 2), "unequal": (3, 1, 4, 2)}
@@ -31,6 +33,7 @@ TRAININGS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float | None,
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 1),
     "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-3), None, 1),
     "clipped": (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05, 1),
+    "plain": (lambda p: torch.optim.SGD(p, lr=0.05), None, 1),
     "accumulated": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 2),
 }
 """Optimizer, gradient clipping, micro-batches."""
@@ -60,6 +63,8 @@ def build(name: str) -> tuple[nn.Module, Callable[[int, int], Any], Any]:
         images = find(plain.ENTRIES, "resnet18")
         model = ResNet((1, 1), width=8, classes=CLASSES)
         return model.double().train(), lambda n, s: _double(images.batch(n, s)), images.loss_fn
+    if name == "lookups":
+        return lookups.Lookups().double().train(), lookups.batch, F.mse_loss
     entry = find(plain.ENTRIES, name)
     return entry.build().double().train(), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn
 
@@ -129,8 +134,12 @@ def group() -> Group:
 
 
 def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Context) -> Plan:
-    """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model."""
+    """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model; `parts` sends
+    what gradients are made of, for all that have structure."""
     cluster = ClusterSpec.local(world_size)
+    if strategy == "parts":
+        plan = build_plan("AllReduce", graph, cluster, context)
+        return plan.model_copy(update={"groups": _by_structure(graph)})
     if strategy != "mixed":
         return build_plan(strategy, graph, cluster, context)
     plan = build_plan("AllReduce", graph, cluster, context)
@@ -151,6 +160,19 @@ def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Cont
     return plan.model_copy(update={"groups": groups})
 
 
+def _by_structure(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+    """Tables in two groups, each product in its own, the rest in one."""
+    by_kind = {k: [p for p in graph.parameters if p.structure == k] for k in ("rows", "factors", "dense")}
+    rows, factors, dense = by_kind["rows"], by_kind["factors"], by_kind["dense"]
+    groups = [
+        *(SyncGroup(strategy="sparse_rows", members=_whole(part)) for part in (rows[::2], rows[1::2]) if part),
+        *(SyncGroup(strategy="sufficient_factors", members=_whole([p])) for p in factors[2:]),
+        *(SyncGroup(strategy="sufficient_factors", members=_whole(factors[:2])) for _ in factors[:1]),
+        *(SyncGroup(strategy="all_reduce", members=_whole(dense)) for _ in dense[:1]),
+    ]
+    return tuple(groups)
+
+
 def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
     return tuple(ParameterSlice(name=p.name) for p in parameters)
 
@@ -160,7 +182,7 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
     net, make, loss_fn = build(case.model)
     make_optimizer, clip, k = TRAININGS[case.training]
     optimizer = make_optimizer(net.parameters())
-    context = Context(world_size, clips=clip is not None)
+    context = context_for(world_size, optimizer, "element", clip, True)
     graph = captured(case.model, SAMPLES[case.samples][rank])
     plan = plan_for(case.strategy, graph, world_size, context)
     program = Program(net, plan, group(), optimizer, Settings(loss_fn, clip), context)

@@ -1,0 +1,198 @@
+"""What gradients are made of: counted, packed, and put together again from the parts of all ranks.
+
+A group's flat value of parts holds, member after member: for rows of a table, their indices and then the rows; for
+factors, the left one and then the right one. Ranks may hold different numbers of rows; all send as much as the one that
+holds most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.strategies.base import Group, Member, index_elements
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Left and right part of one term: indices and values, or two factors."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's rows, member by member."""
+
+    counts: torch.Tensor
+    """int64."""
+    indices: tuple[torch.Tensor | None, ...]
+    """`rows`: the different indices, ascending."""
+    places: tuple[torch.Tensor | None, ...]
+    """`rows`: which of them each looked-up row belongs to."""
+
+
+def count(looked_up: Sequence[Sequence[torch.Tensor] | None], rows: Sequence[int], device: torch.device) -> Counted:
+    """`looked_up`: for each member made of rows, the indices of its terms; `None` for factors, whose number of rows is
+    given."""
+    counts: list[int] = []
+    found: list[torch.Tensor | None] = []
+    places: list[torch.Tensor | None] = []
+    for indices, known in zip(looked_up, rows, strict=True):
+        if indices is None:
+            counts.append(known)
+            found.append(None)
+            places.append(None)
+            continue
+        flat = torch.cat([i.reshape(-1) for i in indices])
+        different, place = torch.unique(flat, return_inverse=True)
+        counts.append(different.numel())
+        found.append(different)
+        places.append(place)
+    return Counted(torch.tensor(counts, dtype=torch.int64, device=device), tuple(found), tuple(places))
+
+
+def rows_of(rows: int, earlier: Sequence[torch.Tensor]) -> int:
+    """Of a member made of factors: those of this batch, and those of earlier micro-batches."""
+    return rows + sum(len(e) for e in earlier)
+
+
+def joined(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> Pair:
+    """The terms of one gradient as one, in memory of their own."""
+    if left[0].is_floating_point():
+        return torch.cat(list(left)), torch.cat(list(right))
+    return torch.cat([i.reshape(-1) for i in left]), torch.cat([v.reshape(-1, v.shape[-1]) for v in right])
+
+
+def added(earlier: Pair, one: Pair) -> Pair:
+    """The parts of a further micro-batch behind those of the earlier ones."""
+    return torch.cat([earlier[0], one[0]]), torch.cat([earlier[1], one[1]])
+
+
+def own_counts(counted: Counted) -> torch.Tensor:
+    """What is sent to the other ranks."""
+    return counted.counts
+
+
+def bag_values(values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, mean: bool) -> torch.Tensor:
+    """The gradient of each row that an embedding bag has looked up: that of its bag, divided where it is a mean."""
+    ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])
+    sizes = (ends - offsets)[: len(values)]
+    if mean:
+        values = values / sizes.clamp(min=1).unsqueeze(1).to(values.dtype)
+    return values.repeat_interleave(sizes, 0)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.t()
+
+
+class Layout:
+    """Where the parts of a group's members lie in a flat value."""
+
+    def __init__(self, members: Sequence[Member], dtype: torch.dtype) -> None:
+        self.members = tuple(members)
+        self.dtype = dtype
+        name = str(dtype).removeprefix("torch.")
+        self._index_elements = [index_elements(m.parts, name) for m in members]
+
+    def elements(self, counts: Sequence[int]) -> int:
+        """Of one rank's flat value."""
+        return sum(
+            c * (m.parts.row_width + i) for c, m, i in zip(counts, self.members, self._index_elements, strict=True)
+        )
+
+    def views(self, flat: torch.Tensor, counts: Sequence[int]) -> list[Pair]:
+        """Left and right part of each member, in the memory of `flat`; indices as integers."""
+        found, offset = [], 0
+        for member, rows, extra in zip(self.members, counts, self._index_elements, strict=True):
+            parts = member.parts
+            left = flat[offset : offset + rows * (extra or parts.left_width)]
+            offset += left.numel()
+            right = flat[offset : offset + rows * parts.right_width].view(rows, parts.right_width)
+            offset += right.numel()
+            if extra:
+                # The bits of integers; a sum over ranks never touches them, they are only copied.
+                left = left.view(torch.int64 if self.dtype.itemsize == 8 else torch.int32)
+            else:
+                left = left.view(rows, parts.left_width)
+            found.append((left, right))
+        return found
+
+
+def _copy_all(into: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(list(torch.split(into, [len(r) for r in rows])), list(rows))
+
+
+class Pack(nn.Module):
+    """This rank's parts as one flat value, as long as that of the rank that holds most."""
+
+    def __init__(self, group: Group, dtype: torch.dtype, world_size: int) -> None:
+        super().__init__()
+        self.layout = Layout(group.members, dtype)
+        self.world_size = world_size
+
+    def forward(
+        self,
+        counted: Counted,
+        values: Sequence[Sequence[Pair]],
+        everyone: torch.Tensor,
+        rank: int,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`values`: the terms of each member; `everyone`: the counts of all ranks."""
+        by_rank = everyone.view(self.world_size, -1).tolist()
+        longest = max(self.layout.elements(c) for c in by_rank)
+        flat = torch.empty(longest, dtype=self.layout.dtype, device=everyone.device)
+        for i, (left, right) in enumerate(self.layout.views(flat, by_rank[rank])):
+            different, places = counted.indices[i], counted.places[i]
+            terms = values[i]
+            if scale is not None:
+                terms = [(a, b * scale) for a, b in terms]
+            if different is None or places is None:
+                _copy_all(left, [a for a, _ in terms])
+                _copy_all(right, [b for _, b in terms])
+                continue
+            left.copy_(different)
+            looked_up = torch.cat([b.reshape(-1, right.shape[1]) for _, b in terms])
+            merged = torch.zeros(right.shape, dtype=looked_up.dtype, device=looked_up.device)
+            merged.index_add_(0, places, looked_up)
+            for term in self.layout.members[i].parts.terms:
+                if term.padding >= 0:
+                    merged[different == term.padding] = 0
+            right.copy_(merged)
+        return flat
+
+
+class Form(nn.Module):
+    """The group's gradients from the parts of all ranks, as one tensor a member, the same on every rank."""
+
+    def __init__(self, group: Group, dtype: torch.dtype, wire: torch.dtype, world_size: int, sparse: bool) -> None:
+        super().__init__()
+        self.layout = Layout(group.members, wire)
+        self.dtype = dtype
+        self.world_size = world_size
+        self.sparse = sparse
+        """Whether gradients made of rows are sparse tensors of those rows."""
+
+    def forward(self, gathered: torch.Tensor, everyone: torch.Tensor) -> list[torch.Tensor]:
+        by_rank = everyone.view(self.world_size, -1).tolist()
+        flats = gathered.view(self.world_size, -1)
+        views = [self.layout.views(flat, counts) for flat, counts in zip(flats, by_rank, strict=True)]
+        return [self._one(member, [v[i] for v in views]) for i, member in enumerate(self.layout.members)]
+
+    def _one(self, member: Member, parts: list[Pair]) -> torch.Tensor:
+        if member.parts.kind == "factors":
+            left = torch.cat([a for a, _ in parts]).to(self.dtype)
+            right = torch.cat([b for _, b in parts]).to(self.dtype)
+            return left.t() @ right
+        if self.sparse:
+            indices, values = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
+            shape = tuple(member.shape)
+            found = torch.sparse_coo_tensor(
+                indices.long().unsqueeze(0), values.to(self.dtype), shape, check_invariants=False
+            )
+            return found.coalesce()
+        whole = torch.zeros(member.shape, dtype=self.dtype, device=parts[0][1].device)
+        for indices, values in parts:  # one rank after the other, so that every rank adds in the same order
+            whole.index_add_(0, indices.long(), values.to(self.dtype))
+        return whole

@@ -1,0 +1,45 @@
+"""Plans that send what gradients are made of, wherever that is less than the gradient: rows of tables, factors of
+products. All else goes in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.training_graph import Parameter
+from autopar.search.builders.by_hand import DDP_BUCKET_BYTES, buckets
+from autopar.search.builders.common import Builder, alone, group, issue_order, one_dtype_each, whole
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import SyncGroup
+from autopar.strategies import Context, Member, strategy_named
+from autopar.strategies.base import index_elements
+
+_STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}
+
+
+def structured(dense: str) -> Builder:
+    """A builder that puts dense gradients through the strategy of this name."""
+
+    def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
+        if context.world_size == 1:
+            return alone(parameters)
+        sent = [p for p in parameters if _is_less(p, context)]
+        rows = [whole(p) for p in sent if p.structure == "rows"]
+        groups = [group(_STRATEGY["rows"], pieces) for pieces in one_dtype_each(rows)]
+        groups += [group(_STRATEGY["factors"], [whole(p)]) for p in sent if p.structure == "factors"]
+        rest = [p for p in parameters if p not in sent]
+        groups += [group(dense, pieces) for pieces in buckets(rest, DDP_BUCKET_BYTES)]
+        return issue_order(groups, parameters)
+
+    return build
+
+
+def _is_less(parameter: Parameter, context: Context) -> bool:
+    """Whether a rank sends less than in a ring's all-reduce: (n-1) of its parts against 2 (n-1)/n of the gradient."""
+    parts = parameter.parts
+    if parts is None:
+        return False
+    piece, _ = whole(parameter)
+    if strategy_named(_STRATEGY[parts.kind]).applies(Member(piece, parameter), context) is not None:
+        return False
+    elements = parts.distinct * (parts.row_width + index_elements(parts, parameter.spec.dtype))
+    return elements * context.world_size < 2 * parameter.numel
