@@ -84,7 +84,6 @@ class StepPricer:
         self._nodes = [node_times(graph, r, t) for r, t in zip(rates, times, strict=True)]
         self._device_of_rank = device_of_rank
         self._streams: dict[frozenset[str], Streams] = {}
-        self.streams = self._without(frozenset())
         found = [compute_provenance(graph, [d], t) for d, t in zip(devices, times, strict=True)]
         self._compute_provenance: Provenance = max(found, key=PROVENANCES.index)
         self._prices: dict[tuple[object, ...], tuple[Price, Transfer | None]] = {}
@@ -94,8 +93,9 @@ class StepPricer:
         n = self.network.world_size
         sent = sent_values(program.primitives)
         priced = [self.price(p.primitive, program, p.primitive.index in sent) for p in program.placed]
-        streams = self._without(program.replaced)
-        outcome = simulate(program, [p for p, _ in priced], streams, self.network.backend.name, timeline=timeline)
+        outcome = simulate(
+            program, [p for p, _ in priced], self.streams(program), self.network.backend.name, timeline=timeline
+        )
         transfers = [t for _, t in priced if t is not None]
         provenance = self._compute_provenance
         if transfers:
@@ -113,8 +113,9 @@ class StepPricer:
             spans=tuple(outcome.spans),
         )
 
-    def _without(self, nodes: frozenset[str]) -> Streams:
-        """The compute streams, where some nodes are not computed; remembered, for plans share them."""
+    def streams(self, program: StepProgram) -> Streams:
+        """The compute streams, less the nodes that a program does not compute; remembered, for plans share them."""
+        nodes = program.replaced
         if nodes not in self._streams:
             kept = [n.name not in nodes for n in self.graph.compute]
             times = [[t * k for t, k in zip(seconds, kept, strict=True)] for seconds in self._nodes]

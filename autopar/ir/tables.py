@@ -1,0 +1,77 @@
+"""A training graph's tables as JSON: what planning and virtual compute need of a model, without the model.
+
+The joint graph itself is left out, so what is read back can be planned for and priced, but not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from autopar.ir.training_graph import ComputeNode, GradientStructure, Parameter, Parts, TrainingGraph
+from autopar.spec.plan import ModelFingerprint
+
+
+class GraphTables(BaseModel):
+    """A `TrainingGraph` in columns, which take a third of the room of rows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelFingerprint
+    parameters: tuple[tuple[int, str, int, int, int, GradientStructure], ...]
+    """Index in `model.parameters`, then the other fields of `Parameter` in order, but the last."""
+    parts: tuple[Parts | None, ...]
+    """What each gradient is made of."""
+    names: tuple[str, ...]
+    ops: tuple[str, ...]
+    """The operators that occur."""
+    op: tuple[int, ...]
+    """Of each node, as an index in `ops`."""
+    flops: tuple[int, ...]
+    bytes_moved: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    backward_start: int
+    batch_size: int | None
+    buffer_bytes: int
+    input_bytes: int
+
+    @classmethod
+    def of(cls, graph: TrainingGraph) -> GraphTables:
+        """The tables of a graph."""
+        index = {p.name: i for i, p in enumerate(graph.model.parameters)}
+        ops = tuple(dict.fromkeys(n.op for n in graph.compute))
+        number = {op: i for i, op in enumerate(ops)}
+        return cls(
+            model=graph.model,
+            parameters=tuple(
+                (index[p.name], p.gradient, p.ready, p.first_use, p.last_use, p.structure) for p in graph.parameters
+            ),
+            parts=tuple(p.parts for p in graph.parameters),
+            names=tuple(n.name for n in graph.compute),
+            ops=ops,
+            op=tuple(number[n.op] for n in graph.compute),
+            flops=tuple(n.flops for n in graph.compute),
+            bytes_moved=tuple(n.bytes_moved for n in graph.compute),
+            live_bytes=tuple(n.live_bytes for n in graph.compute),
+            backward_start=graph.backward_start,
+            batch_size=graph.batch_size,
+            buffer_bytes=graph.buffer_bytes,
+            input_bytes=graph.input_bytes,
+        )
+
+    def graph(self) -> TrainingGraph:
+        """The graph again, less its joint graph."""
+        columns: tuple[Any, ...] = (self.names, self.op, self.flops, self.bytes_moved, self.live_bytes)
+        return TrainingGraph(
+            model=self.model,
+            parameters=tuple(
+                Parameter(self.model.parameters[p[0]], *p[1:], parts=parts)
+                for p, parts in zip(self.parameters, self.parts, strict=True)
+            ),
+            compute=tuple(ComputeNode(name, self.ops[op], *costs) for name, op, *costs in zip(*columns, strict=True)),
+            backward_start=self.backward_start,
+            batch_size=self.batch_size,
+            buffer_bytes=self.buffer_bytes,
+            input_bytes=self.input_bytes,
+        )

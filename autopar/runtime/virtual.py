@@ -1,0 +1,223 @@
+"""Virtual compute: a step whose communication is real and whose device is a clock.
+
+Each stretch of the graph between two placed primitives, and each primitive's own work on the device (packing, adding
+up, updating, storing, clipping), takes its modelled or measured time times a `dilation`, and computes nothing. So 8 to
+16 ranks of a GPU cluster run on two cores; with the links' rates divided by the same factor, the schedule is that of
+the real cluster.
+
+What is shared with real compute, since it is the same code (`StepWriter`, `collectives`): which collectives are issued,
+behind which node, in which order, with which sizes and dtypes, the sums of the weights and of the loss, the waits, and
+so the bytes on the wire and the hash that ranks compare. What is not: gradients hold zeros, nothing is learned, the
+host's time to hand a collective over is that of this machine and is not dilated, neither are latencies, and compute is
+not slowed down by the communication beside it.
+
+The clock is that of an asynchronous device. Work moves on the time at which the device is free, and returns at once.
+Before a collective is issued, and at the end of the step, the host sleeps until the device has come that far: a
+collective never starts before its gradients would be there, and what a sleep is late by is not added to the next one.
+Where the device has to wait for the host or for a transfer (at the step's start, behind a wait that ended after the
+device was free), its clock is set to the present: no work is done while what it needs is under way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.device_work import sent_values
+from autopar.ir.capture import JointGraph
+from autopar.ir.primitives import COLLECTIVES, Kind, Primitive
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.step_writer import StepWriter
+from autopar.runtime.writer import Target, Written
+from autopar.strategies.lowering import StepProgram
+
+LOSS = 1.0
+"""What every rank's batch loses: their mean shows that the loss went around."""
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """What one rank's device takes, in seconds."""
+
+    prefix_s: Sequence[float]
+    """[i]: the graph's first i nodes."""
+    work_s: Sequence[float]
+    """[i]: the device's part of `StepProgram.primitives[i]`. 0 for collectives: handing them over is done for real."""
+
+    @classmethod
+    def of(cls, pricer: StepPricer, program: StepProgram, rank: int, dilation: float = 1.0) -> DeviceTimes:
+        """As the cost model prices them, each times `dilation`."""
+        streams, sent = pricer.streams(program), sent_values(program.primitives)
+        work_s = [0.0] * len(program.primitives)
+        for p in program.primitives:
+            price, _ = pricer.price(p, program, p.index in sent)
+            if p.kind not in COLLECTIVES and price.device_s:
+                work_s[p.index] = dilation * price.device_s[rank]
+        return cls([dilation * s for s in streams.prefix_s[streams.device_of_rank[rank]]], work_s)
+
+
+class Device:
+    """The clock of a device, and the memory that all its gradients share."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.free_at = time.perf_counter()
+        """When all work so far is done."""
+        self._memory = mmap.mmap(-1, max(1, memory_bytes))
+
+    def spend(self, seconds: float) -> None:
+        """Work; does not block."""
+        self.free_at += seconds
+
+    def reach(self) -> None:
+        """Blocks until the work so far is done."""
+        ahead_s = self.free_at - time.perf_counter()
+        if ahead_s > 0:
+            time.sleep(ahead_s)
+
+    def resume(self) -> None:
+        """The device goes on from now on, unless it is busy until later."""
+        self.free_at = max(self.free_at, time.perf_counter())
+
+    def view(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of zeros. All views lie over the same memory: collectives that run at the same time write
+        nothing but zeros to it. Each has a storage of its own, for by that PyTorch knows what to wait for."""
+        if elements == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=elements)
+
+
+class VirtualProgram:
+    """A step of a lowered plan on virtual devices: `loss = program.step()`. Needs no model and no captured graph."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        program: StepProgram,
+        times: DeviceTimes,
+        group: Group,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        """Raises `PlanMismatchError` where ranks would issue their collectives in different orders."""
+        Rendezvous(group).agree("order of collectives", program.order_hash)
+        self.program = program
+        self._group = group
+        self.module = virtual_step(graph, program, times, group, clip_grad_norm)
+        self._device = Device(max((p.bytes for p in program.primitives), default=0))
+
+    def step(self) -> torch.Tensor:
+        """One step; returns the mean loss over the ranks once the device is done."""
+        weight = torch.ones((), dtype=torch.float64)
+        arguments = (weight, weight) if self._group.world_size > 1 else (torch.ones(()),)
+        with torch.no_grad(), self._group.guard("a virtual step"):
+            self._device.resume()
+            loss: torch.Tensor = self.module(self._device, *arguments)
+            self._device.reach()
+        return loss
+
+
+def virtual_step(
+    graph: TrainingGraph, program: StepProgram, times: DeviceTimes, group: Group, clip_grad_norm: float | None = None
+) -> torch.fx.GraphModule:
+    """The step as a module from a `Device` and the weights of `StepWriter.write` to the loss."""
+    if program.context.clips != (clip_grad_norm is not None):
+        raise ValueError("the plan was lowered with clipping, or the step is to be written with it, and not both")
+    target = Target(group.rank, group.world_size, group.name, {}, _no_optimizer, clip_grad_norm)
+    return VirtualWriter(graph, program, target, times).write()
+
+
+class VirtualWriter(StepWriter):
+    """Writes a step whose compute is spent on a `Device`."""
+
+    def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target, times: DeviceTimes) -> None:
+        self.times = times
+        self._segments, joint = _segments(graph, program, times)
+        super().__init__(replace(graph, joint=joint), program, target)
+        self._clock = joint.module.graph.find_nodes(op="placeholder")[0]
+
+    def compute(self) -> list[tuple[int, torch.fx.Node]]:
+        return self._segments
+
+    def _primitive(self, p: Primitive) -> None:
+        """The device's part, in its place beside the communication, which is as ever."""
+        if p.kind is Kind.WAIT:
+            super()._primitive(p)
+            self._on_device(Device.resume)
+            self._spend(p)
+            return
+        self._spend(p)
+        communicates = p.kind in COLLECTIVES or p.kind is Kind.CLIP
+        if communicates:
+            self._on_device(Device.reach)
+        super()._primitive(p)
+        if p.kind is Kind.CLIP:  # waits within itself
+            self._on_device(Device.resume)
+
+    def _spend(self, p: Primitive) -> None:
+        if self.times.work_s[p.index] > 0:
+            self._on_device(Device.spend, self.times.work_s[p.index])
+
+    def _on_device(self, method: Any, *args: Any) -> torch.fx.Node:
+        return self.call(method, (self.copies[self._clock], *args))
+
+    def _view(self, elements: int, dtype: str) -> torch.fx.Node:
+        return self._on_device(Device.view, elements, getattr(torch, dtype))
+
+    def _pack(self, p: Primitive, value: Written) -> Written:
+        return self._view(p.elements, p.dtype)
+
+    def _count(self, p: Primitive, value: Written) -> Written:
+        return self._view(p.held_elements(self.target.rank), p.dtype)
+
+    def _parts(self, p: Primitive, value: Written) -> Written:
+        """As long as expected from the batch that was captured."""
+        return self._view(p.held_elements(self.target.rank), p.dtype)
+
+    def _form(self, p: Primitive, value: Written) -> Written:
+        return None
+
+    def empty(self, p: Primitive) -> torch.fx.Node:
+        return self._view(p.elements, p.dtype)
+
+    def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
+        return self._view(p.held_elements(self.target.rank), self._group(p).dtype)
+
+    def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
+        return []
+
+    def _update(self, p: Primitive, value: Written) -> Written:
+        return self._view(p.held_elements(self.target.rank), p.dtype)
+
+    def _store(self, p: Primitive, value: Written) -> Written:
+        return None
+
+
+def _segments(
+    graph: TrainingGraph, program: StepProgram, times: DeviceTimes
+) -> tuple[list[tuple[int, torch.fx.Node]], JointGraph]:
+    """A joint graph that only spends time: one node for each stretch of the graph that no primitive divides, with the
+    position of its last node. The loss comes first, so that it is there wherever its sum is placed."""
+    new = torch.fx.Graph()
+    device, tangent = new.placeholder("device"), new.placeholder("tangent")
+    tangent.meta["val"] = torch.empty((), device="meta")
+    loss = new.call_function(torch.full, ((), LOSS))
+    found, done = [(-1, loss)], 0
+    for position in sorted({p.position for p in program.placed} | {len(graph.compute) - 1}):
+        seconds = times.prefix_s[position + 1] - times.prefix_s[done]
+        done = position + 1
+        if seconds > 0:
+            found.append((position, new.call_function(Device.spend, (device, seconds))))
+    new.output(loss)
+    module = torch.fx.GraphModule({}, new, class_name="Virtual")
+    return found, JointGraph(module, (("device", 0), ("tangent", 0)), (), (loss,))
+
+
+def _no_optimizer(index: int, parts: object) -> Any:
+    raise AssertionError("virtual compute updates nothing")
