@@ -31,16 +31,27 @@ class Architecture:
         return Entry(name=self.name, kind=kind, make=self._make, batch=self.batch)
 
     def _make(self, dropout: float) -> nn.Module:
-        import transformers
+        return self.prepare(from_config(self.config, self.model, self.fields, self.backbone, dropout))
 
-        fields = dict(self.fields)
-        if self.backbone is not None:
-            fields["backbone_config"] = transformers.ResNetConfig(**self.backbone)
-        config = getattr(transformers, self.config)(**fields)
-        set_dropout(config, dropout)
-        model = getattr(transformers, self.model)(config)
-        assert isinstance(model, nn.Module)
-        return self.prepare(model)
+
+def from_config(
+    config: str,
+    model: str,
+    fields: Mapping[str, Any],
+    backbone: Mapping[str, Any] | None = None,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """A model with random weights; `config` and `model` are names of classes in `transformers`."""
+    import transformers
+
+    fields = dict(fields)
+    if backbone is not None:
+        fields["backbone_config"] = transformers.ResNetConfig(**backbone)
+    settings = getattr(transformers, config)(**fields)
+    set_dropout(settings, dropout)
+    built = getattr(transformers, model)(settings)
+    assert isinstance(built, nn.Module)
+    return built
 
 
 def set_dropout(config: Any, probability: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ class CNN(nn.Module):
 class VGG(nn.Module):
     """Few convolutions and wide linear layers (Simonyan and Zisserman 2015): most bytes in few parameters."""
 
-    def __init__(self, dropout: float = 0.0, channels: Sequence[int] = (8, 16), width: int = 64) -> None:
+    def __init__(
+        self, dropout: float = 0.0, channels: Sequence[int] = (8, 16), width: int = 64, classes: int = CLASSES
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         inputs = 3
@@ -67,8 +70,11 @@ class VGG(nn.Module):
         self.classifier = nn.Sequential(
             *(nn.Linear(inputs * 49, width), nn.ReLU(), nn.Dropout(dropout)),
             *(nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout)),
-            nn.Linear(width, CLASSES),
+            nn.Linear(width, classes),
         )
+        for module in self.modules():  # without normalization, PyTorch's own initialization lets signals die away
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.classifier(self.features(x))
@@ -78,11 +84,13 @@ class VGG(nn.Module):
 class LSTM(nn.Module):
     """A language model of two recurrent layers: token ids (n, t) to logits (n, t, vocabulary)."""
 
-    def __init__(self, dropout: float = 0.0, width: int = 32) -> None:
+    def __init__(
+        self, dropout: float = 0.0, width: int = 32, vocabulary: int = VOCABULARY, sparse: bool = False
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width, sparse=sparse)
         self.recurrent = nn.LSTM(width, width, num_layers=2, dropout=dropout, batch_first=True)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden, _ = self.recurrent(self.embedding(ids))
@@ -105,16 +113,45 @@ class BagOfWords(nn.Module):
 
 
 class DLRM(nn.Module):
-    """A recommendation model (Naumov et al. 2019): tables of embeddings, their pairwise products, two MLPs."""
+    """A recommendation model (Naumov et al. 2019): tables of embeddings, their pairwise products, two MLPs.
 
-    def __init__(self, dropout: float = 0.0, width: int = 8, rows: Sequence[int] = (1000, 300, 50, 7)) -> None:
+    Categories are ids (n, tables), or with `bags` sums of several rows: (n, tables, ids).
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        width: int = 8,
+        rows: Sequence[int] = (1000, 300, 50, 7),
+        features: int = FEATURES,
+        bottom: Sequence[int] = (32,),
+        top: Sequence[int] = (32,),
+        bags: bool = True,
+        sparse: bool = False,
+    ) -> None:
         super().__init__()
-        assert len(rows) == FIELDS
-        self.tables = nn.ModuleList(nn.EmbeddingBag(n, width, mode="sum") for n in rows)
-        self.bottom = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
-        pairs = (FIELDS + 1) * FIELDS // 2
-        self.top = nn.Sequential(nn.Linear(width + pairs, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 1))
-        self.register_buffer("_pairs", torch.tril_indices(FIELDS + 1, FIELDS + 1, -1), persistent=False)
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(n, width, mode="sum", sparse=sparse) if bags else nn.Embedding(n, width, sparse=sparse)
+            for n in rows
+        )
+        vectors = len(rows) + 1
+        pairs = vectors * (vectors - 1) // 2
+        self.bottom = nn.Sequential(*_relu_layers((features, *bottom, width)))
+        inner = _relu_layers((width + pairs, *top))
+        self.top = nn.Sequential(*inner, nn.Dropout(dropout), nn.Linear(top[-1], 1))
+        self._initialize()
+        self.register_buffer("_pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
+
+    def _initialize(self) -> None:
+        """As the authors' code does."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                outputs, inputs = module.weight.shape
+                nn.init.normal_(module.weight, std=(2 / (inputs + outputs)) ** 0.5)
+                nn.init.normal_(module.bias, std=outputs**-0.5)
+            elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                bound = module.num_embeddings**-0.5
+                nn.init.uniform_(module.weight, -bound, bound)
 
     def forward(self, dense: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
         x = self.bottom(dense)
@@ -125,6 +162,10 @@ class DLRM(nn.Module):
         assert isinstance(pairs, torch.Tensor)
         logit: torch.Tensor = self.top(torch.cat([x, products[:, pairs[0], pairs[1]]], 1))
         return logit.squeeze(1)
+
+
+def _relu_layers(widths: Sequence[int]) -> list[nn.Module]:
+    return [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
 
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.zoo.batches import BOXES, CLASSES
+from benchmarks.zoo.batches import CLASSES
 
 
 def freeze_feature_encoder(model: nn.Module) -> nn.Module:
@@ -37,22 +37,24 @@ class Detection(nn.Module):
     BOX_WEIGHT = 5.0
     """The paper's weight of the L1 distance of boxes."""
 
-    def __init__(self, detector: nn.Module) -> None:
+    def __init__(self, detector: nn.Module, classes: int = CLASSES) -> None:
         super().__init__()
         self.detector = detector
+        self.classes = classes
 
     def forward(
         self, pixel_values: torch.Tensor, class_labels: torch.Tensor, boxes: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         output = self.detector(pixel_values=pixel_values)
-        distance = (output.pred_boxes[:, :BOXES] - boxes).abs().mean()
-        return {"loss": _class_loss(output.logits, class_labels) + self.BOX_WEIGHT * distance}
+        distance = (output.pred_boxes[:, : boxes.shape[1]] - boxes).abs().mean()
+        return {"loss": _class_loss(output.logits, class_labels, self.classes) + self.BOX_WEIGHT * distance}
 
 
-def _class_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _class_loss(logits: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
     """Cross entropy where there is a class for "no object"; one sigmoid a class, as the later DETRs have, where not."""
-    if logits.shape[-1] > CLASSES:
-        no_object = labels.new_full((logits.shape[0], logits.shape[1] - BOXES), CLASSES)
+    empty = logits.shape[1] - labels.shape[1]
+    if logits.shape[-1] > classes:
+        no_object = labels.new_full((logits.shape[0], empty), classes)
         return F.cross_entropy(logits.flatten(0, 1), torch.cat([labels, no_object], 1).flatten())
-    target = F.pad(F.one_hot(labels, CLASSES), (0, 0, 0, logits.shape[1] - BOXES))
+    target = F.pad(F.one_hot(labels, classes), (0, 0, 0, empty))
     return F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype))
