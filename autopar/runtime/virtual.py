@@ -7,9 +7,9 @@ the real cluster.
 
 What is shared with real compute, since it is the same code (`StepWriter`, `collectives`): which collectives are issued,
 behind which node, in which order, with which sizes and dtypes, the sums of the weights and of the loss, the waits, and
-so the bytes on the wire and the hash that ranks compare. What is not: gradients hold zeros, nothing is learned, the
-host's time to hand a collective over is that of this machine and is not dilated, neither are latencies, and compute is
-not slowed down by the communication beside it.
+so the bytes on the wire and the hash that ranks compare. What is not: gradients hold zeros, nothing is learned, rows of
+tables are as many in every batch as in the one that was captured, the host's time to hand a collective over is that of
+this machine and is not dilated, neither are latencies, and compute is not slowed down by the communication beside it.
 
 The clock is that of an asynchronous device. Work moves on the time at which the device is free, and returns at once.
 Before a collective is issued, and at the end of the step, the host sleeps until the device has come that far: a

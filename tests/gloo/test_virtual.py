@@ -19,6 +19,7 @@ CASES = [
         "UnevenPartitionedPS",
         "zero1",
         "Parallax",
+        "structured",
     )
     for clips in (False, True)
 ]

@@ -17,6 +17,7 @@ from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.runtime import collectives
 from autopar.runtime.modules import Clip
+from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
@@ -29,6 +30,7 @@ from autopar.strategies.lowering import lower_plan
 COLLECTIVES = (
     collectives.all_reduce,
     collectives.all_gather,
+    collectives.all_gather_equal,
     collectives.broadcast,
     collectives.reduce,
     collectives.reduce_scatter,
@@ -69,10 +71,11 @@ def compare(rank: int, world_size: int, cases: list[tuple[str, bool]]) -> dict[s
 
 def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, group: Group) -> dict[str, Any]:
     n, max_norm = group.world_size, MAX_NORM if clips else None
-    cluster, context = ClusterSpec.local(n), Context(n, clips=clips)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cluster, context = ClusterSpec.local(n), context_for(n, optimizer, "element", max_norm, True)
     plan = build_plan(name, graph, cluster, context)
 
-    real = Program(model, plan, group, torch.optim.SGD(model.parameters(), lr=0.1), _settings(max_norm), context)
+    real = Program(model, plan, group, optimizer, _settings(max_norm), context)
     compiled = real.adopt(signature_key(model, flatten(batch)), graph)
     weight = torch.ones((), dtype=torch.float64)
     with torch.no_grad():
