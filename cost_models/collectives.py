@@ -13,12 +13,13 @@ Links are directed: what a host's card sends does not get in the way of what it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.compute import is_cpu
-from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, broadcast_children, ring_reduce_bytes, wire_bytes
+from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, Teams, broadcast_children, ring_reduce_bytes, wire_bytes
 from autopar.spec.devices import CORE_FLOPS
 from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
@@ -100,6 +101,20 @@ class Transfer:
     """By rank: part of its compute that the transfer takes while it runs."""
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
+    loads: tuple[float, ...] = ()
+    """Part of each link that it fills, on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flows:
+    """Traffic on each link, linear in one vector over ranks: [link, rank]."""
+
+    ring: Floats
+    """Of what each rank sends on to the next one of its team."""
+    from_each: Floats
+    """Of what each rank sends to every other one of its team."""
+    to_each: Floats
+    """Of what each rank receives from every other one of its team."""
 
 
 class Network:
@@ -110,29 +125,19 @@ class Network:
         self.world_size = n = topology.world_size
         index: dict[str, int] = {}
         found: list[Link] = []
-        crossings: list[tuple[int, int, int]] = []
         self.latency_s = 0.0
         """Of the longest path."""
-        for a in range(n):
-            for b in range(n):
-                path = topology.path(a, b) if a != b else ()
-                self.latency_s = max(self.latency_s, sum(link.latency_s for link in path))
-                for link in path:
-                    if link.id not in index:
-                        index[link.id] = len(found)
-                        found.append(link)
-                    crossings.append((index[link.id], a, b))
+        for a, b in permutations(range(n), 2):
+            path = topology.path(a, b)
+            self.latency_s = max(self.latency_s, sum(link.latency_s for link in path))
+            for link in path:
+                if link.id not in index:
+                    index[link.id] = len(found)
+                    found.append(link)
         self.links = tuple(found)
         self._index, self._topology = index, topology
         self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in found])
-        # Traffic on each link is linear in one vector over ranks: what each sends on along the ring, what each sends
-        # to every other, or what each receives from every other.
-        self._ring, self._from_each, self._to_each = (np.zeros((len(found), n)) for _ in range(3))
-        for i, a, b in crossings:
-            self._from_each[i, a] += 1
-            self._to_each[i, b] += 1
-            if b == (a + 1) % n:
-                self._ring[i, a] += 1
+        self._known: dict[Teams, _Flows] = {}
         self._cores = np.array(
             [p.device.flops_per_s().value / CORE_FLOPS if is_cpu(p.device) else 0.0 for p in topology.ranks]
         )
@@ -140,26 +145,44 @@ class Network:
             (link.provenance for link in found), key=PROVENANCES.index, default="measured"
         )
 
+    def _flows(self, teams: Teams) -> _Flows:
+        """What depends on no message; once for each choice of teams."""
+        if teams not in self._known:
+            shape = (len(self.links), self.world_size)
+            flows = _Flows(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+            for team in teams or (tuple(range(self.world_size)),):
+                for i, a in enumerate(team):
+                    for b in team:
+                        for link in self._path(a, b) if a != b else ():
+                            flows.from_each[link, a] += 1
+                            flows.to_each[link, b] += 1
+                            if b == team[(i + 1) % len(team)]:
+                                flows.ring[link, a] += 1
+            self._known[teams] = flows
+        return self._known[teams]
+
     def phases(self, primitive: Primitive) -> list[tuple[Kind, Floats]]:
         """Bytes on each of `links`, for the parts of a collective that follow one another; and the kind of collective
         whose fraction of the bandwidth each part reaches."""
-        n, kind, size = self.world_size, primitive.kind, primitive.bytes
-        if kind is Kind.ALL_REDUCE:
-            return [(kind, self._around(np.full(n, 2 * (n - 1) / n * size)))]
+        kind, size = primitive.kind, primitive.bytes
         if kind is Kind.REDUCE:
             return self._reduce(primitive.owner or 0, size)
         if kind is Kind.BROADCAST:
             return self._broadcast(primitive.owner or 0, size)
-        held: Floats = np.array(primitive.splits) * float(DTYPE_BYTES[primitive.dtype])
+        n, flows = self.world_size, self._flows(primitive.teams)
+        held: Floats = np.array([primitive.held_elements(r) for r in range(n)], float) * DTYPE_BYTES[primitive.dtype]
+        others: Floats = np.array([len(primitive.team_of(r, n)) - 1 for r in range(n)], float)
+        if kind is Kind.ALL_REDUCE:
+            return [(kind, np.asarray(flows.ring @ (2 * others / (others + 1) * held)))]
         if kind is Kind.REDUCE_SCATTER:
-            return [(kind, np.asarray(self._to_each @ held))]
-        if is_all_to_all(primitive):
-            return [(Kind.REDUCE_SCATTER, np.asarray(self._from_each @ held))]
-        return [(kind, self._around((n - 1) * held))]
+            return [(kind, np.asarray(flows.to_each @ held))]
+        if is_all_to_all(primitive, n):
+            return [(Kind.REDUCE_SCATTER, np.asarray(flows.from_each @ held))]
+        return [(kind, np.asarray(flows.ring @ (others * held)))]
 
     def _around(self, sent: Floats) -> Floats:
         """Rank r sends `sent[r]` to rank r+1."""
-        return np.asarray(self._ring @ sent)
+        return np.asarray(self._flows(()).ring @ sent)
 
     def _reduce(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
         n = self.world_size
@@ -169,7 +192,7 @@ class Network:
         parts = np.zeros(n)
         parts[owner] = size / n
         scattered = self._around(np.full(n, float(ring_reduce_bytes(size, n))))
-        return [(Kind.REDUCE, scattered), (Kind.REDUCE_SCATTER, np.asarray(self._to_each @ parts))]
+        return [(Kind.REDUCE, scattered), (Kind.REDUCE_SCATTER, np.asarray(self._flows(()).to_each @ parts))]
 
     def _broadcast(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
         n = self.world_size
@@ -208,18 +231,22 @@ class Network:
         wire_s = sum(float(np.max(traffic / self.bandwidth)) / backend.fraction[kind] for kind, traffic in phases)
         host_s: Floats = (np.array(sent, dtype=float) + np.array(received)) / backend.host_bytes_per_s
         # A collective cannot be faster than the library's own threads move its bytes.
-        rounds = self._rounds(primitive.kind, len(phases))
+        size = max(len(primitive.team_of(r, self.world_size)) for r in range(self.world_size))
+        rounds = self._rounds(primitive.kind, size, len(phases))
         start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads)
-        return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received))
+        loads = sum(traffic / self.bandwidth / backend.fraction[kind] for kind, traffic in phases) / seconds
+        return Transfer(
+            seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), tuple(np.asarray(loads).tolist())
+        )
 
-    def _rounds(self, kind: Kind, phases: int) -> int:
-        """Messages that follow one another."""
+    def _rounds(self, kind: Kind, team: int, phases: int) -> int:
+        """Messages that follow one another, in a team of so many ranks."""
         if kind is Kind.ALL_REDUCE:
-            return 2 * (self.world_size - 1)
+            return 2 * (team - 1)
         if kind is Kind.BROADCAST and not self.backend.chains:
             return phases
-        return self.world_size - 1 + (phases - 1)
+        return team - 1 + (phases - 1)
 
     def _taken(self, host_s: Floats, seconds: float) -> tuple[float, ...]:
         """A CPU rank moves the bytes on the cores that it computes on: all of it is lost where it has but one."""
@@ -229,9 +256,10 @@ class Network:
         return tuple(float(x) for x in np.minimum(1.0, host_s / seconds / cores))
 
 
-def is_all_to_all(primitive: Primitive) -> bool:
+def is_all_to_all(primitive: Primitive, world_size: int) -> bool:
     """Whether the runtime sends from each rank to each: for every reduce-scatter, and to gather unequal parts."""
-    unequal = len(set(primitive.splits)) > 1
+    teams = primitive.teams or (tuple(range(world_size)),)
+    unequal = any(len({primitive.splits[r] for r in team}) > 1 for team in teams if primitive.splits)
     return primitive.kind is Kind.REDUCE_SCATTER or (primitive.kind is Kind.ALL_GATHER and unequal)
 
 

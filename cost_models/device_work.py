@@ -60,7 +60,7 @@ class Work:
     def key(self) -> tuple[object, ...]:
         """Equal keys cost the same."""
         p, s = self.primitive, self.source
-        of_source = (s.kind, s.dtype) if s else None
+        of_source = (s.kind, s.dtype, s.teams) if s else None
         work = (p.flops, p.moved_bytes, p.touched)
         return (
             p.kind,
@@ -110,8 +110,9 @@ class Work:
     def _before_sending(self, rank: int, rates: Rates, world_size: int) -> float:
         """An all-gather of unequal parts repeats the part for every receiver."""
         p = self.primitive
-        if p.kind is Kind.ALL_GATHER and len(set(p.splits)) > 1:
-            return rates.copy_s((1 + world_size) * p.held_elements(rank) * DTYPE_BYTES[p.dtype])
+        team = p.team_of(rank, world_size)
+        if p.kind is Kind.ALL_GATHER and len({p.splits[r] for r in team}) > 1:
+            return rates.copy_s((1 + len(team)) * p.held_elements(rank) * DTYPE_BYTES[p.dtype])
         return 0.0
 
     def _after_wait(self, rank: int, rates: Rates, world_size: int) -> float:
@@ -119,7 +120,8 @@ class Work:
         p = self.primitive
         if self.source is None or self.source.kind is not Kind.REDUCE_SCATTER:
             return 0.0
-        return rates.copy_s(p.held_elements(rank) * (world_size * DTYPE_BYTES[p.dtype] + DTYPE_BYTES[self.dtype]))
+        parts = len(self.source.team_of(rank, world_size))
+        return rates.copy_s(p.held_elements(rank) * (parts * DTYPE_BYTES[p.dtype] + DTYPE_BYTES[self.dtype]))
 
     def _update(self, rank: int, rates: Rates, optimizer: OptimizerCost) -> float:
         """The optimizer on what the rank holds; what is sent is packed again, unless it is one tensor."""

@@ -1,18 +1,20 @@
-"""Event simulation of one step: compute streams of the ranks, and one communication channel beside them.
+"""Event simulation of one step: compute streams of the ranks, and communication channels beside them.
 
 What is modelled: each rank runs its part of the program in order on one compute stream. A collective starts when the
-last rank has issued it and the channel is free, for a backend finishes its collectives in the order of submission;
-a wait blocks the compute stream. While a collective runs, compute beside it may be slowed down, since the backend
-takes processor time from it. The slowest rank decides the step. gloo's second thread, which lets the next collective
-begin early, is not modelled.
+last rank has issued it and its channel is free, for a backend finishes the collectives of one process group in the
+order of submission; those of other groups run beside it and share the links with it; a wait blocks the compute
+stream. While a collective runs, compute beside it may be slowed down, since the backend takes processor time from it.
+The slowest rank decides the step. gloo's second thread of a group, which lets the next collective begin early, is not
+modelled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.base import Span
+from autopar.cost_models.channels import Channels, Job
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.strategies.lowering import StepProgram
 
@@ -29,6 +31,8 @@ class Price:
     """Fraction of the compute stream that the transfer takes while it runs, 0 to 1; empty for none."""
     uniform: bool = True
     """Whether all ranks' entries are equal."""
+    loads: tuple[float, ...] = ()
+    """Part of each link that the transfer fills while it is alone."""
 
 
 @dataclass
@@ -70,15 +74,16 @@ def simulate(
             state.issue(primitive, price)
         elif price.transfer_s:
             state.issue(primitive, price)
-            state.wait_for(state.ends[primitive.index])
+            state.wait_for(state.channels.end_of(primitive.index))
     state.compute_until(len(streams.prefix_s[0]) - 2)
+    state.channels.finish()
     slowest = max(range(len(ranks)), key=state.now.__getitem__)
     return Outcome(
         step_time_s=state.now[slowest],
         compute_s=state.busy[slowest],
-        communication_s=state.channel_busy,
+        communication_s=state.channels.busy_s,
         slowest_rank=ranks[slowest],
-        spans=state.spans,
+        spans=state.timeline_spans(),
     )
 
 
@@ -106,13 +111,10 @@ class _State:
         """Nodes of the graph that have run."""
         self.now = [0.0] * len(ranks)
         self.busy = [0.0] * len(ranks)
-        self.channel_free = 0.0
-        self.channel_busy = 0.0
-        self.ends: dict[int, float] = {}
-        # Transfers that slow compute down: (start, end, fraction taken, by representative), in time order; and for
-        # each representative the first that may still lie ahead.
-        self.transfers: list[tuple[float, float, tuple[float, ...]]] = []
+        self.channels = Channels()
+        # For each representative the first stretch of slowed compute that may still lie ahead.
         self.ahead = [0] * len(ranks)
+        self.labels: dict[int, str] = {}
 
     def compute_until(self, position: int) -> None:
         """Runs the graph's nodes up to and including `position`."""
@@ -134,18 +136,26 @@ class _State:
             self._run(i, price.device_s[rank], name)
 
     def issue(self, primitive: Primitive, price: Price) -> None:
-        """Puts a transfer into the channel: it starts behind those before it, once the last rank has issued it."""
-        start = max(self.channel_free, *self.now)
-        end = self.channel_free = self.ends[primitive.index] = start + price.transfer_s
-        self.channel_busy += price.transfer_s
-        if price.taken:
-            self.transfers.append((start, end, tuple(price.taken[r] for r in self.ranks)))
+        """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
+        taken = tuple(price.taken[r] for r in self.ranks) if price.taken else ()
+        channel = (primitive.teams, primitive.lane)
+        self.channels.issue(Job(primitive.index, channel, max(self.now), price.transfer_s, price.loads, taken))
         if self.timeline:
-            self.spans.append(Span(self.channel, label(primitive), start, end))
+            self.labels[primitive.index] = label(primitive)
+
+    def timeline_spans(self) -> list[Span]:
+        """All bars: those of compute, and those of each channel, which is named where there are several."""
+        if not self.timeline:
+            return []
+        names: dict[Hashable, str] = {}
+        for job, end in self.channels.done:
+            name = names.setdefault(job.channel, f"{self.channel} {len(names) + 1}" if names else self.channel)
+            self.spans.append(Span(name, self.labels[job.index], job.start_s or 0.0, end))
+        return self.spans
 
     def wait(self, primitive: Primitive) -> None:
         """Blocks every compute stream until the collective that the primitive waits for has ended."""
-        self.wait_for(self.ends[primitive.inputs[0]])
+        self.wait_for(self.channels.end_of(primitive.inputs[0]))
 
     def wait_for(self, end: float) -> None:
         self.now = [max(t, end) for t in self.now]
@@ -156,26 +166,32 @@ class _State:
             return
         begin = self.now[i]
         self.busy[i] += seconds
-        self.now[i] = self._slowed(i, begin, seconds) if self.ahead[i] < len(self.transfers) else begin + seconds
+        self.now[i] = self._slowed(i, begin, seconds)
         if self.timeline:
             self.spans.append(Span(f"rank {self.ranks[i]}", name, begin, self.now[i]))
 
     def _slowed(self, i: int, now: float, seconds: float) -> float:
-        while self.ahead[i] < len(self.transfers):
-            start, end, taken = self.transfers[self.ahead[i]]
-            if now < end:
-                if now + seconds <= start:
-                    break
-                if now < start:
-                    seconds -= start - now
-                    now = start
-                speed = 1.0 - taken[i]
-                if speed > 0.0 and (end - now) * speed >= seconds:
-                    return now + seconds / speed
-                seconds -= (end - now) * speed
-                now = end
-            self.ahead[i] += 1
-        return now + seconds
+        """When work is done that would take `seconds` alone."""
+        while True:
+            self.channels.advance(now + seconds)  # no later than the end of the work, whatever slows it down
+            stretches = self.channels.slowed
+            moved = False
+            while self.ahead[i] < len(stretches):
+                start, end, taken = stretches[self.ahead[i]]
+                if now < end:
+                    if now + seconds <= start:
+                        return now + seconds
+                    if now < start:
+                        seconds -= start - now
+                        now = start
+                    speed = 1.0 - taken[i]
+                    if speed > 0.0 and (end - now) * speed >= seconds:
+                        return now + seconds / speed
+                    seconds -= (end - now) * speed
+                    now, moved = end, True
+                self.ahead[i] += 1
+            if not moved:
+                return now + seconds
 
 
 def label(primitive: Primitive) -> str:

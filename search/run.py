@@ -105,7 +105,7 @@ def build_plan(
     Raises `PlanError` with the nearest name for an unknown one, with the reason where the builder's strategy cannot
     be used, and where `fidelity` is given and does not allow the plan.
     """
-    builder = builder_named(name)
+    builder, context = builder_named(name), context.on(cluster)
     groups = builder(graph.parameters, context, cluster)
     used = fidelity_of(groups, context)
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
@@ -136,7 +136,7 @@ def _problem(
         )
     if not graph.parameters:
         raise PlanError(f"model '{graph.model.name}' has no trainable parameter: there is nothing to plan")
-    return Problem(graph, cluster, Topology(cluster), context, cost_model or AnalyticCostModel(), fidelity)
+    return Problem(graph, cluster, Topology(cluster), context.on(cluster), cost_model or AnalyticCostModel(), fidelity)
 
 
 def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:

@@ -7,7 +7,9 @@ if __name__ != "autopar.strategies":
 
 from autopar.errors import PlanError, did_you_mean
 from autopar.strategies.all_reduce import AllReduce
-from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, Value
+from autopar.strategies.base import Context, Group, Member, Options, Strategy
+from autopar.strategies.emitter import Emitter, Value
+from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
 from autopar.strategies.sparse_rows import SparseRows
@@ -19,6 +21,7 @@ __all__ = [
     "Context",
     "Emitter",
     "Group",
+    "HierarchicalAllReduce",
     "Member",
     "Options",
     "ParameterServer",
@@ -31,7 +34,15 @@ __all__ = [
 ]
 
 STRATEGIES: dict[str, Strategy] = {
-    s.name: s for s in (AllReduce(), ParameterServer(), PartitionedParameterServer(), SparseRows(), SufficientFactors())
+    s.name: s
+    for s in (
+        AllReduce(),
+        HierarchicalAllReduce(),
+        ParameterServer(),
+        PartitionedParameterServer(),
+        SparseRows(),
+        SufficientFactors(),
+    )
 }
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.strategies.base import Context, Emitter, Group, Options, Strategy, WireDtype
+from autopar.strategies.base import Context, Group, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
 
 
 class AllReduceOptions(Options):

@@ -1,4 +1,4 @@
-"""What a strategy is, and the emitter that it describes itself to.
+"""What a strategy is, and what it is told.
 
 A strategy is one file. It is asked, in this order:
 
@@ -16,19 +16,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, Primitive
 from autopar.ir.training_graph import Parameter, Parts
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup
 
-WireDtype = Literal["same", "float32", "bfloat16", "float16"]
+if TYPE_CHECKING:
+    from autopar.strategies.emitter import Emitter
 
-_SORT_BYTES = 8 * 24
-"""Bytes that merging equal indices moves for each of them: a sort of 64-bit keys, in a dozen passes. [Empirical, of the
-right order]"""
+WireDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
 class Options(BaseModel):
@@ -49,8 +48,16 @@ class Context:
     run on slices."""
     clips: bool = False
     """Whether gradients are clipped by their global norm before the update."""
+    hosts: tuple[int, ...] = ()
+    """On which host each rank is; empty where every rank has one of its own."""
     sparse_update: bool = False
     """Whether the optimizer leaves an element alone whose gradient is zero, and can be given the others only."""
+
+    def on(self, cluster: ClusterSpec) -> Context:
+        """The same on the hosts of a cluster."""
+        places = cluster.ranks
+        names = list(dict.fromkeys(p.host.name for p in places))
+        return replace(self, hosts=tuple(names.index(p.host.name) for p in places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,253 +112,6 @@ class Group:
     def known(self) -> int:
         """Position at which the number of rows of all its parts is known."""
         return max(m.parts.known for m in self.members)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A flat value that primitives pass on: gradients or parameters of a group."""
-
-    index: int
-    group: int
-    elements: int
-    dtype: str
-    stage: int
-    pending: bool = False
-    """A collective that has not been waited for."""
-    reduced: bool = False
-    """Gradients: summed over all ranks."""
-    splits: tuple[int, ...] = ()
-    owner: int | None = None
-    updated: bool = False
-    """Parameters, after the optimizer."""
-    ragged: bool = False
-    """As many elements as the batch makes them; `elements` are expected."""
-
-    @property
-    def replicated(self) -> bool:
-        return not self.splits and self.owner is None
-
-
-class Emitter:
-    """Records the primitives of a step. With one rank, collectives and waits vanish."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.world_size = context.world_size
-        self.primitives: list[Primitive] = []
-
-    def pack(self, group: Group, wire: WireDtype = "same") -> Value:
-        """The group's gradients as one flat value in the `wire` dtype: of this rank's batch, scaled so that the
-        sum over ranks is the mean over the global batch."""
-        dtype = group.dtype if wire == "same" or self.world_size == 1 else wire
-        return self._emit(Kind.PACK, None, group.index, group.elements, dtype, stage=0, reduced=self.world_size == 1)
-
-    def all_reduce(self, value: Value) -> Value:
-        """The sum over ranks, on every rank."""
-        return self._collective(Kind.ALL_REDUCE, value, reduced=True)
-
-    def reduce(self, value: Value, owner: int) -> Value:
-        """The sum over ranks, on `owner`."""
-        return self._collective(Kind.REDUCE, value, owner=owner, reduced=True)
-
-    def reduce_scatter(self, value: Value, splits: Sequence[int]) -> Value:
-        """The sum over ranks; rank r holds the r-th part, `splits[r]` elements long (0 is allowed)."""
-        assert len(splits) == self.world_size and sum(splits) == value.elements, "splits must cover the value"
-        return self._collective(Kind.REDUCE_SCATTER, value, splits=tuple(splits), reduced=True)
-
-    def all_gather(self, value: Value) -> Value:
-        """All parts of a sharded value, on every rank."""
-        return self._collective(Kind.ALL_GATHER, value, splits=(), source_splits=value.splits)
-
-    def broadcast(self, value: Value) -> Value:
-        """The owner's value, on every rank."""
-        return self._collective(Kind.BROADCAST, value, owner=None, source_owner=value.owner)
-
-    def wait(self, value: Value) -> Value:
-        """Completes a collective. Its wait lies after the backward pass, so that compute hides it; that of counts,
-        before it."""
-        if not value.pending:
-            return value
-        stage = value.stage + 1
-        return self._emit(Kind.WAIT, value, value.group, value.elements, value.dtype, stage=stage, pending=False)
-
-    def count(self, group: Group) -> Value:
-        """How many rows each gradient's parts have, as soon as the batch tells; every rank's own, to be gathered."""
-        n, looked_up = self.world_size, sum(m.parts.rows for m in group.members if m.parts.kind == "rows")
-        return self._emit(
-            Kind.COUNT,
-            None,
-            group.index,
-            n * len(group.members),
-            "int64",
-            stage=FORWARD_STAGE,
-            splits=(len(group.members),) * n,
-            moved_bytes=looked_up * _SORT_BYTES,
-        )
-
-    def parts(self, group: Group, counts: Value, wire: WireDtype = "same") -> Value:
-        """What this rank's gradients are made of, in the `wire` dtype, as many rows as `counts` says; every rank's
-        own, to be gathered. Its elements are those expected from the batch that was captured."""
-        assert not counts.pending and counts.replicated, "parts need the counts of all ranks"
-        dtype = group.dtype if wire == "same" else wire
-        elements = sum(m.parts.distinct * (m.parts.row_width + index_elements(m.parts, dtype)) for m in group.members)
-        read = sum(m.parts.rows * m.parts.row_width for m in group.members) * DTYPE_BYTES[group.dtype]
-        return self._emit(
-            Kind.PARTS,
-            counts,
-            group.index,
-            self.world_size * elements,
-            dtype,
-            stage=0,
-            splits=(elements,) * self.world_size,
-            moved_bytes=2 * read + elements * DTYPE_BYTES[dtype],
-            ragged=True,
-        )
-
-    def form(self, parts: Value, counts: Value, group: Group) -> Value:
-        """The gradients that all ranks' parts add up to; where the optimizer can pass over the rows of a table that
-        were not looked up, only the others."""
-        assert parts.replicated and not parts.pending, "form needs the parts of all ranks"
-        n, width = self.world_size, DTYPE_BYTES[group.dtype]
-        touched = sum(_touched(m, n) if self._passes_over(m) else m.elements for m in group.members)
-        return self._emit(
-            Kind.FORM,
-            parts,
-            group.index,
-            group.elements,
-            group.dtype,
-            stage=parts.stage,
-            reduced=True,
-            flops=sum(2 * n * m.parts.rows * m.elements for m in group.members if m.parts.kind == "factors"),
-            moved_bytes=parts.elements * (DTYPE_BYTES[parts.dtype] + 2 * width) + touched * width,
-            touched=touched,
-            also=counts,
-        )
-
-    def gathered(self, group: Group, wire: WireDtype = "same") -> Value:
-        """The gradients, formed from the parts of all ranks. With one rank, they are there already."""
-        if self.world_size == 1:
-            return self.pack(group)
-        counts = self.wait(self.all_gather(self.count(group)))
-        parts = self.wait(self.all_gather(self.parts(group, counts, wire)))
-        return self.form(parts, counts, group)
-
-    def _passes_over(self, member: Member) -> bool:
-        return self.context.sparse_update and not self.context.clips and member.parts.kind == "rows"
-
-    def update(self, value: Value, group: Group) -> Value:
-        """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype; without
-        an optimizer, hands the gradients over. Returns the updated parameters, in the same layout."""
-        assert value.reduced and not value.pending, "update needs reduced gradients that were waited for"
-        kind = Kind.UPDATE if self.context.has_optimizer else Kind.DELIVER
-        assert kind is Kind.UPDATE or value.replicated, "without an optimizer, every rank needs the whole gradient"
-        stage = max(value.stage, CLIP_STAGE) if self.context.clips else value.stage
-        touched = self.primitives[value.index].touched
-        return self._emit(
-            kind, value, group.index, group.elements, group.dtype, stage=stage, updated=True, touched=touched
-        )
-
-    def store(self, value: Value) -> None:
-        """Writes updated parameters that were received into the parameters of every rank."""
-        assert value.updated and value.replicated and not value.pending, "store needs replicated parameters"
-        if self.world_size > 1:
-            self._emit(Kind.STORE, value, value.group, value.elements, value.dtype, stage=value.stage)
-
-    def _collective(
-        self,
-        kind: Kind,
-        value: Value,
-        *,
-        splits: tuple[int, ...] | None = None,
-        owner: int | None = None,
-        reduced: bool | None = None,
-        source_splits: tuple[int, ...] = (),
-        source_owner: int | None = None,
-    ) -> Value:
-        assert not value.pending, f"{kind} of a value that was not waited for"
-        if self.world_size == 1:
-            return replace(value, reduced=value.reduced or bool(reduced))
-        return self._emit(
-            kind,
-            value,
-            value.group,
-            value.elements,
-            value.dtype,
-            stage=value.stage,
-            pending=True,
-            splits=splits or (),
-            owner=owner,
-            reduced=value.reduced if reduced is None else reduced,
-            recorded_splits=source_splits or splits or (),
-            recorded_owner=source_owner if source_owner is not None else owner,
-            ragged=value.ragged,
-        )
-
-    def _emit(
-        self,
-        kind: Kind,
-        source: Value | None,
-        group: int,
-        elements: int,
-        dtype: str,
-        *,
-        stage: int,
-        pending: bool = False,
-        reduced: bool | None = None,
-        splits: tuple[int, ...] | None = None,
-        owner: int | None = None,
-        updated: bool | None = None,
-        recorded_splits: tuple[int, ...] | None = None,
-        recorded_owner: int | None = None,
-        flops: int = 0,
-        moved_bytes: int = 0,
-        touched: int | None = None,
-        ragged: bool = False,
-        also: Value | None = None,
-    ) -> Value:
-        is_collective = recorded_splits is not None
-        if source is not None and not is_collective and splits is None:
-            splits, owner = source.splits, source.owner
-        value = Value(
-            index=len(self.primitives),
-            group=group,
-            elements=elements,
-            dtype=dtype,
-            stage=stage,
-            pending=pending,
-            reduced=source.reduced if reduced is None and source else bool(reduced),
-            splits=splits or (),
-            owner=owner,
-            updated=source.updated if updated is None and source else bool(updated),
-            ragged=ragged,
-        )
-        self.primitives.append(
-            Primitive(
-                index=value.index,
-                kind=kind,
-                group=group,
-                inputs=tuple(v.index for v in (source, also) if v is not None),
-                elements=elements,
-                dtype=dtype,
-                stage=stage,
-                splits=(recorded_splits if is_collective else splits) or (),
-                owner=recorded_owner if is_collective else owner,
-                flops=flops,
-                moved_bytes=moved_bytes,
-                touched=touched,
-                ragged=ragged,
-            )
-        )
-        return value
-
-
-def index_elements(parts: Parts, dtype: str) -> int:
-    """How many elements of a flat value of this dtype hold the index of one row; factors have none."""
-    return 0 if parts.kind == "factors" else max(1, 4 // DTYPE_BYTES[dtype])
-
-
-def _touched(member: Member, world_size: int) -> int:
-    return min(member.elements, world_size * member.parts.distinct * member.parts.row_width)
 
 
 class Strategy(ABC):

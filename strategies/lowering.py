@@ -16,7 +16,8 @@ from autopar.ir.primitives import CLIP_STAGE, FORWARD_STAGE, WHOLE_STEP, Kind, P
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
-from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy
+from autopar.strategies.base import Context, Group, Member, Options, Strategy
+from autopar.strategies.emitter import Emitter
 
 
 @dataclass(frozen=True, slots=True)

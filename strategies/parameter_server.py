@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
 
 
 class ParameterServerOptions(Options):

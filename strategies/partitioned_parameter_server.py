@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from pydantic import field_validator
 
-from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
 
 
 class PartitionedParameterServerOptions(Options):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.strategies.base import Context, Emitter, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
 
 
 class SufficientFactorsOptions(Options):

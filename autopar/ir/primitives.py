@@ -10,11 +10,16 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
+Teams = tuple[tuple[int, ...], ...]
+"""Disjoint sets of ranks that together are all ranks, each of which does a collective among itself; empty for one team
+of all."""
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
 class Kind(StrEnum):
-    """What a primitive does. Collectives are over all ranks and return at once; `WAIT` completes them."""
+    """What a primitive does. Collectives are over all ranks, or within teams, and return at once; `WAIT` completes
+    them."""
 
     PACK = "pack"
     """Flatten, concatenate and cast the group's gradients, as soon as the last of them is complete."""
@@ -69,6 +74,10 @@ class Primitive:
     """Elements that each rank holds, where the value is sharded."""
     owner: int | None = None
     """The one rank that holds the value, where one does."""
+    teams: Teams = ()
+    """Of a collective."""
+    lane: int = 0
+    """Of a collective: lanes have channels of their own, so what one sends does not wait for the other."""
     flops: int = 0
     """Operations on the device, of `COUNT`, `PARTS` and `FORM`."""
     moved_bytes: int = 0
@@ -90,6 +99,10 @@ class Primitive:
             return self.elements if rank == self.owner else 0
         return self.elements
 
+    def team_of(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """The ranks among which `rank` does the collective, itself included."""
+        return next((t for t in self.teams if rank in t), tuple(range(world_size)))
+
 
 WHOLE_STEP = -1
 FORWARD_STAGE = -2
@@ -100,7 +113,7 @@ def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[i
     """Bytes that each rank sends and receives for a primitive: (sent, received), both indexed by rank.
 
     The formulas are those of the algorithms that run (gloo's, and those of `runtime.collectives`); `tests/lab` holds
-    them to the bytes seen on the wire. n ranks, S bytes in all, s_r of them held by rank r:
+    them to the bytes seen on the wire. n ranks in a team, S bytes in all, s_r of them held by rank r:
 
     ==============  ========================================  ==========================================
     primitive       sent by a rank                            received by a rank
@@ -115,25 +128,36 @@ def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[i
 
     R is `ring_reduce_bytes`: (n-1)/n S for small values, nearly S for large ones.
     """
-    n, size = world_size, primitive.bytes
-    if n == 1 or primitive.kind not in COLLECTIVES:
-        return [0] * n, [0] * n
-    part = round((n - 1) / n * size)
+    sent, received = [0] * world_size, [0] * world_size
+    if primitive.kind not in COLLECTIVES:
+        return sent, received
+    for team in primitive.teams or (tuple(range(world_size)),):
+        for rank, out, into in zip(team, *_team_bytes(primitive, team), strict=True):
+            sent[rank], received[rank] = out, into
+    return sent, received
+
+
+def _team_bytes(primitive: Primitive, team: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """As `wire_bytes`, by place in the team."""
+    n, size, width = len(team), primitive.bytes, DTYPE_BYTES[primitive.dtype]
+    if n == 1:
+        return [0], [0]
     if primitive.kind is Kind.ALL_REDUCE:
-        return [2 * part] * n, [2 * part] * n
+        ring = [2 * round((n - 1) / n * primitive.held_elements(r) * width) for r in team]
+        return ring, ring
     if primitive.kind is Kind.REDUCE:
-        ring = ring_reduce_bytes(size, n)
+        ring_bytes, part = ring_reduce_bytes(size, n), round((n - 1) / n * size)
         return (
-            [ring if r == primitive.owner else ring + size // n for r in range(n)],
-            [ring + part if r == primitive.owner else ring for r in range(n)],
+            [ring_bytes if r == primitive.owner else ring_bytes + size // n for r in team],
+            [ring_bytes + part if r == primitive.owner else ring_bytes for r in team],
         )
     if primitive.kind is Kind.BROADCAST:
         assert primitive.owner is not None
-        children = [len(broadcast_children((r - primitive.owner) % n, n)) for r in range(n)]
-        return [c * size for c in children], [0 if r == primitive.owner else size for r in range(n)]
-    width = DTYPE_BYTES[primitive.dtype]
-    rest = [size - s * width for s in primitive.splits]
-    share = [(n - 1) * s * width for s in primitive.splits]
+        root = team.index(primitive.owner)
+        children = [len(broadcast_children((i - root) % n, n)) for i in range(n)]
+        return [c * size for c in children], [0 if r == primitive.owner else size for r in team]
+    rest = [size - primitive.splits[r] * width for r in team]
+    share = [(n - 1) * primitive.splits[r] * width for r in team]
     return (rest, share) if primitive.kind is Kind.REDUCE_SCATTER else (share, rest)
 
 
@@ -158,7 +182,9 @@ def broadcast_children(rank: int, world_size: int) -> list[int]:
 def order_hash(primitives: tuple[Primitive, ...], world_size: int) -> str:
     """A hash over the collectives in issue order: what all ranks must agree on before the first step."""
     lines = [
-        f"{p.kind} ragged {p.dtype}" if p.ragged else f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner}"
+        f"{p.kind} ragged {p.dtype}"
+        if p.ragged
+        else f"{p.kind} {p.elements} {p.dtype} {p.splits} {p.owner} {p.teams} {p.lane}"
         for p in primitives
         if p.kind in COLLECTIVES
     ]

@@ -97,9 +97,8 @@ class BackwardWriter(_Half):
         return self.call(torch.addcmul, (node, self.earlier[name], self.per_weight))
 
     def whole_step(self, p: Primitive) -> None:
-        assert self.target.group is not None
         if p.kind is Kind.ALL_REDUCE:
-            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.target.group))
+            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.channel()))
             return
         total = self.call(collectives.wait, (self.values[p.inputs[0]],))
         dtypes = {t.meta["val"].dtype for t in self.tangents}

@@ -49,7 +49,11 @@ def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) ->
 
 
 def context_for(
-    world_size: int, optimizer: Optimizer | None, scope: Scope, clip_grad_norm: float | None, updates: bool
+    world_size: int,
+    optimizer: Optimizer | None,
+    scope: Scope,
+    clip_grad_norm: float | None,
+    updates: bool,
 ) -> Context:
     """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet."""
     return Context(

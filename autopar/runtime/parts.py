@@ -1,7 +1,7 @@
 """What gradients are made of: counted, packed, and put together again from the parts of all ranks.
 
-A group's flat value of parts holds, member after member: for rows of a table, their indices and then the rows; for
-factors, the left one and then the right one. Ranks may hold different numbers of rows; all send as much as the one that
+A group's flat value of parts holds the indices of all rows of tables; then, member after member, the rows, or the left
+factor and the right one. Ranks may hold different numbers of rows; all send as much as the one that
 holds most.
 """
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.strategies.base import Group, Member, index_elements
+from autopar.strategies.base import Group, Member
+from autopar.strategies.emitter import index_elements
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Left and right part of one term: indices and values, or two factors."""
@@ -96,25 +97,28 @@ class Layout:
         self._index_elements = [index_elements(m.parts, name) for m in members]
 
     def elements(self, counts: Sequence[int]) -> int:
-        """Of one rank's flat value."""
-        return sum(
+        """Of one rank's flat value; an even number, so that indices of 32 bits are aligned behind it, too."""
+        total = sum(
             c * (m.parts.row_width + i) for c, m, i in zip(counts, self.members, self._index_elements, strict=True)
         )
+        return total + total % 2
 
     def views(self, flat: torch.Tensor, counts: Sequence[int]) -> list[Pair]:
         """Left and right part of each member, in the memory of `flat`; indices as integers."""
-        found, offset = [], 0
-        for member, rows, extra in zip(self.members, counts, self._index_elements, strict=True):
-            parts = member.parts
-            left = flat[offset : offset + rows * (extra or parts.left_width)]
-            offset += left.numel()
+        indices, offset = [], 0
+        for rows, extra in zip(counts, self._index_elements, strict=True):
+            # The bits of integers; a sum over ranks never touches them, they are only copied.
+            bits = flat[offset : offset + rows * extra]
+            indices.append(bits.view(torch.int64 if self.dtype.itemsize == 8 else torch.int32))
+            offset += rows * extra
+        found = []
+        for member, rows, index in zip(self.members, counts, indices, strict=True):
+            parts, left = member.parts, index
+            if parts.left_width:
+                left = flat[offset : offset + rows * parts.left_width].view(rows, parts.left_width)
+                offset += left.numel()
             right = flat[offset : offset + rows * parts.right_width].view(rows, parts.right_width)
             offset += right.numel()
-            if extra:
-                # The bits of integers; a sum over ranks never touches them, they are only copied.
-                left = left.view(torch.int64 if self.dtype.itemsize == 8 else torch.int32)
-            else:
-                left = left.view(rows, parts.left_width)
             found.append((left, right))
         return found
 

@@ -25,6 +25,7 @@ from autopar.runtime.random import RandomStream
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
 from autopar.runtime.writer import NARROW, Target
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -78,7 +79,7 @@ class Program:
         self.optimizer = optimizer
         self.settings = settings
         self._group = group
-        self._context = context
+        self._context = context.on(ClusterSpec.model_validate(plan.cluster.spec))
         self._rendezvous = Rendezvous(group)
         self._parameters = named_parameters(model, settings.loss_fn)
         self._device = next(iter(self._parameters.values())).device
@@ -202,7 +203,7 @@ class Program:
         return Target(
             rank=self._group.rank,
             world_size=self._group.world_size,
-            group=self._group.name,
+            group=self._group,
             parameters=self._parameters,
             part=self._part,
             max_norm=self.settings.clip_grad_norm,

@@ -74,7 +74,7 @@ class StepWriter(Writer):
 
     def whole_step(self, p: Primitive) -> None:
         """The weight's sum and its wait come first, unless it is known already; then the loss's sum and its wait."""
-        assert self.tangent is not None and self.target.group is not None
+        assert self.tangent is not None
         first = next(q for q in self.program.primitives if q.group == WHOLE_STEP and q.kind is Kind.ALL_REDUCE)
         of_weight = p is first or first.index in p.inputs
         if of_weight and self.earlier_loss is not None:
@@ -96,13 +96,13 @@ class StepWriter(Writer):
             else:
                 self.copies[self.tangent] = self.share
         elif of_weight:
-            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.target.group))
+            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.channel()))
         else:
             assert self.share is not None
             part = self.call(loss_share, (self.copies[self.loss_source], self.share))
             if self.earlier_loss is not None:
                 part = self.call(torch.add, (part, self.earlier_loss))
-            self.values[p.index] = self.call(collectives.all_reduce, (part, self.target.group))
+            self.values[p.index] = self.call(collectives.all_reduce, (part, self.channel()))
 
 
 class LocalWriter(Writer):

@@ -23,6 +23,7 @@ from autopar.runtime import collectives, parts
 from autopar.runtime.fragments import Fragment, fragments, pack
 from autopar.runtime.modules import Clip, Store, Update
 from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.base import Group, Member
 from autopar.strategies.lowering import StepProgram
 
@@ -37,8 +38,8 @@ class Target:
 
     rank: int
     world_size: int
-    group: str | None
-    """Name of the process group; `None` with one rank."""
+    group: ProcessGroup | None
+    """The process group; `None` where nothing is sent."""
     parameters: dict[str, torch.nn.Parameter]
     part: Callable[[int, tuple[Fragment, ...]], OptimizerPart]
     """The optimizer over fragments of a sync group; called once per group, with its index."""
@@ -110,7 +111,8 @@ class Writer:
 
     def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
         """The sum of what a reduce-scatter has received, behind its wait `p`."""
-        return self.call(collectives.sum_parts, (parts, self.target.world_size, getattr(torch, self._group(p).dtype)))
+        team = self.program.primitives[p.inputs[0]].team_of(self.target.rank, self.target.world_size)
+        return self.call(collectives.sum_parts, (parts, len(team), getattr(torch, self._group(p).dtype)))
 
     def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
         """What this rank holds of the gradients that are clipped; for each, whether no other rank holds it."""
@@ -232,23 +234,32 @@ class Writer:
         return next(self.joint.gradients[n] for n in (name, *parameter.spec.ties) if n in self.joint.gradients)
 
     def _all_reduce(self, p: Primitive, value: Written) -> Written:
-        return self.call(collectives.all_reduce, (value, self.target.group))
+        return self.call(collectives.all_reduce, (value, self.channel(p)))
 
     def _reduce(self, p: Primitive, value: Written) -> Written:
-        return self.call(collectives.reduce, (value, p.owner, self.target.group))
+        return self.call(collectives.reduce, (value, p.owner, self.channel(p)))
 
     def _broadcast(self, p: Primitive, value: Written) -> Written:
         if self.target.rank != p.owner:
             value = self.empty(p)
-        return self.call(collectives.broadcast, (value, p.owner, self.target.group))
+        return self.call(collectives.broadcast, (value, p.owner, self.channel(p)))
 
     def _reduce_scatter(self, p: Primitive, value: Written) -> Written:
-        return self.call(collectives.reduce_scatter, (value, p.splits, self.target.rank, self.target.group))
+        team = p.team_of(self.target.rank, self.target.world_size)
+        splits = [p.splits[r] for r in team]
+        return self.call(collectives.reduce_scatter, (value, splits, team.index(self.target.rank), self.channel(p)))
 
     def _all_gather(self, p: Primitive, value: Written) -> Written:
+        team = p.team_of(self.target.rank, self.target.world_size)
         if p.ragged:
-            return self.call(collectives.all_gather_equal, (value, self.target.world_size, self.target.group))
-        return self.call(collectives.all_gather, (value, p.splits, self.target.group))
+            return self.call(collectives.all_gather_equal, (value, len(team), self.channel(p)))
+        return self.call(collectives.all_gather, (value, [p.splits[r] for r in team], self.channel(p)))
+
+    def channel(self, p: Primitive | None = None) -> str | None:
+        """The name of the process group in which this rank does a collective; without one, the one of all ranks."""
+        if self.target.group is None:
+            return None
+        return self.target.group.name if p is None else self.target.group.part(p.teams, p.lane)
 
     def _wait(self, p: Primitive, value: Written) -> Written:
         done = self.call(collectives.wait, (value,))
@@ -260,7 +271,8 @@ class Writer:
         sent = p.index in self._consumed
         if held == 0 and not (sent and p.splits):
             return None
-        begin = sum(p.splits[: self.target.rank])
+        team = p.team_of(self.target.rank, self.target.world_size)
+        begin = sum(p.splits[r] for r in team if r < self.target.rank) if p.splits else 0
         pieces = fragments(group, self.target.parameters, begin, begin + held)
         module = Update(self.target.part(p.group, pieces), getattr(torch, p.dtype) if sent else None)
         args = (value,) if self.target.max_norm is None else (value, self.clip)
@@ -291,7 +303,7 @@ class Writer:
             self.program.primitives[i].splits or self.program.primitives[i].owner is not None for i in p.inputs
         )
         once = [once for once, _ in held]
-        module = Clip(self.target.max_norm, once, self.target.group if shared else None, self.device)
+        module = Clip(self.target.max_norm, once, self.channel() if shared else None, self.device)
         self.clip = self.call_module("clip", module, ([value for _, value in held],))
         return self.clip
 

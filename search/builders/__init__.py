@@ -48,6 +48,7 @@ BUILDERS: dict[str, Builder] = {
     "ddp": by_hand.ddp,
     **{f"all_reduce_{size}MiB": by_hand.bucketed("all_reduce", size * MIB) for size in by_hand.SWEEP_MIB},
     "all_reduce_one_bucket": by_hand.bucketed("all_reduce", None),
+    "hierarchical": by_hand.bucketed("hierarchical_all_reduce", by_hand.DDP_BUCKET_BYTES),
     "zero1": by_hand.zero1,
     "structured": structured("all_reduce"),
     "structured_zero1": structured("partitioned_parameter_server"),

@@ -18,7 +18,7 @@ from autopar.search.builders.common import (
 )
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
-from autopar.strategies import Context
+from autopar.strategies import Context, strategy_named
 
 DDP_FIRST_BUCKET_BYTES = 1 * MIB
 DDP_BUCKET_BYTES = 25 * MIB
@@ -48,12 +48,14 @@ def buckets(
 
 
 def bucketed(strategy: str, bucket_bytes: int | None, first_bytes: int | None = None) -> Builder:
-    """A builder that puts buckets of this size through one strategy."""
+    """A builder that puts buckets of this size through one strategy, with the plainest of its options."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
             return alone(parameters)
-        groups = (group(strategy, pieces) for pieces in buckets(parameters, bucket_bytes, first_bytes))
+        offered = strategy_named(strategy).options(context)
+        options = offered[0].model_dump(exclude_defaults=True) if offered else {}
+        groups = (group(strategy, pieces, options) for pieces in buckets(parameters, bucket_bytes, first_bytes))
         return issue_order(groups, parameters)
 
     return build

@@ -11,7 +11,7 @@ from autopar.search.builders.common import Builder, alone, group, issue_order, o
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, Member, strategy_named
-from autopar.strategies.base import index_elements
+from autopar.strategies.emitter import index_elements
 
 _STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}
 

@@ -12,7 +12,7 @@ from tests.gloo.equality import TRAININGS, Case, run_cases
 from tests.gloo.ranks import run_ranks
 
 MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")
-STRATEGIES = ("ddp", "zero1", "mixed", *AUTODIST)
+STRATEGIES = ("ddp", "zero1", "mixed", "hierarchical", *AUTODIST)
 TRAINED = [t for t in TRAININGS if t != "plain"]
 CASES = [
     Case(model, strategy, training, ("equal", "unequal")[(i + i // len(TRAINED)) % 2])

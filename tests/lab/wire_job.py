@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,25 @@ from autopar.ir.primitives import wire_bytes
 from autopar.runtime.process_group import join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.search import build_plan
-from autopar.spec.plan import SyncGroup
+from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 
 STEPS = 5
+SAMPLES, WORDS = 400, 1000
+
+
+class Net(nn.Module):
+    """Two linear layers, and a table of which each sample looks five rows up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1000, 1001), nn.Linear(1001, 500)
+        self.table = nn.Embedding(WORDS, 1001)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x) + self.table(words).sum(1))
+        scores: torch.Tensor = self.second(hidden)
+        return scores
 
 
 def sent_in_namespace() -> int:
@@ -34,14 +50,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1000, 1001), nn.ReLU(), nn.Linear(1001, 500))
-    batch = (torch.randn(2, 1000), torch.randn(2, 500))
+    model = Net()
+    words = torch.randint(0, WORDS // 2, (SAMPLES, 5))
+    batch = ((torch.randn(SAMPLES, 1000), words), torch.randn(SAMPLES, 500))
     graph = training_graph(model, flatten(batch), nn.functional.mse_loss)
     context = Context(n)
     base = build_plan("AllReduce", graph, ClusterSpec.local(n), context)
     members = base.groups[0].members
     assert len(base.groups) == 1
-    variants = {
+    by_kind: dict[str, list[ParameterSlice]] = {}
+    for p in graph.parameters:
+        by_kind.setdefault(p.structure, []).append(ParameterSlice(name=p.name))
+    parts = {"rows": "sparse_rows", "factors": "sufficient_factors", "dense": "all_reduce"}
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
         "all_reduce": ("all_reduce", {}),
         "all_reduce-bfloat16": ("all_reduce", {"wire": "bfloat16"}),
         "parameter_server-0": ("parameter_server", {"owner": 0}),
@@ -50,10 +71,20 @@ def main() -> None:
         "partitioned-unequal": ("partitioned_parameter_server", {"shares": tuple(float(r) for r in range(n))}),
         "partitioned-float16": ("partitioned_parameter_server", {"wire": "float16"}),
     }
+    if n == 4:
+        variants["hierarchical"] = ("hierarchical_all_reduce", {"inner": 2})
+        variants["hierarchical-bfloat16"] = ("hierarchical_all_reduce", {"inner": 2, "wire": "bfloat16"})
+    plans: dict[str, tuple[SyncGroup, ...]] = {
+        name: (SyncGroup(strategy=s, options=o, members=members),) for name, (s, o) in variants.items()
+    }
+    for wire in ("same", "bfloat16"):
+        plans[f"parts-{wire}"] = tuple(
+            SyncGroup(strategy=parts[kind], members=tuple(pieces), options={"wire": wire})
+            for kind, pieces in by_kind.items()
+        )
     group = join(60.0)
     found = {}
-    for name, (strategy, options) in variants.items():
-        groups = (SyncGroup(strategy=strategy, options=options, members=members),)
+    for name, groups in plans.items():
         plan = base.model_copy(update={"groups": groups})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         program = Program(model, plan, group, optimizer, Settings(nn.functional.mse_loss), context)

@@ -72,9 +72,10 @@ def test_a_step_is_never_slower_on_a_faster_network(name: str) -> None:
 
 
 def test_one_owner_is_slower_than_the_ring() -> None:
-    """The sum takes as long as an all-reduce; then all parameters leave the owner twice, and a second rank once."""
+    """The sum takes as long as an all-reduce; beside the sums of the next, all parameters leave the owner twice, and a
+    second rank once."""
     ring, owner = estimate("ddp", cpu_hosts(4)), estimate("PS", cpu_hosts(4))
-    assert 3 * ring.communication_s < owner.communication_s < 4 * ring.communication_s
+    assert 2 * ring.communication_s < owner.communication_s < 4 * ring.communication_s
     assert owner.step_time_s > 2 * ring.step_time_s
     assert max(owner.sent_bytes) == pytest.approx((0.75 + 2) / 1.5 * max(ring.sent_bytes), rel=0.01)
 

@@ -21,7 +21,8 @@ CLUSTER = cpu_hosts(4)
 
 def problem(fidelity: Fidelity = "exact", dtypes: tuple[str, ...] = (), **context: bool) -> Problem:
     graph = training_graph(dtypes=dtypes)
-    return Problem(graph, CLUSTER, Topology(CLUSTER), Context(4, **context), AnalyticCostModel(), fidelity)
+    allowed = Context(4, **context)  # type: ignore[arg-type]
+    return Problem(graph, CLUSTER, Topology(CLUSTER), allowed, AnalyticCostModel(), fidelity)
 
 
 def seed(name: str, of: Problem) -> Groups:

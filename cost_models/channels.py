@@ -1,0 +1,115 @@
+"""Transfers in flight: channels that each finish one transfer after the other, and links that they share.
+
+A channel is what finishes its collectives in the order of submission: a process group's own threads, a communicator's
+stream. Transfers of different channels run at the same time; where a link would have to carry more than it can, all
+that cross it are slowed down alike, in the proportion by which it is overfull.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+_NOTHING_S = 1e-12
+"""What rounding leaves of a transfer that has ended."""
+
+
+@dataclass
+class Job:
+    """A transfer that was issued."""
+
+    index: int
+    channel: Hashable
+    ready_s: float
+    """When the last rank has issued it."""
+    left_s: float
+    """Of its time alone on the network."""
+    loads: Sequence[float]
+    """Part of each link that it fills while it is alone."""
+    taken: Sequence[float]
+    """Part of its compute that it takes from each compute stream; empty for none."""
+    start_s: float | None = None
+
+
+class Channels:
+    """Evolves what is in flight, as far as it is asked to. Never ask for a time behind which something is issued."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.busy_s = 0.0
+        """How long anything was in flight."""
+        self.ends: dict[int, float] = {}
+        """When each transfer has ended, by its index."""
+        self.done: list[tuple[Job, float]] = []
+        """Transfers that have ended, and when."""
+        self.slowed: list[tuple[float, float, Sequence[float]]] = []
+        """Stretches of time in which compute is slowed down: start, end, and the part taken of each stream."""
+        self._queues: dict[Hashable, deque[Job]] = {}
+        self._finished: dict[Hashable, float] = {}
+
+    def issue(self, job: Job) -> None:
+        """Puts a transfer behind those of its channel."""
+        self._queues.setdefault(job.channel, deque()).append(job)
+
+    def end_of(self, index: int) -> float:
+        """Evolves until a transfer has ended; returns when."""
+        while index not in self.ends:
+            self._step(float("inf"))
+        return self.ends[index]
+
+    def finish(self) -> None:
+        """Evolves until nothing is in flight."""
+        while any(self._queues.values()):
+            self._step(float("inf"))
+
+    def advance(self, until_s: float) -> None:
+        """Evolves to a time."""
+        while self.now_s < until_s:
+            self._step(until_s)
+
+    def _step(self, until_s: float) -> None:
+        """To the next event: a transfer begins or ends, or the time is reached."""
+        heads = [q[0] for q in self._queues.values() if q]
+        active = [j for j in heads if self._begins(j) <= self.now_s]
+        waiting = [self._begins(j) for j in heads if self._begins(j) > self.now_s]
+        stop = min(waiting, default=until_s)
+        stop = min(stop, until_s)
+        if not active:
+            assert stop < float("inf"), "nothing in flight, and nothing to wait for"
+            self.now_s = stop
+            return
+        rates = _rates(active)
+        first = min(self.now_s + j.left_s / r for j, r in zip(active, rates, strict=True))
+        stop = min(stop, first)
+        step = stop - self.now_s
+        self.busy_s += step
+        self._slow(active, stop)
+        for job, rate in zip(active, rates, strict=True):
+            if job.start_s is None:
+                job.start_s = self.now_s
+            job.left_s -= step * rate
+            if job.left_s <= _NOTHING_S:
+                self._queues[job.channel].popleft()
+                self._finished[job.channel] = self.ends[job.index] = stop
+                self.done.append((job, stop))
+        self.now_s = stop
+
+    def _begins(self, job: Job) -> float:
+        return max(job.ready_s, self._finished.get(job.channel, 0.0))
+
+    def _slow(self, active: Sequence[Job], stop: float) -> None:
+        takers = [j.taken for j in active if j.taken]
+        if takers and stop > self.now_s:
+            taken = takers[0] if len(takers) == 1 else [min(1.0, sum(parts)) for parts in zip(*takers, strict=True)]
+            self.slowed.append((self.now_s, stop, taken))
+
+
+def _rates(active: Sequence[Job]) -> list[float]:
+    """How fast each transfer runs beside the others, 1 for as fast as alone."""
+    if len(active) == 1:
+        return [1.0]
+    totals = [sum(parts) for parts in zip(*(j.loads for j in active), strict=True)]
+    return [
+        min((1 / t for load, t in zip(j.loads, totals, strict=True) if t > 1 and load > 0), default=1.0) for j in active
+    ]

@@ -1,0 +1,69 @@
+"""Hierarchical all-reduce: a sum within each host, sums across hosts, and back.
+
+A reduce-scatter among the ranks of a host, an all-reduce of each part across hosts, an all-gather within the host. With
+h hosts of k ranks, each host's link carries 2 (h-1)/h of the bucket, where a ring through all ranks puts
+2 (hk-1)/(hk) there: half as much at two hosts of two. Two-level schemes of Horovod and NCCL; Jia et al., 2018
+(arXiv:1807.11205). With `inner` the teams are any k ranks that follow one another: a 2-D all-reduce, of fewer rounds
+(Ying et al., 2018, arXiv:1811.06992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from autopar.ir.primitives import Teams
+from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
+from autopar.strategies.partitioned_parameter_server import split_by_share
+
+
+class HierarchicalAllReduceOptions(Options):
+    inner: int = Field(default=0, ge=0)
+    """How many ranks that follow one another form an inner team; 0 for those of a host."""
+    wire: WireDtype = "same"
+    """Number format on the wire; anything but `same` rounds the gradients, which the plan must allow."""
+
+
+class HierarchicalAllReduce(Strategy):
+    name = "hierarchical_all_reduce"
+    summary = "sum within each host, then across hosts; every rank updates its replica"
+    options_type = HierarchicalAllReduceOptions
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        sizes = sorted({size for size in range(2, context.world_size) if context.world_size % size == 0})
+        if not sizes:
+            return f"{context.world_size} ranks do not divide into teams of equal size"
+        return None
+
+    def options(self, context: Context) -> Sequence[HierarchicalAllReduceOptions]:
+        found = [HierarchicalAllReduceOptions()] if inner_teams(0, context) else []
+        sizes = (size for size in range(2, context.world_size) if context.world_size % size == 0)
+        return [*found, *(HierarchicalAllReduceOptions(inner=size) for size in sizes)]
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        assert isinstance(options, HierarchicalAllReduceOptions)
+        inner = inner_teams(options.inner, emit.context)
+        bucket = emit.pack(group, options.wire)
+        if inner is None:  # one rank, or a cluster without hosts of equal size: nothing to gain from levels
+            emit.update(emit.wait(emit.all_reduce(bucket)), group)
+            return
+        outer = tuple(zip(*inner, strict=True))
+        splits = [0] * emit.world_size
+        for team in inner:
+            for rank, part in zip(team, split_by_share(group.elements, (1.0,) * len(team)), strict=True):
+                splits[rank] = part
+        partial = emit.wait(emit.reduce_scatter(bucket, splits, inner))
+        summed = emit.wait(emit.all_reduce(partial, outer))
+        emit.update(emit.wait(emit.all_gather(summed, inner)), group)
+
+
+def inner_teams(size: int, context: Context) -> Teams | None:
+    """The inner teams: ranks of a host, or `size` ranks that follow one another; `None` where they are not of equal
+    size, or not several."""
+    n = context.world_size
+    hosts = [r // size for r in range(n)] if size else list(context.hosts or range(n))
+    teams = tuple(tuple(r for r in range(n) if hosts[r] == h) for h in dict.fromkeys(hosts))
+    sizes = {len(team) for team in teams}
+    return teams if len(sizes) == 1 and 1 < len(teams) < n else None
