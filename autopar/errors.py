@@ -10,6 +10,7 @@ AutoparError
  |- OptimizerError            the optimizer cannot be used with this model or plan
  |- InfeasibleError           no plan satisfies the constraints
  |- CollectiveError           ranks disagree, or a rank is late or gone
+ |- LabUnavailable            this machine cannot emulate a cluster (`autopar.lab`)
  `- VerificationError         the distributed program differs from the single process
 
 Each message says what, where, what was expected, and what to do. Everything here derives

@@ -111,7 +111,7 @@ def _lab() -> list[Finding]:
     why = "needed only to emulate several hosts on this machine"
     root = hasattr(os, "geteuid") and os.geteuid() == 0
     found = [Finding("root", "ok", "yes") if root else Finding("root", "no", "no", why)]
-    for tool in ("ip", "tc"):
+    for tool in ("ip", "tc", "bridge"):
         path = shutil.which(tool)
         found.append(Finding(tool, "ok", path) if path else Finding(tool, "no", "not found", f"iproute2; {why}"))
     return found

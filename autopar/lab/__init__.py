@@ -1,10 +1,14 @@
-"""A laboratory: clusters on one machine, and jobs that run on them."""
+"""A laboratory: clusters on one machine, and jobs that run on them.
+
+What is imported here needs the standard library alone: watchdogs start without other packages.
+"""
 
 from __future__ import annotations
 
+from autopar.lab.cluster import Lab, loopback, private_namespace
 from autopar.lab.host import Host, this_machine
 from autopar.lab.job import Job, JobFailed, JobTimeout, launch, serve
-from autopar.lab.namespaces import Lab, LabUnavailable, cleanup_stale, private_namespace, unavailable_reason
+from autopar.lab.namespaces import LabUnavailable, cleanup_stale, unavailable_reason
 
 __all__ = [
     "Host",
@@ -15,6 +19,7 @@ __all__ = [
     "LabUnavailable",
     "cleanup_stale",
     "launch",
+    "loopback",
     "private_namespace",
     "serve",
     "this_machine",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.lab import guard
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A network namespace, or this machine itself where `namespace` is None."""
+    """A network namespace, or this machine itself where `namespace` is None.
+
+    What is started here ends with this process, at the latest (on Linux; see `autopar.lab.guard`).
+    """
 
     name: str
     namespace: str | None
@@ -27,16 +31,18 @@ class Host:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment with `extra`, and with gloo bound to the host's interface."""
-        return {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(extra or {})}
+        return {**guard.marked_environment(), "GLOO_SOCKET_IFNAME": self.interface, **(extra or {})}
 
     def popen(self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Starts a process on this host, in text mode; `options` are those of `subprocess.Popen`."""
+        guard.watch()
         return subprocess.Popen(self.command(argv), env=self.environment(env), text=True, **options)
 
     def run(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Runs a process on this host to its end; `options` are those of `subprocess.run`."""
+        guard.watch()
         return subprocess.run(self.command(argv), env=self.environment(env), text=True, **options)
 
     def bytes_sent(self) -> int:
@@ -55,23 +61,35 @@ class Host:
         return int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])
 
 
-def this_machine() -> Host:
+def this_machine(name: str = "localhost") -> Host:
     """The machine itself, over loopback: what is left where there are no namespaces.
 
     Its links have no rate, and its counters (Linux only; elsewhere they raise OSError) also see other programs.
     """
-    return Host("localhost", None, "127.0.0.1", "lo")
+    return Host(name, None, "127.0.0.1", "lo")
 
 
-def shell(command: str) -> str:
-    """Runs a command (no shell reads it; it is split at blanks) and returns what it prints.
+def shell(command: str, lines: Sequence[str] = ()) -> str:
+    """Runs a command (no shell reads it; it is split at blanks) on the input `lines`, and returns what it prints.
 
     Raises RuntimeError with the command and its complaint where it fails.
     """
-    done = subprocess.run(command.split(), capture_output=True, text=True)
+    done = subprocess.run(
+        command.split(),
+        input="".join(f"{line}\n" for line in lines),
+        env=guard.marked_environment(),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"`{command}` failed: {done.stderr.strip() or done.returncode}")
+        raise RuntimeError(f"`{command}` failed: {done.stderr.strip() or done.returncode}{_blamed(done.stderr, lines)}")
     return done.stdout
+
+
+def _blamed(complaint: str, lines: Sequence[str]) -> str:
+    """The line of a batch that iproute2 complains of: it says `Command failed -:3`."""
+    number = complaint.rpartition("Command failed -:")[2].strip()
+    return f": {lines[int(number) - 1]}" if number.isdigit() and 0 < int(number) <= len(lines) else ""
 
 
 def _read_proc_net_dev(interface: str) -> tuple[int, int]:

@@ -4,7 +4,8 @@
 answer of each; in the rank's process, `serve` is the other end. Requests and answers are lines of JSON on pipes of
 their own, so a rank may print what it likes.
 
-All ranks are killed as soon as one of them fails, when the time is over, and at the end of the `with` block.
+All ranks, and what they have started, are killed as soon as one of them fails, when the time is over, and at the end
+of the `with` block; by the watchdog, where the parent is killed.
 """
 
 from __future__ import annotations
@@ -23,18 +24,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Literal, NoReturn, Self
 
+from autopar.lab import guard
 from autopar.lab.host import Host
+from autopar.lab.processes import kill_all
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"
 _POLL_S = 0.02
+_GRACE_S = 0.2
+"""How long to wait, once a rank has failed, for the one that may have caused it: ranks end slower than sockets."""
 _ports = itertools.count(29500)
 
 
 class JobFailed(RuntimeError):
     """A rank ended with an error; the message ends with what it wrote to stderr."""
+
+    def __init__(self, message: str, rank: int | None = None, exit_status: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that failed first; None where all ended well, but one without an answer."""
+        self.exit_status = exit_status
+        """Negative for a signal."""
 
 
 class JobTimeout(RuntimeError):
@@ -50,6 +62,7 @@ class Job:
         self.hosts = tuple(hosts)
         self.argv = tuple(argv)
         self.env = dict(env or {})
+        self._mark = guard.new_mark()
         self._ranks: list[subprocess.Popen[str]] = []
         self._answers: list[IO[bytes]] = []
         self._resources = ExitStack()
@@ -69,14 +82,25 @@ class Job:
     ) -> None:
         self._resources.close()
 
-    def wait(self, timeout_s: float) -> list[str]:
-        """Waits until every rank has ended; returns what each wrote to stdout."""
+    def wait(self, timeout_s: float, meanwhile: Callable[[], object] | None = None) -> list[str]:
+        """Waits until every rank has ended; returns what each wrote to stdout. There are no more requests: `serve`
+        returns. `meanwhile` is called again and again, and last when the ranks have ended, or one has failed."""
+        for rank in range(len(self._ranks)):
+            self._close_stdin(rank)
+        try:
+            self._wait(timeout_s, meanwhile or (lambda: None))
+        finally:
+            if meanwhile is not None:
+                meanwhile()
+        return [self.output(rank).read_text(errors="replace") for rank in range(len(self.hosts))]
+
+    def _wait(self, timeout_s: float, meanwhile: Callable[[], object]) -> None:
         deadline = time.monotonic() + timeout_s
         while any(code is None for code in self._poll()):
+            meanwhile()
             if time.monotonic() > deadline:
                 self._give_up([r for r, p in enumerate(self._ranks) if p.returncode is None], timeout_s)
             time.sleep(_POLL_S)
-        return [self._file(rank, "stdout").read_text() for rank in range(len(self.hosts))]
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         """Sends one request to every rank; returns the answer of each, in rank order."""
@@ -111,15 +135,26 @@ class Job:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+        for rank in range(len(self._ranks)):
+            self._close_stdin(rank)
+        # What has left the rank's process group, or was started just before an interrupt.
+        kill_all(lambda pid: guard.carries(self._mark, pid))
+
+    def output(self, rank: int, stream: Literal["stdout", "stderr"] = "stdout") -> Path:
+        """The file that a rank's output goes to; it is there as long as the job is."""
+        return self._folder / f"{rank}.{stream}"
+
+    def _close_stdin(self, rank: int) -> None:
+        pipe = self._ranks[rank].stdin
+        assert pipe is not None
+        with suppress(BrokenPipeError):  # There was more to say, and nobody listens.
+            pipe.close()
 
     def _start(self, rank: int, port: int, stack: ExitStack) -> None:
         host = self.hosts[rank]
         distinct = list(dict.fromkeys(self.hosts))
-        out = stack.enter_context(self._file(rank, "stdout").open("w"))
-        err = stack.enter_context(self._file(rank, "stderr").open("w"))
+        out = stack.enter_context(self.output(rank).open("w"))
+        err = stack.enter_context(self.output(rank, "stderr").open("w"))
         read_fd, write_fd = os.pipe()
         self._answers.append(stack.enter_context(os.fdopen(read_fd, "rb")))
         env = {
@@ -134,6 +169,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            guard.MARK: guard.marked_environment(self._mark)[guard.MARK],
             _ANSWER_FD: str(write_fd),
             **self.env,
         }
@@ -154,13 +190,27 @@ class Job:
 
     def _poll(self) -> list[int | None]:
         codes = [process.poll() for process in self._ranks]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            self.kill()
-            first = failed[0]
-            others = f" (and ranks {failed[1:]})" if failed[1:] else ""
-            raise JobFailed(f"rank {first}{others} ended with exit status {codes[first]}:\n{self._stderr(first)}")
+        if any(codes):
+            self._blame()
         return codes
+
+    def _blame(self) -> NoReturn:
+        """Ends all ranks, and raises `JobFailed` for the one that failed first."""
+        patience = time.monotonic() + _GRACE_S
+        while time.monotonic() < patience and any(process.poll() is None for process in self._ranks):
+            time.sleep(_POLL_S)
+        codes = [process.poll() for process in self._ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        self.kill()
+        # Those that complain of a lost peer do so after the peer's own last words.
+        first = min(failed, key=lambda rank: self.output(rank, "stderr").stat().st_mtime_ns)
+        others = [rank for rank in failed if rank != first]
+        raise JobFailed(
+            f"rank {first}{f' (and ranks {others})' if others else ''} ended with exit status {codes[first]}:\n"
+            f"{self._stderr(first)}",
+            first,
+            codes[first],
+        )
 
     def _give_up(self, late: list[int], timeout_s: float) -> None:
         for rank in late:  # With its fault handler on, Python writes where each thread is, and ends.
@@ -173,11 +223,8 @@ class Job:
         raise JobTimeout(f"ranks {late} were not done after {timeout_s:g} s; rank {late[0]}:\n{self._stderr(late[0])}")
 
     def _stderr(self, rank: int, lines: int = 40) -> str:
-        text = self._file(rank, "stderr").read_text(errors="replace").strip()
+        text = self.output(rank, "stderr").read_text(errors="replace").strip()
         return "\n".join(text.splitlines()[-lines:]) or "(nothing on stderr)"
-
-    def _file(self, rank: int, stream: str) -> Path:
-        return self._folder / f"{rank}.{stream}"
 
 
 def launch(
