@@ -1,0 +1,46 @@
+"""Transfers beside one another: order within a channel, links shared between channels."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost_models.channels import Channels, Job
+
+
+def _job(index: int, channel: str, ready: float, seconds: float, loads: tuple[float, ...]) -> Job:
+    return Job(index, channel, ready, seconds, loads, ())
+
+
+def test_a_channel_finishes_in_order() -> None:
+    channels = Channels()
+    channels.issue(_job(0, "a", 0.0, 2.0, (1.0,)))
+    channels.issue(_job(1, "a", 1.0, 3.0, (1.0,)))
+    assert channels.end_of(1) == pytest.approx(5.0)
+    assert channels.ends[0] == pytest.approx(2.0)
+
+
+def test_channels_on_different_links_do_not_disturb_each_other() -> None:
+    channels = Channels()
+    channels.issue(_job(0, "a", 0.0, 2.0, (1.0, 0.0)))
+    channels.issue(_job(1, "b", 0.0, 3.0, (0.0, 1.0)))
+    assert channels.end_of(0) == pytest.approx(2.0)
+    assert channels.end_of(1) == pytest.approx(3.0)
+    assert channels.busy_s == pytest.approx(3.0)
+
+
+def test_channels_share_a_link_that_both_fill() -> None:
+    channels = Channels()
+    channels.issue(_job(0, "a", 0.0, 2.0, (1.0,)))
+    channels.issue(_job(1, "b", 1.0, 2.0, (1.0,)))
+    # One second alone, then half of the link each: the first needs two more, the second has one left, alone.
+    assert channels.end_of(0) == pytest.approx(3.0)
+    assert channels.end_of(1) == pytest.approx(4.0)
+
+
+def test_what_is_issued_later_does_not_change_what_has_passed() -> None:
+    channels = Channels()
+    channels.issue(_job(0, "a", 0.0, 2.0, (1.0,)))
+    channels.advance(1.5)
+    channels.issue(_job(1, "b", 1.5, 1.0, (1.0,)))
+    assert channels.end_of(0) == pytest.approx(2.5)
+    assert channels.end_of(1) == pytest.approx(3.0)
