@@ -135,10 +135,8 @@ def _train(hosts: Sequence[Host], task: Task, plan: Path, steps: int) -> tuple[l
                 console.print(state)
             progress.update(bar, advance=len(block.losses), description=state)
 
-        with compare.started(hosts, task, str(plan.resolve())) as jobs:
-            warm_up = compare.warm_up(jobs, WARM_UP_STEPS, show)
-            timed = compare.alternate(jobs, WARM_UP_STEPS, steps, BLOCK_STEPS, show)
-    return warm_up, timed
+        with compare.started(hosts, task, str(plan.resolve())) as systems:
+            return compare.alternate(systems, WARM_UP_STEPS, steps, BLOCK_STEPS, show)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from autopar.lab import serve
 from benchmarks.demo.task import Task
+from benchmarks.interleaved import time_steps
 
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
@@ -59,14 +59,7 @@ def main(system: str, task_json: str, plan: str | None = None) -> None:
 
     def answer(request: dict[str, Any]) -> dict[str, list[float]]:
         numbers = range(request["first"], request["first"] + request["count"])
-        batches = [task.batch(number, rank) for number in numbers]
-        dist.barrier()
-        times_s, losses = [], []
-        for batch in batches:
-            start = time.perf_counter()
-            losses.append(step(batch).item())
-            times_s.append(time.perf_counter() - start)
-        return {"times_s": times_s, "losses": losses}
+        return time_steps(step, [task.batch(number, rank) for number in numbers])
 
     serve(answer)
     dist.destroy_process_group()

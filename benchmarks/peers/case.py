@@ -1,0 +1,90 @@
+"""One workload on one cluster, what is known of it before anything runs, and how much is to be measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import Fidelity, Plan
+from benchmarks.suite import Workload
+
+if TYPE_CHECKING:
+    from autopar.cost_models import CostModel
+    from autopar.ir.training_graph import TrainingGraph
+    from autopar.strategies.base import Context
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    rounds: int
+    slow_rounds: int
+    """In so many of them all systems take part, then those that may be the best."""
+    rounds_s: float
+    """No round begins after this time, but the first two of each group are taken in any case."""
+    block_s: float
+    """About how long a block lasts; at least one step."""
+    block_steps: int
+    """The most steps of a block."""
+    search_time_s: float
+    tune: bool = True
+    """Whether peers with several choices try them all; else each takes its first."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload on a cluster. Its training step is captured once, for all plans."""
+
+    workload: Workload
+    cluster_name: str
+    cluster: ClusterSpec
+    folder: Path
+    """Where plans are written, for the ranks to read."""
+    search_time_s: float = 10.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.name}/{self.cluster_name}"
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self._captured[0].parameter_bytes
+
+    def searched(self, fidelity: Fidelity) -> Plan:
+        """The plan that `autopar.plan` searches within `search_time_s`."""
+        from autopar.search import Budget, search
+
+        graph, context, cost_model = self._captured
+        budget = Budget(time_s=self.search_time_s)
+        return search(graph, self.cluster, context, fidelity=fidelity, budget=budget, cost_model=cost_model)
+
+    def built(self, builder: str) -> Plan:
+        """The plan of one builder, as `autopar.plan(strategy=builder)` makes it."""
+        from autopar.search import build_plan
+
+        graph, context, cost_model = self._captured
+        return build_plan(builder, graph, self.cluster, context, cost_model=cost_model)
+
+    def save(self, plan: Plan) -> str:
+        """Writes a plan under its digest; returns the file's path."""
+        path = self.folder / f"{plan.digest}.json"
+        plan.save(path)
+        return str(path)
+
+    @cached_property
+    def _captured(self) -> tuple[TrainingGraph, Context, CostModel]:
+        from autopar.cost_models import AnalyticCostModel, optimizer_cost
+        from autopar.ir.batch import flatten
+        from autopar.ir.build import training_graph
+        from autopar.runtime.optimizer import optimizer_scope
+        from autopar.strategies.base import Context
+
+        model = self.workload.model()
+        graph = training_graph(model, flatten(self.workload.batch(0, 0)), self.workload.loss_fn)
+        optimizer = self.workload.optimizer(model)
+        context = Context(self.cluster.world_size, elementwise_update=optimizer_scope(optimizer) == "element")
+        return graph, context, AnalyticCostModel(optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0]))

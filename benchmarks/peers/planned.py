@@ -1,0 +1,81 @@
+"""autopar, and AutoDist's eight builders as its plans: the same runtime, another decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar.ir.batch import flatten
+from autopar.spec.plan import Fidelity
+from benchmarks.peers.base import Options, Peer, Step
+from benchmarks.suite import Workload
+
+if TYPE_CHECKING:
+    from autopar.ir.training_graph import TrainingGraph
+    from autopar.runtime.process_group import Group
+    from benchmarks.peers.case import Case
+
+JOIN_TIMEOUT_S = 120.0
+
+
+class Planned(Peer):
+    """A plan, run by autopar. Options: `plan`, its file."""
+
+    def key(self, options: Options) -> str:
+        return f"plan {Path(options['plan']).stem}"
+
+    def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
+        """As `autopar.optimize(plan=...)`, but captures a workload once for all of its plans."""
+        from autopar.runtime.optimizer import optimizer_scope
+        from autopar.runtime.program import Program, Settings, signature_key
+        from autopar.spec.plan import Plan
+        from autopar.strategies.base import Context
+
+        model = workload.model()
+        optimizer = workload.optimizer(model)
+        context = Context(world_size, elementwise_update=optimizer_scope(optimizer) == "element")
+        plan = Plan.load(options["plan"])
+        program = Program(model, plan, _group(), optimizer, Settings(workload.loss_fn), context)
+        program.adopt(signature_key(model, flatten(workload.batch(0, rank))), _graph(workload, rank))
+        return program.step
+
+
+class Autopar(Planned):
+    """What autopar chooses: its search's plan within a fidelity."""
+
+    about = "the plan that the search finds, with the cluster's description and nothing measured"
+
+    def __init__(self, fidelity: Fidelity) -> None:
+        self.fidelity = fidelity
+        self.name = "autopar" if fidelity == "exact" else f"autopar_{fidelity}"
+
+    def choices(self, case: Case) -> Sequence[Options]:
+        return ({"plan": case.save(case.searched(self.fidelity))},)
+
+
+class Builder(Planned):
+    """The plan of one of AutoDist's builders."""
+
+    def __init__(self, builder: str) -> None:
+        self.name = f"autodist_{builder}"
+        self.about = f"AutoDist's builder {builder}, as a plan run by autopar"
+        self._builder = builder
+
+    def choices(self, case: Case) -> Sequence[Options]:
+        return ({"plan": case.save(case.built(self._builder))},)
+
+
+@cache
+def _group() -> Group:
+    from autopar.runtime.process_group import join
+
+    return join(JOIN_TIMEOUT_S)
+
+
+@lru_cache(maxsize=1)
+def _graph(workload: Workload, rank: int) -> TrainingGraph:
+    from autopar.ir.build import training_graph
+
+    return training_graph(workload.model(), flatten(workload.batch(0, rank)), workload.loss_fn)
