@@ -34,6 +34,7 @@ from autopar.cost_models.device_work import sent_values
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime import parts
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
 from autopar.runtime.writer import Target, Written
@@ -177,8 +178,10 @@ class VirtualWriter(StepWriter):
         return self._view(p.held_elements(self.target.rank), p.dtype)
 
     def _parts(self, p: Primitive, value: Written) -> Written:
-        """As long as expected from the batch that was captured."""
-        return self._view(p.held_elements(self.target.rank), p.dtype)
+        """As long as the batch that was captured makes it."""
+        members = self._group(p).members
+        layout = parts.Layout(members, getattr(torch, p.dtype))
+        return self._view(layout.elements([m.parts.distinct for m in members]), p.dtype)
 
     def _form(self, p: Primitive, value: Written) -> Written:
         return None

@@ -20,6 +20,7 @@ CASES = [
         "zero1",
         "Parallax",
         "structured",
+        "hierarchical",
     )
     for clips in (False, True)
 ]
@@ -27,7 +28,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(3, compare, CASES)
+    return run_ranks(4, compare, CASES)
 
 
 @pytest.mark.parametrize("case", [f"{name} {clips}" for name, clips in CASES])

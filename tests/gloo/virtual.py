@@ -37,6 +37,7 @@ COLLECTIVES = (
     all_reduce_copy,
 )
 MAX_NORM = 1.0
+CLUSTER = ClusterSpec.loads("{hosts: [{name: host, count: 2, devices: 2 x cpu}], network: 1GbE}")
 
 
 class Recorder(torch.fx.Interpreter):
@@ -72,8 +73,8 @@ def compare(rank: int, world_size: int, cases: list[tuple[str, bool]]) -> dict[s
 def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, group: Group) -> dict[str, Any]:
     n, max_norm = group.world_size, MAX_NORM if clips else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    cluster, context = ClusterSpec.local(n), context_for(n, optimizer, "element", max_norm, True)
-    plan = build_plan(name, graph, cluster, context)
+    context = context_for(n, optimizer, "element", max_norm, True).on(CLUSTER)
+    plan = build_plan(name, graph, CLUSTER, context)
 
     real = Program(model, plan, group, optimizer, _settings(max_norm), context)
     compiled = real.adopt(signature_key(model, flatten(batch)), graph)
@@ -85,7 +86,7 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
     # All that virtual compute is given has been through JSON, as on its way to a rank.
     tables = GraphTables.model_validate_json(GraphTables.of(graph).model_dump_json()).graph()
     program = lower_plan(plan.groups, tables, context)
-    pricer = StepPricer(tables, Topology(cluster))
+    pricer = StepPricer(tables, Topology(CLUSTER))
     times = DeviceTimes.of(pricer, program, group.rank, dilation=3.0)
     virtual = VirtualProgram(tables, program, times, group, max_norm)
     with torch.no_grad():

@@ -1,0 +1,158 @@
+"""What is tried: cells of one workload on one cluster, and the plans and the speed that the lab runs them at."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import geometric_mean
+from typing import Literal
+
+from autopar.cost_models import AnalyticCostModel, OptimizerCost, optimizer_cost
+from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph
+from autopar.ir.training_graph import TrainingGraph
+from autopar.lab.trial import RealCompute, TrialSpec, VirtualCompute
+from autopar.lab.wiring import of_cluster
+from autopar.runtime.optimizer import leaves_zeros_alone
+from autopar.search.base import Problem
+from autopar.search.moves import Groups
+from autopar.spec.plan import Plan
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+from autopar.strategies.lowering import StepProgram, lower_plan
+from benchmarks.suite.workload import Workload
+from benchmarks.trials.clusters import ClusterCase
+from benchmarks.trials.plans import PlanSource
+
+LAB_BPS, HOST_BPS = 6e9, 2e9
+"""What all hosts of a lab may send together, and each of them, in bit/s. [Empirical: on two cores, an all-reduce of
+four ranks keeps up with links of 2 Gbit/s; with faster ones, the cores and not the links decide]"""
+LEAST_HOST_BPS = 20e6
+SLOWDOWNS = (1.0, 1.0, 2.0, 4.0)
+"""Of the lab beside the fastest that it may run, so that the same plans meet different parts of fixed costs."""
+LIGHT_STEP_S = 0.3
+"""A step of DDP that takes no longer than this may be run at a slowdown."""
+MOST_STEP_S = 1.2
+"""Plans whose step would take longer in the lab are drawn again, a few times."""
+REDRAWS = 8
+CLIPPED_SHARE = 0.1
+STEPS, BUDGET_S = 10, 1.5
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What is known of a workload without its model."""
+
+    name: str
+    graph: TrainingGraph
+    optimizer: OptimizerCost
+    sparse_update: bool
+    """Whether its optimizer leaves rows alone that no rank has looked up."""
+
+    @classmethod
+    def of(cls, workload: Workload) -> Captured:
+        """Builds and captures the model, and lets it go."""
+        model = workload.model()
+        graph = training_graph(model, flatten(workload.batch(0, 0)), workload.loss_fn)
+        optimizer = workload.optimizer(model)
+        cost = optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
+        return cls(workload.name, replace(graph, joint=None), cost, leaves_zeros_alone(optimizer))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A trial to be run."""
+
+    origin: str
+    """Where its plan comes from."""
+    groups: Groups
+    dilation: float
+    clip: float | None
+
+
+class Cell:
+    """One workload on one cluster, with real or virtual compute."""
+
+    def __init__(self, workload: Captured, case: ClusterCase, compute: Literal["real", "virtual"]) -> None:
+        self.workload = workload
+        self.graph = workload.graph
+        self.case = case
+        self.compute: Literal["real", "virtual"] = compute
+        self.name = f"{workload.name} {case.name} {compute}"
+
+    @cached_property
+    def problem(self) -> Problem:
+        cluster = self.case.cluster
+        return Problem(
+            self.graph,
+            cluster,
+            Topology(cluster),
+            Context(cluster.world_size, sparse_update=self.workload.sparse_update).on(cluster),
+            AnalyticCostModel(self.workload.optimizer),
+            "rounded",
+        )
+
+    @cached_property
+    def plans(self) -> PlanSource:
+        return PlanSource(self.problem)
+
+    @cached_property
+    def fastest(self) -> float:
+        """The smallest dilation at which the lab keeps the links' rates."""
+        if self.compute == "real":
+            return 1.0
+        wiring = of_cluster(self.case.cluster)
+        holding = {place.host.name for place in self.case.cluster.ranks}
+        sent = [wiring.sends_bps(host) or HOST_BPS for host in wiring.hosts if host in holding]
+        # Where hosts differ, the slow ones keep the fast ones from sending all the time.
+        together = len(sent) * geometric_mean(sent)
+        return float(f"{max(together / LAB_BPS, max(sent) / HOST_BPS):.3g}")
+
+    @cached_property
+    def ddp_s(self) -> float:
+        """The predicted step of DDP in the lab, at its fastest."""
+        groups = self.plans.built("ddp")
+        return self._lab_s(lower_plan(groups, self.graph, self.problem.context), self.fastest)
+
+    @property
+    def weight(self) -> float:
+        """How many trials it gets, beside other cells: those of quick ones cost less."""
+        return 1 / max(self.ddp_s, 0.1)
+
+    def draw(self, seed: int, index: int) -> Draw:
+        """The trial with this index, always the same."""
+        draw = random.Random(f"{seed} {self.name} {index}")
+        dilation = self.fastest
+        if self.compute == "virtual" and self.ddp_s <= LIGHT_STEP_S:
+            dilation *= draw.choice(SLOWDOWNS)
+        slowest_bps = min(
+            min(wire.forth_bps or 1e12, wire.back_bps or 1e12) for wire in of_cluster(self.case.cluster).wires
+        )
+        dilation = min(dilation, slowest_bps / LEAST_HOST_BPS)
+        for _ in range(REDRAWS):
+            origin, groups, program = self.plans.draw(draw)
+            if self._lab_s(program, dilation) <= max(MOST_STEP_S, 1.5 * self.ddp_s):
+                break
+        return Draw(origin, groups, dilation, 1.0 if draw.random() < CLIPPED_SHARE else None)
+
+    def spec(self, drawn: Draw) -> TrialSpec:
+        """What the pool is to run."""
+        plan = Plan(
+            name=drawn.origin,
+            model=self.graph.model,
+            cluster=self.case.cluster.fingerprint,
+            fidelity="rounded",
+            groups=drawn.groups,
+        )
+        if self.compute == "real":
+            compute: RealCompute | VirtualCompute = RealCompute("benchmarks.trials.small:named", (self.workload.name,))
+        else:
+            known = self.workload
+            compute = VirtualCompute(self.graph, drawn.dilation, known.optimizer, known.sparse_update)
+        warmup = 2 if self.compute == "real" else 1
+        return TrialSpec(plan, compute, drawn.clip, steps=STEPS, warmup=warmup, budget_s=BUDGET_S)
+
+    def _lab_s(self, program: StepProgram, dilation: float) -> float:
+        estimate = self.problem.cost_model.predict(self.graph, program, self.problem.topology)
+        return estimate.step_time_s * dilation

@@ -1,0 +1,209 @@
+"""Takes trials, evenly over cells, for as long as there is time; a later run goes on where this one stopped.
+
+Cells whose clusters differ in nothing but rates share a lab and its living ranks. Each visit of a lab takes some trials
+of those of its cells that have the fewest so far, and repeats some old ones: so repeats lie minutes or hours apart, and
+tell how much the same trial differs from time to time.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar.cost_models import OptimizerCost
+from autopar.ir.tables import GraphTables
+from autopar.lab import Lab
+from autopar.lab.pool import Limits, Pool
+from autopar.lab.trial import TrialResult
+from autopar.lab.wiring import of_cluster
+from benchmarks.harness import Machine
+from benchmarks.suite import WORKLOADS
+from benchmarks.trials.cells import Captured, Cell, Draw
+from benchmarks.trials.clusters import ClusterCase, clusters
+from benchmarks.trials.groups import encode
+from benchmarks.trials.journal import Journal, digest
+from benchmarks.trials.records import Cluster, Graph, Session, Trial
+from benchmarks.trials.small import SMALL, named
+
+CELLS_A_VISIT, NEW_TRIALS, REPEATS = 12, 3, 1
+"""Of a visit: cells, and trials of each."""
+TOO_SLOW_S = 1.5
+"""Cells whose DDP step is predicted to take longer than this in the lab are left out."""
+LIMITS = Limits(load_s=240.0, run_s=60.0)
+
+Progress = Callable[[str], None]
+
+
+class Collector:
+    """Fills a journal."""
+
+    def __init__(self, journal: Journal, seed: int = 0, progress: Progress = lambda line: None) -> None:
+        self.journal = journal
+        self.seed = seed
+        self.progress = progress
+        self._session = max(journal.known.sessions, default=-1) + 1
+        self._draw = random.Random(f"{seed} {self._session}")
+        self._graphs: dict[str, Graph] = {g.workload: g for g in journal.known.graphs.values()}
+        self._clusters: dict[str, Cluster] = {}
+
+    def run(
+        self,
+        minutes: float,
+        workloads: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        most: int = 10**9,
+    ) -> int:
+        """Takes trials until the time is over, or `most` of them; returns how many."""
+        deadline, taken = time.monotonic() + 60 * minutes, 0
+        labs: defaultdict[object, list[Cell]] = defaultdict(list)
+        for cell in self.cells(workloads, names):
+            wiring = of_cluster(cell.case.cluster)
+            labs[wiring.layout, tuple(p.host.name for p in cell.case.cluster.ranks)].append(cell)
+        began = False
+        while time.monotonic() < deadline and taken < most:
+            done = self._counts()
+            cells = min(labs.values(), key=lambda some: sum(self._need(c, done) for c in some) / len(some))
+            chosen = sorted(cells, key=lambda c: (self._need(c, done), self._draw.random()))[:CELLS_A_VISIT]
+            chosen.sort(key=lambda c: (c.workload.name, c.compute))  # ranks keep what they captured last
+            with Lab.of(chosen[0].case.cluster) as lab, Pool(lab, LIMITS) as pool:
+                for cell, drawn, repeat in self._visit(chosen, done):
+                    lab.set_rates(cell.case.cluster, scale=1 / drawn.dilation)
+                    result = pool.trial(cell.spec(drawn))
+                    if not began:
+                        self._begin(pool)
+                        began = True
+                    self._record(cell, drawn, repeat, result)
+                    taken += 1
+                    if time.monotonic() > deadline or taken >= most:
+                        break
+        return taken
+
+    def cells(self, workloads: Sequence[str] | None, names: Sequence[str] | None) -> Iterator[Cell]:
+        """All cells of these workloads and clusters, by default of all, that are not too slow for the lab."""
+        cases = [case for name, case in clusters().items() if names is None or name in names]
+        for workload in workloads or (*SMALL, *WORKLOADS):
+            graph = self._graph(workload)
+            cost = OptimizerCost(graph.optimizer, graph.state_tensors)
+            known = Captured(workload, graph.tables.graph(), cost, graph.sparse_update)
+            for case in cases:
+                cells = [Cell(known, case, "virtual")]
+                if case.real and workload in SMALL:
+                    cells.append(Cell(known, case, "real"))
+                yield from (cell for cell in cells if cell.ddp_s <= TOO_SLOW_S)
+
+    def _need(self, cell: Cell, done: Counter[str]) -> float:
+        """How far the cell is, by its weight; the cell that is least far is next."""
+        return done[cell.name] / cell.weight
+
+    def _counts(self) -> Counter[str]:
+        known = self.journal.known
+        return Counter(f"{known.workload(t)} {known.cluster_name(t)} {t.compute}" for t in known.trials if not t.repeat)
+
+    def _visit(self, cells: Sequence[Cell], done: Counter[str]) -> Iterator[tuple[Cell, Draw, int]]:
+        """Cells with what is to be run in them, and how often that was run before."""
+        known = self.journal.known
+        for cell in cells:
+            first = done[cell.name]
+            indices = [(i, 0) for i in range(first, first + NEW_TRIALS)]
+            if first:
+                old = self._draw.choices(range(first), k=REPEATS)
+                indices += [(i, 1) for i in old]
+            for index, again in indices:
+                drawn = cell.draw(self.seed, index)
+                key = self._key(cell, drawn)
+                repeat = sum(t.key == key for t in known.trials) if again else 0
+                yield cell, drawn, repeat
+
+    def _graph(self, workload: str) -> Graph:
+        if workload not in self._graphs:
+            self.progress(f"capturing {workload}")
+            made = named(workload)
+            known = Captured.of(made)
+            tables = GraphTables.of(known.graph)
+            record = Graph(
+                workload=workload,
+                about=made.about,
+                digest=digest(tables.model_dump_json()),
+                optimizer=known.optimizer.name,
+                state_tensors=known.optimizer.state_tensors,
+                sparse_update=known.sparse_update,
+                tables=tables,
+            )
+            self.journal.write(record)
+            self._graphs[workload] = record
+        return self._graphs[workload]
+
+    def _cluster(self, case: ClusterCase) -> Cluster:
+        if case.name not in self._clusters:
+            fingerprint = case.cluster.fingerprint
+            record = Cluster(
+                cluster=case.name,
+                about=case.about,
+                digest=fingerprint.digest,
+                summary=fingerprint.summary,
+                spec=fingerprint.spec,
+            )
+            self.journal.write(record)
+            self._clusters[case.name] = record
+        return self._clusters[case.name]
+
+    def _begin(self, pool: Pool) -> None:
+        machine = Machine.here()
+        self.journal.write(
+            Session(
+                session=self._session,
+                date=machine.date,
+                processor=machine.processor,
+                cores=machine.cores,
+                memory_gib=machine.memory_gib,
+                versions=pool.versions,
+            )
+        )
+
+    def _key(self, cell: Cell, drawn: Draw) -> str:
+        plan = encode(drawn.groups, [p.name for p in cell.graph.parameters])
+        return digest(repr((cell.name, self._graph(cell.workload.name).digest, drawn.dilation, drawn.clip, plan)))
+
+    def _record(self, cell: Cell, drawn: Draw, repeat: int, result: TrialResult) -> None:
+        load = result.load
+        record = Trial(
+            key=self._key(cell, drawn),
+            repeat=repeat,
+            session=self._session,
+            graph=self._graph(cell.workload.name).digest,
+            cluster=self._cluster(cell.case).digest,
+            compute=cell.compute,
+            dilation=drawn.dilation,
+            plan=drawn.origin,
+            groups=encode(drawn.groups, [p.name for p in cell.graph.parameters]),
+            clip_grad_norm=drawn.clip,
+            status=result.status,
+            error=_summary(result.error),
+            order_hash=result.order_hash,
+            step_us=tuple(round(1e6 * s) for s in result.step_s),
+            sent_bytes=tuple(map(round, result.sent_bytes)),
+            received_bytes=tuple(map(round, result.received_bytes)),
+            peak_memory_bytes=result.peak_memory_bytes,
+            others_cores=round(load.others_cores, 3) if load else 0.0,
+            stolen_cores=round(load.stolen_cores, 3) if load else 0.0,
+            load_average=round(load.average, 2) if load else 0.0,
+            noise=result.noise,
+            wall_s=round(result.wall_s, 2),
+        )
+        self.journal.write(record)
+        shown = f"{1e3 * record.step_time_s:.0f} ms" if record.step_us else record.error
+        self.progress(f"{cell.name}, {drawn.origin}, {len(drawn.groups)} groups: {record.status}, {shown}")
+
+
+_RAISED = re.compile(r"^[\w.]*(Error|Exception|Failure|Mismatch)\b.*")
+
+
+def _summary(text: str) -> str:
+    """Of an error: its first line, and what was raised in the end. Between them is a traceback, with the paths of this
+    machine."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines[1:] if _RAISED.match(line)]
+    return " ".join([*lines[:1], *raised[-1:]])[:300]
