@@ -190,7 +190,7 @@ class VirtualWriter(StepWriter):
         return self._view(p.elements, p.dtype)
 
     def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
-        return self._view(p.held_elements(self.target.rank), self._group(p).dtype)
+        return self._on_device(Device.view, p.held_elements(self.target.rank), self.summed_as(p))
 
     def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
         return []

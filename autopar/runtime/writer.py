@@ -17,7 +17,7 @@ import torch.fx
 
 from autopar.ir.aliases import base, is_view, is_written, readers
 from autopar.ir.capture import JointGraph
-from autopar.ir.primitives import WHOLE_STEP, Kind, Primitive
+from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
 from autopar.runtime import collectives, parts
 from autopar.runtime.fragments import Fragment, fragments, pack
@@ -112,7 +112,12 @@ class Writer:
     def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
         """The sum of what a reduce-scatter has received, behind its wait `p`."""
         team = self.program.primitives[p.inputs[0]].team_of(self.target.rank, self.target.world_size)
-        return self.call(collectives.sum_parts, (parts, len(team), getattr(torch, self._group(p).dtype)))
+        return self.call(collectives.sum_parts, (parts, len(team), self.summed_as(p)))
+
+    def summed_as(self, p: Primitive) -> torch.dtype:
+        """The dtype of that sum: the wire's where it is sent on, else the parameters'."""
+        sent_on = any(q.kind in COLLECTIVES and p.index in q.inputs for q in self.program.primitives)
+        return getattr(torch, p.dtype if sent_on else self._group(p).dtype)  # type: ignore[no-any-return]
 
     def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
         """What this rank holds of the gradients that are clipped; for each, whether no other rank holds it."""

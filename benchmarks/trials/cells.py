@@ -117,8 +117,8 @@ class Cell:
 
     @property
     def weight(self) -> float:
-        """How many trials it gets, beside other cells: those of quick ones cost less."""
-        return 1 / max(self.ddp_s, 0.1)
+        """How many trials it gets, beside other cells: those of quick ones cost less, and all are to be covered."""
+        return max(self.ddp_s, 0.1) ** -0.5
 
     def draw(self, seed: int, index: int) -> Draw:
         """The trial with this index, always the same."""

@@ -95,8 +95,8 @@ class Collector:
                 yield from (cell for cell in cells if cell.ddp_s <= TOO_SLOW_S)
 
     def _need(self, cell: Cell, done: Counter[str]) -> float:
-        """How far the cell is, by its weight; the cell that is least far is next."""
-        return done[cell.name] / cell.weight
+        """How far the cell would be after a visit, by its weight; the cell that would be least far is next."""
+        return (done[cell.name] + NEW_TRIALS) / cell.weight
 
     def _counts(self) -> Counter[str]:
         known = self.journal.known

@@ -20,7 +20,7 @@ CASES = [
         "zero1",
         "Parallax",
         "structured",
-        "hierarchical",
+        "hierarchical+bf16",
     )
     for clips in (False, True)
 ]
