@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,7 +119,7 @@ class Cell:
     @property
     def weight(self) -> float:
         """How many trials it gets, beside other cells: those of quick ones cost less, and all are to be covered."""
-        return max(self.ddp_s, 0.1) ** -0.5
+        return 1 / math.sqrt(max(self.ddp_s, 0.1))
 
     def draw(self, seed: int, index: int) -> Draw:
         """The trial with this index, always the same."""
