@@ -23,7 +23,7 @@ from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 
 STEPS = 5
-SAMPLES, WORDS = 400, 1000
+SAMPLES, WORDS = 60, 500
 
 
 class Net(nn.Module):
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(1000, 1001), nn.Linear(1001, 500)
+        self.first, self.second = nn.Linear(500, 1001), nn.Linear(1001, 500)
         self.table = nn.Embedding(WORDS, 1001)
 
     def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Net()
     words = torch.randint(0, WORDS // 2, (SAMPLES, 5))
-    batch = ((torch.randn(SAMPLES, 1000), words), torch.randn(SAMPLES, 500))
+    batch = ((torch.randn(SAMPLES, 500), words), torch.randn(SAMPLES, 500))
     graph = training_graph(model, flatten(batch), nn.functional.mse_loss)
     context = Context(n)
     base = build_plan("AllReduce", graph, ClusterSpec.local(n), context)
