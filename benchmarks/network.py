@@ -22,7 +22,6 @@ from autopar.lab.host import Host, shell
 from benchmarks.harness import Report, Spread, Target, options, publish
 
 HOSTS = 4
-CLUSTER = f"hosts: [{{{{name: host, count: {HOSTS}, devices: 1 x cpu}}}}]\nnetwork: {{{{bandwidth: {{rate}}}}}}"
 RATES = ("1 Gbit/s", "200 Mbit/s")
 SIZES_MB = (1, 4, 16)
 LIMIT = 0.07

@@ -6,18 +6,16 @@ python -m benchmarks.overhead_worker {time|eager|autopar} MODEL
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
+from autopar.lab import memory
 from benchmarks.harness import interleave
 from benchmarks.zoo import Entry, find, sizes
 
@@ -73,39 +71,18 @@ def time_steps(entry: Entry, rounds: int) -> dict[str, Any]:
 def measure_memory(entry: Entry, rewritten: bool) -> dict[str, Any]:
     """Peak resident memory of this process: from its start, and from the first step on; and what was resident then."""
     step, optimize_s = autopar_step(entry) if rewritten else (eager_step(entry), 0.0)
-    setup = peak_resident_bytes()
-    reset_peak()
-    before = peak_resident_bytes()
+    setup = memory.peak_bytes()
+    memory.reset_peak()
+    before = memory.peak_bytes()
     for _ in range(MEMORY_STEPS):
         step()
-    steps = peak_resident_bytes()
+    steps = memory.peak_bytes()
     return {
         "process_bytes": max(setup, steps),
         "steps_bytes": steps,
         "before_steps_bytes": before,
         "optimize_s": optimize_s,
     }
-
-
-def peak_resident_bytes() -> int:
-    """The high-water mark of this process's resident memory.
-
-    Linux's `VmHWM` rather than `ru_maxrss`, which a new process inherits from the one that started it.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def reset_peak() -> None:
-    """Sets the high-water mark to what is resident now, where the system can (Linux: proc(5), `clear_refs`)."""
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        clear.write_text("5")
 
 
 @click.command()

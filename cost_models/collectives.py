@@ -19,7 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.compute import is_cpu
-from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, Teams, broadcast_children, ring_reduce_bytes, wire_bytes
+from autopar.ir.primitives import (
+    DTYPE_BYTES,
+    Kind,
+    Primitive,
+    Teams,
+    all_teams,
+    broadcast_children,
+    ring_reduce_bytes,
+    wire_bytes,
+)
 from autopar.spec.devices import CORE_FLOPS
 from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
@@ -150,7 +159,7 @@ class Network:
         if teams not in self._known:
             shape = (len(self.links), self.world_size)
             flows = _Flows(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-            for team in teams or (tuple(range(self.world_size)),):
+            for team in all_teams(teams, self.world_size):
                 for i, a in enumerate(team):
                     for b in team:
                         for link in self._path(a, b) if a != b else ():
@@ -258,7 +267,7 @@ class Network:
 
 def is_all_to_all(primitive: Primitive, world_size: int) -> bool:
     """Whether the runtime sends from each rank to each: for every reduce-scatter, and to gather unequal parts."""
-    teams = primitive.teams or (tuple(range(world_size)),)
+    teams = all_teams(primitive.teams, world_size)
     unequal = any(len({primitive.splits[r] for r in team}) > 1 for team in teams if primitive.splits)
     return primitive.kind is Kind.REDUCE_SCATTER or (primitive.kind is Kind.ALL_GATHER and unequal)
 

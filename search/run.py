@@ -105,8 +105,8 @@ def build_plan(
     Raises `PlanError` with the nearest name for an unknown one, with the reason where the builder's strategy cannot
     be used, and where `fidelity` is given and does not allow the plan.
     """
-    builder, context = builder_named(name), context.on(cluster)
-    groups = builder(graph.parameters, context, cluster)
+    context = context.on(cluster)
+    groups = builder_named(name)(graph.parameters, context, cluster)
     used = fidelity_of(groups, context)
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
         raise PlanError(f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")

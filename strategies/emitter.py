@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, Primitive, Teams
+from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, Primitive, Teams, all_teams
 from autopar.ir.training_graph import Parts
 from autopar.strategies.base import Context, Group, Member, WireDtype
 
@@ -77,7 +77,7 @@ class Emitter:
     def reduce_scatter(self, value: Value, splits: Sequence[int], teams: Teams = ()) -> Value:
         """The sum over ranks; rank r holds the part `splits[r]` elements long (0 is allowed), in the order of ranks."""
         assert len(splits) == self.world_size, "one part a rank"
-        for team in teams or (tuple(range(self.world_size)),):
+        for team in all_teams(teams, self.world_size):
             assert sum(splits[r] for r in team) == value.elements, "the splits of a team must cover the value"
         sums = _joined(value.sums, teams)
         return self._collective(Kind.REDUCE_SCATTER, value, splits=tuple(splits), sums=sums, teams=teams)
@@ -283,7 +283,7 @@ def index_elements(parts: Parts, dtype: str) -> int:
 def _joined(sums: Sums, teams: Teams) -> Sums:
     """What each rank's value is the sum over, behind a sum within teams. No rank may be counted twice."""
     found = list(sums)
-    for team in teams or (tuple(range(len(sums))),):
+    for team in all_teams(teams, len(sums)):
         joined = frozenset[int]().union(*(sums[r] for r in team))
         assert len(joined) == sum(len(sums[r]) for r in team), f"a sum over ranks {team} would count some of them twice"
         for rank in team:

@@ -32,15 +32,11 @@ class HierarchicalAllReduce(Strategy):
     options_type = HierarchicalAllReduceOptions
 
     def applies(self, member: Member, context: Context) -> str | None:
-        sizes = sorted({size for size in range(2, context.world_size) if context.world_size % size == 0})
-        if not sizes:
-            return f"{context.world_size} ranks do not divide into teams of equal size"
-        return None
+        return None if _sizes(context) else f"{context.world_size} ranks do not divide into teams of equal size"
 
     def options(self, context: Context) -> Sequence[HierarchicalAllReduceOptions]:
         found = [HierarchicalAllReduceOptions()] if inner_teams(0, context) else []
-        sizes = (size for size in range(2, context.world_size) if context.world_size % size == 0)
-        return [*found, *(HierarchicalAllReduceOptions(inner=size) for size in sizes)]
+        return [*found, *(HierarchicalAllReduceOptions(inner=size) for size in _sizes(context))]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, HierarchicalAllReduceOptions)
@@ -57,6 +53,11 @@ class HierarchicalAllReduce(Strategy):
         partial = emit.wait(emit.reduce_scatter(bucket, splits, inner))
         summed = emit.wait(emit.all_reduce(partial, outer))
         emit.update(emit.wait(emit.all_gather(summed, inner)), group)
+
+
+def _sizes(context: Context) -> list[int]:
+    """Those of teams that are neither one rank nor all."""
+    return [size for size in range(2, context.world_size) if context.world_size % size == 0]
 
 
 def inner_teams(size: int, context: Context) -> Teams | None:

@@ -8,32 +8,12 @@ see gets it whole, one that leaves rows without gradient alone gets only those t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
-from autopar.strategies.emitter import Emitter
+from autopar.strategies.gathered_parts import GatheredParts
 
 
-class SparseRowsOptions(Options):
-    wire: WireDtype = "same"
-    """Number format of the rows on the wire; anything but `same` rounds them, which the plan must allow."""
-
-
-class SparseRows(Strategy):
+class SparseRows(GatheredParts):
     name = "sparse_rows"
     summary = "exchange the rows of the table that were looked up; every rank updates its replica"
-    options_type = SparseRowsOptions
-
-    def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "the program needs the optimizer"  # gradients that add up over several backward passes are dense
-        if member.parameter.parts is None or member.parameter.parts.kind != "rows":
-            return "its gradient is not made of rows that were looked up"
-        return None if member.slice.whole else "a slice of a table is not looked up by itself"
-
-    def options(self, context: Context) -> Sequence[SparseRowsOptions]:
-        return [SparseRowsOptions(wire=w) for w in ("same", "bfloat16", "float16")]
-
-    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
-        assert isinstance(options, SparseRowsOptions)
-        emit.update(emit.gathered(group, options.wire), group)
+    kind = "rows"
+    otherwise = "its gradient is not made of rows that were looked up"
+    of_a_slice = "a slice of a table is not looked up by itself"

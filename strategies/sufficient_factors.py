@@ -7,32 +7,12 @@ products itself, as one product over all tokens: Xie et al., UAI 2016; Zhang et 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
-from autopar.strategies.emitter import Emitter
+from autopar.strategies.gathered_parts import GatheredParts
 
 
-class SufficientFactorsOptions(Options):
-    wire: WireDtype = "same"
-    """Number format of the factors on the wire; anything but `same` rounds them, which the plan must allow."""
-
-
-class SufficientFactors(Strategy):
+class SufficientFactors(GatheredParts):
     name = "sufficient_factors"
     summary = "exchange the factors of the gradient; every rank forms it and updates its replica"
-    options_type = SufficientFactorsOptions
-
-    def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "the program needs the optimizer"  # gradients that add up over several backward passes are dense
-        if member.parameter.parts is None or member.parameter.parts.kind != "factors":
-            return "its gradient is not a product of two matrices"
-        return None if member.slice.whole else "the factors of a slice are not found by themselves"
-
-    def options(self, context: Context) -> Sequence[SufficientFactorsOptions]:
-        return [SufficientFactorsOptions(wire=w) for w in ("same", "bfloat16", "float16")]
-
-    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
-        assert isinstance(options, SufficientFactorsOptions)
-        emit.update(emit.gathered(group, options.wire), group)
+    kind = "factors"
+    otherwise = "its gradient is not a product of two matrices"
+    of_a_slice = "the factors of a slice are not found by themselves"

@@ -14,6 +14,12 @@ Teams = tuple[tuple[int, ...], ...]
 """Disjoint sets of ranks that together are all ranks, each of which does a collective among itself; empty for one team
 of all."""
 
+
+def all_teams(teams: Teams, world_size: int) -> Teams:
+    """The same, with the one team of all where none are named."""
+    return teams or (tuple(range(world_size)),)
+
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
@@ -91,6 +97,11 @@ class Primitive:
     def bytes(self) -> int:
         return self.elements * DTYPE_BYTES[self.dtype]
 
+    @property
+    def spread(self) -> bool:
+        """Whether no two ranks hold the same element."""
+        return bool(self.splits) or self.owner is not None
+
     def held_elements(self, rank: int) -> int:
         """Elements of the value that `rank` holds."""
         if self.splits:
@@ -101,7 +112,7 @@ class Primitive:
 
     def team_of(self, rank: int, world_size: int) -> tuple[int, ...]:
         """The ranks among which `rank` does the collective, itself included."""
-        return next((t for t in self.teams if rank in t), tuple(range(world_size)))
+        return next(t for t in all_teams(self.teams, world_size) if rank in t)
 
 
 WHOLE_STEP = -1
@@ -131,7 +142,7 @@ def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[i
     sent, received = [0] * world_size, [0] * world_size
     if primitive.kind not in COLLECTIVES:
         return sent, received
-    for team in primitive.teams or (tuple(range(world_size)),):
+    for team in all_teams(primitive.teams, world_size):
         for rank, out, into in zip(team, *_team_bytes(primitive, team), strict=True):
             sent[rank], received[rank] = out, into
     return sent, received

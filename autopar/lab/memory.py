@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,8 +33,12 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """What was resident at most since `reset_peak`; where that cannot be reset, since the process began."""
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """What was resident at most since `reset_peak`; where that cannot be reset, since the process began.
+
+    Linux's `VmHWM` rather than `ru_maxrss`, which a new process inherits from the one that started it.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _status(field: str) -> int:

@@ -25,7 +25,7 @@ class Counted:
     """One rank's rows, member by member."""
 
     counts: torch.Tensor
-    """int64."""
+    """int64; what is sent to the other ranks."""
     indices: tuple[torch.Tensor | None, ...]
     """`rows`: the different indices, ascending."""
     places: tuple[torch.Tensor | None, ...]
@@ -69,11 +69,6 @@ def added(earlier: Pair, one: Pair) -> Pair:
     return torch.cat([earlier[0], one[0]]), torch.cat([earlier[1], one[1]])
 
 
-def own_counts(counted: Counted) -> torch.Tensor:
-    """What is sent to the other ranks."""
-    return counted.counts
-
-
 def bag_values(values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, mean: bool) -> torch.Tensor:
     """The gradient of each row that an embedding bag has looked up: that of its bag, divided where it is a mean."""
     ends = torch.cat([offsets[1:], offsets.new_tensor([indices.numel()])])
@@ -81,10 +76,6 @@ def bag_values(values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tenso
     if mean:
         values = values / sizes.clamp(min=1).unsqueeze(1).to(values.dtype)
     return values.repeat_interleave(sizes, 0)
-
-
-def transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.t()
 
 
 class Layout:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from autopar.errors import CollectiveError, PlanMismatchError
-from autopar.ir.primitives import Teams
+from autopar.ir.primitives import Teams, all_teams
 from autopar.runtime.collectives import may_fail
 from autopar.runtime.presence import Presence
 from autopar.spec.plan import ModelFingerprint
@@ -36,7 +36,7 @@ class Group:
     timeout_s: float = 300.0
     presence: Presence | None = field(default=None, compare=False, repr=False)
     """Who is there; `None` with one rank."""
-    parts: dict[tuple[Teams, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    channels: dict[tuple[Teams, int], Any] = field(default_factory=dict, compare=False, repr=False)
     """The process groups of teams and further lanes, made when they are first asked for."""
     meetings: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     """Numbers each rendezvous of the group, alike on all ranks, so that none reads what another has left."""
@@ -45,17 +45,17 @@ class Group:
     def name(self) -> str | None:
         return None if self.pg is None else str(self.pg.group_name)
 
-    def part(self, teams: Teams, lane: int) -> str | None:
+    def channel(self, teams: Teams, lane: int) -> str | None:
         """The name of the process group in which this rank's team does the collectives of a lane. All ranks must ask
         for the same ones in the same order; with one rank there is none."""
         if self.pg is None or (not teams and lane == 0):
             return self.name
-        if (teams, lane) not in self.parts:
-            for team in teams or (tuple(range(self.world_size)),):
+        if (teams, lane) not in self.channels:
+            for team in all_teams(teams, self.world_size):
                 made = dist.new_group([*team], timeout=timedelta(seconds=self.timeout_s))
                 if self.rank in team:
-                    self.parts[teams, lane] = made
-        return str(self.parts[teams, lane].group_name)
+                    self.channels[teams, lane] = made
+        return str(self.channels[teams, lane].group_name)
 
     def guard(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around communication that all ranks take part in; see `Presence.guard`."""

@@ -125,7 +125,7 @@ class Writer:
         for index in p.inputs:
             source = self.program.primitives[index]
             if source.held_elements(self.target.rank) and self.values[index] is not None:
-                held.append((bool(source.splits) or source.owner is not None, self.values[index]))
+                held.append((source.spread, self.values[index]))
         return held
 
     def compute(self) -> list[tuple[int, torch.fx.Node]]:
@@ -172,22 +172,19 @@ class Writer:
 
     def _term(self, term: Term) -> tuple[torch.fx.Node, torch.fx.Node]:
         """The parts of a term; copied where a later operator writes over them."""
-        left, right = (self._kept(self._named(n), term.position) for n in (term.left, term.right))
+        left, right = (self._kept(self.nodes[n], term.position) for n in (term.left, term.right))
         if term.offsets is not None:
-            right = self.call(parts.bag_values, (right, left, self.copies[self._named(term.offsets)], term.mean))
+            right = self.call(parts.bag_values, (right, left, self.copies[self.nodes[term.offsets]], term.mean))
         if term.left_transposed:
-            left = self.call(parts.transposed, (left,))
+            left = self.call(torch.t, (left,))
         if term.right_transposed:
-            right = self.call(parts.transposed, (right,))
+            right = self.call(torch.t, (right,))
         return left, right
 
     def _kept(self, node: torch.fx.Node, position: int) -> torch.fx.Node:
         if any(is_written(r, node) and self.position[r] > position for r in readers(base(node))):
             return self.call(torch.clone, (self.copies[node],))
         return self.copies[node]
-
-    def _named(self, name: str) -> torch.fx.Node:
-        return self.nodes[name]
 
     @cached_property
     def nodes(self) -> dict[str, torch.fx.Node]:
@@ -196,8 +193,8 @@ class Writer:
 
     @cached_property
     def position(self) -> dict[torch.fx.Node, int]:
-        """Of each node, the output's behind all."""
-        return {n: i for i, n in enumerate(n for n in self.joint.module.graph.nodes if n.op != "placeholder")}
+        """Of each node that computes; the output lies behind all."""
+        return {n: i for i, n in self.compute()}
 
     def earlier_terms(self, name: str) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
         """The parts of earlier micro-batches; subclasses add them."""
@@ -209,14 +206,14 @@ class Writer:
         for member in self._group(p).members:
             earlier = [left for left, _ in self.earlier_terms(member.slice.name)]
             if member.parts.kind == "rows":
-                own = [self.copies[self._named(t.left)] for t in member.parts.terms]
+                own = [self.copies[self.nodes[t.left]] for t in member.parts.terms]
                 looked_up.append([*earlier, *own])
                 rows.append(0)
             else:
                 looked_up.append(None)
                 rows.append(self.call(parts.rows_of, (member.parts.rows, earlier)))
         self.counted[p.group] = self.call(parts.count, (looked_up, rows, self.device))
-        return self.call(parts.own_counts, (self.counted[p.group],))
+        return self.call(getattr, (self.counted[p.group], "counts"))
 
     def _parts(self, p: Primitive, value: Written) -> Written:
         group = self._group(p)
@@ -251,20 +248,21 @@ class Writer:
 
     def _reduce_scatter(self, p: Primitive, value: Written) -> Written:
         team = p.team_of(self.target.rank, self.target.world_size)
-        splits = [p.splits[r] for r in team]
-        return self.call(collectives.reduce_scatter, (value, splits, team.index(self.target.rank), self.channel(p)))
+        splits, place = [p.splits[r] for r in team], team.index(self.target.rank)
+        return self.call(collectives.reduce_scatter, (value, splits, place, self.channel(p)))
 
     def _all_gather(self, p: Primitive, value: Written) -> Written:
         team = p.team_of(self.target.rank, self.target.world_size)
         if p.ragged:
             return self.call(collectives.all_gather_equal, (value, len(team), self.channel(p)))
-        return self.call(collectives.all_gather, (value, [p.splits[r] for r in team], self.channel(p)))
+        splits, place = [p.splits[r] for r in team], team.index(self.target.rank)
+        return self.call(collectives.all_gather, (value, splits, place, self.channel(p)))
 
     def channel(self, p: Primitive | None = None) -> str | None:
         """The name of the process group in which this rank does a collective; without one, the one of all ranks."""
         if self.target.group is None:
             return None
-        return self.target.group.name if p is None else self.target.group.part(p.teams, p.lane)
+        return self.target.group.name if p is None else self.target.group.channel(p.teams, p.lane)
 
     def _wait(self, p: Primitive, value: Written) -> Written:
         done = self.call(collectives.wait, (value,))
@@ -276,8 +274,7 @@ class Writer:
         sent = p.index in self._consumed
         if held == 0 and not (sent and p.splits):
             return None
-        team = p.team_of(self.target.rank, self.target.world_size)
-        begin = sum(p.splits[r] for r in team if r < self.target.rank) if p.splits else 0
+        begin = sum(p.splits[: self.target.rank])
         pieces = fragments(group, self.target.parameters, begin, begin + held)
         module = Update(self.target.part(p.group, pieces), getattr(torch, p.dtype) if sent else None)
         args = (value,) if self.target.max_norm is None else (value, self.clip)
@@ -304,9 +301,7 @@ class Writer:
     def _clip(self, p: Primitive, value: Written) -> Written:
         assert self.target.max_norm is not None
         held = self.clipped(p)
-        shared = any(
-            self.program.primitives[i].splits or self.program.primitives[i].owner is not None for i in p.inputs
-        )
+        shared = any(self.program.primitives[i].spread for i in p.inputs)
         once = [once for once, _ in held]
         module = Clip(self.target.max_norm, once, self.channel() if shared else None, self.device)
         self.clip = self.call_module("clip", module, ([value for _, value in held],))

@@ -48,14 +48,16 @@ def buckets(
 
 
 def bucketed(strategy: str, bucket_bytes: int | None, first_bytes: int | None = None) -> Builder:
-    """A builder that puts buckets of this size through one strategy, with the plainest of its options."""
+    """A builder that puts buckets of this size through one strategy, with the plainest of its options; through
+    all-reduces where that has none here."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
             return alone(parameters)
-        offered = strategy_named(strategy).options(context)
-        options = offered[0].model_dump(exclude_defaults=True) if offered else {}
-        groups = (group(strategy, pieces, options) for pieces in buckets(parameters, bucket_bytes, first_bytes))
+        used, options = "all_reduce", {}
+        if offered := strategy_named(strategy).options(context):
+            used, options = strategy, offered[0].model_dump(exclude_defaults=True)
+        groups = (group(used, pieces, options) for pieces in buckets(parameters, bucket_bytes, first_bytes))
         return issue_order(groups, parameters)
 
     return build
