@@ -110,7 +110,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
             raise _explained(e, "the backward pass cannot be traced") from e
         module = joint.graph_module
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    simplify(module)
+    simplify(module.graph)
     return _describe(module, mode)
 
 

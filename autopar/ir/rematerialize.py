@@ -14,11 +14,11 @@ from autopar.ir.aliases import is_view, readers
 aten = torch.ops.aten
 
 
-def rematerialize_products(module: torch.fx.GraphModule) -> None:
+def rematerialize_products(graph: torch.fx.Graph) -> None:
     """Forms such products anew before their first use in the backward pass; no value changes."""
-    order = {n: i for i, n in enumerate(module.graph.nodes)}
-    late = _backward(module.graph)
-    for product in module.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    late = _backward(graph)
+    for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         factors = [a for a in product.args if isinstance(a, torch.fx.Node)]
         if product in late or len(factors) != 2 or product.kwargs:
             continue
@@ -27,9 +27,8 @@ def rematerialize_products(module: torch.fx.GraphModule) -> None:
             continue
         first = min((u for _, u in uses), key=lambda u: order[u])
         if all(any(order.get(r, 0) >= order[first] and r in late for r in readers(f)) for f in factors):
-            _form_again(module.graph, product, uses, first)
-    module.graph.lint()
-    module.recompile()
+            _form_again(graph, product, uses, first)
+    graph.lint()
 
 
 def _backward(graph: torch.fx.Graph) -> set[torch.fx.Node]:

@@ -28,11 +28,11 @@ _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 _MAY_RETURN_THEIR_INPUT = (aten.native_dropout.default,)
 
 
-def reuse_memory(module: torch.fx.GraphModule) -> None:
+def reuse_memory(graph: torch.fx.Graph) -> None:
     """Makes elementwise operators in place where the overwritten input is the graph's own, dense, and read for the
     last time."""
-    position = {n: i for i, n in enumerate(module.graph.nodes)}
-    for node in module.graph.nodes:
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    for node in graph.nodes:
         if node.op != "call_function" or node.target not in _IN_PLACE:
             continue
         places = (0, 1) if node.target in _COMMUTATIVE and not node.kwargs else (0,)
@@ -42,8 +42,7 @@ def reuse_memory(module: torch.fx.GraphModule) -> None:
                     node.args = (node.args[1], node.args[0])
                 node.target = _IN_PLACE[node.target]
                 break
-    module.graph.lint()
-    module.recompile()
+    graph.lint()
 
 
 def _may_overwrite(node: torch.fx.Node, source: object, position: dict[torch.fx.Node, int]) -> bool:

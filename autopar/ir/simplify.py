@@ -121,12 +121,11 @@ PASSES: tuple[Callable[[torch.fx.Graph], None], ...] = (
 )
 
 
-def simplify(module: torch.fx.GraphModule) -> None:
+def simplify(graph: torch.fx.Graph) -> None:
     """Runs every pass, in place, and checks the graph after each."""
     for graph_pass in PASSES:
-        graph_pass(module.graph)
-        module.graph.lint()
-    module.recompile()
+        graph_pass(graph)
+        graph.lint()
 
 
 def _has_effect(node: torch.fx.Node) -> bool:
