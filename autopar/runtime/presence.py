@@ -108,11 +108,11 @@ class Presence:
         return f"{here}: {'; '.join(f'rank {r} {_SAID[how]}' for r, how in found.items())}: {cause}"
 
     def _verdict(self, place: int) -> dict[int, str]:
-        """Who is to blame, as the first rank that asked has found: those that came later may see that one end."""
-        if self._store.check(["verdict"]):
-            found = {int(r): str(how) for r, how in json.loads(self._store.get("verdict")).items()}
-        else:
-            found = self._roll_call(place)
+        """Who is to blame, as the first rank that asked has found: those that ask later may see that one end."""
+        found = self._written_down()
+        if not found:
+            seen = self._roll_call(place)
+            found = self._written_down() or seen  # by a rank that was seen to end: it wrote this before
             if found:
                 self._store.set("verdict", json.dumps(found))
         self._store.set(f"heard/{self.rank}", "1")
@@ -120,6 +120,11 @@ class Presence:
             rest = [r for r in self._others() if r not in found]
             _until(lambda: all(self._has_heard(r) for r in rest), LINGER_S)
         return found
+
+    def _written_down(self) -> dict[int, str]:
+        if not self._store.check(["verdict"]):
+            return {}
+        return {int(r): str(how) for r, how in json.loads(self._store.get("verdict")).items()}
 
     def _roll_call(self, place: int) -> dict[int, str]:
         """The ranks that are gone; where all live, those that have not come to `place`."""

@@ -255,8 +255,7 @@ class Writer:
         team = p.team_of(self.target.rank, self.target.world_size)
         if p.ragged:
             return self.call(collectives.all_gather_equal, (value, len(team), self.channel(p)))
-        splits, place = [p.splits[r] for r in team], team.index(self.target.rank)
-        return self.call(collectives.all_gather, (value, splits, place, self.channel(p)))
+        return self.call(collectives.all_gather, (value, [p.splits[r] for r in team], self.channel(p)))
 
     def channel(self, p: Primitive | None = None) -> str | None:
         """The name of the process group in which this rank does a collective; without one, the one of all ranks."""

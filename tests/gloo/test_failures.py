@@ -21,7 +21,7 @@ from autopar.search import build_plan
 torch.set_num_threads(1)
 rank, n, trouble, strategy = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1], sys.argv[2]
 torch.manual_seed(0)
-width = 16 if strategy == "ddp" else 16384  # parts that go in rounds
+width = 16
 model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
 if trouble == "models" and rank == 1:
     model = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 4))
