@@ -27,11 +27,14 @@ CASES += [
 
 
 def runs_on(world_size: int, index: int) -> bool:
-    """Three and four ranks share the trainings between them, as they take the longest."""
+    """Three and four ranks share the trainings between them, as they take the longest; two ranks take half of them, and
+    one rank, where no collective is left, a quarter."""
     if CASES[index].strategy == "hierarchical" and world_size < 4:  # two and three ranks do not divide into teams
         return False
     training, strategy = index % len(TRAINED), index // len(TRAINED)
-    return world_size < 3 or (training // 2 + strategy) % 2 == world_size % 2
+    if world_size == 1:
+        return (training + strategy) % 4 == 0
+    return (training // 2 + strategy) % 2 == world_size % 2
 
 
 RUNS = {n: [c for i, c in enumerate(CASES) if runs_on(n, i)] for n in (1, 2, 3, 4)}

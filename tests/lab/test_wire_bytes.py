@@ -13,7 +13,7 @@ from autopar.lab import launch, private_namespace, unavailable_reason
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bytes_on_the_wire_are_those_declared(world_size: int) -> None:
     job = [sys.executable, str(Path(__file__).with_name("wire_job.py"))]
     with private_namespace() as host:
