@@ -305,7 +305,8 @@ def _rank(rank: int, job: Job) -> None:
         batches = _batches(job, example, step, rank)
         seen.clear()
         loss = program.step(micro_batches=batches) if len(batches) > 1 else program.step(batches[0])
-        rows.append(_compare(job, step, rank, loss, seen, named_parameters(model, loss_fn)))
+        with program.gathered():
+            rows.append(_compare(job, step, rank, loss, seen, named_parameters(model, loss_fn)))
     notes = ["dropout is off"]
     if _batch_norms(model) and job.settings.get("batch_norm", "local") == "local":
         notes.append("batch norm: the single process normalizes over each rank's batch, as the ranks do")

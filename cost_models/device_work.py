@@ -82,7 +82,7 @@ class Work:
             return issue_s + self._before_sending(rank, rates, world_size)
         if p.kind is Kind.PACK:
             return self._pack(rates, world_size)
-        if p.kind in (Kind.COUNT, Kind.PARTS, Kind.FORM):
+        if p.kind in (Kind.COUNT, Kind.PARTS, Kind.FORM, Kind.LOCAL):
             return rates.node_s(p.flops, p.moved_bytes) + (self.members * PART_KERNELS - 1) * rates.start_s
         if p.kind is Kind.WAIT:
             return self._after_wait(rank, rates, world_size)

@@ -1,6 +1,6 @@
 """Peak memory of each rank: what the step holds at its fullest moment.
 
-Counted: parameters (every rank holds all of them), buffers and the batch, optimizer state of what the rank updates,
+Counted: parameters (less what lives on other ranks), buffers and the batch, optimizer state of what the rank updates,
 activations (`ComputeNode.live_bytes`), gradients from their completion until they are packed, and communication
 buffers as `autopar.runtime` makes them. Not counted: the allocator's fragmentation, the backend's own buffers, the
 Python process.
@@ -48,14 +48,17 @@ class MemoryModel:
         if len(positions):
             at = live[np.maximum(positions, 0)]
             peak = np.maximum(peak, (at[:, None] + before[:-1] + made).max(axis=0))
-        return tuple(int(x) for x in self.fixed_bytes + _state_bytes(program, optimizer, n) + peak)
+        return tuple(
+            int(x) for x in self.fixed_bytes - _elsewhere(program, n) + _state_bytes(program, optimizer, n) + peak
+        )
 
     def _gradients(self, program: StepProgram) -> Bytes:
         """Bytes of gradients that are complete and not yet packed, at each position. With one rank nothing is
         packed: they live until their update."""
         consumers = (Kind.PACK,) if program.context.world_size > 1 else (Kind.UPDATE, Kind.DELIVER)
         packed_at = {p.primitive.group: p.position for p in program.placed if p.primitive.kind in consumers}
-        packed_at |= {p.primitive.group: -1 for p in program.placed if p.primitive.kind is Kind.PARTS}  # never formed
+        never_formed = {p.group for p in program.primitives if p.kind is Kind.PARTS} | program.resident
+        packed_at |= dict.fromkeys(never_formed, -1)
         end = len(self.live) - 1
         until = self._ready.copy()
         for group in program.groups:
@@ -100,7 +103,7 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
     width = DTYPE_BYTES[p.dtype]
     if p.kind is Kind.PACK:
         return None if n == 1 else p.bytes
-    if p.kind is Kind.PARTS:
+    if p.kind in (Kind.PARTS, Kind.LOCAL):
         return _held(p, n) * width
     if p.kind is Kind.FORM:
         return (p.elements if p.touched is None else p.touched) * width
@@ -118,6 +121,15 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
     if p.kind is Kind.UPDATE and sent:
         return _held(p, n) * width
     return None
+
+
+def _elsewhere(program: StepProgram, n: int) -> Bytes:
+    """Of the parameters, what other ranks keep."""
+    total = np.zeros(n, np.int64)
+    for p in program.primitives:
+        if p.resident:
+            total += (p.elements - np.asarray(_held(p, n))) * DTYPE_BYTES[p.dtype]
+    return total
 
 
 def _state_bytes(program: StepProgram, optimizer: OptimizerCost, n: int) -> Bytes:

@@ -8,6 +8,7 @@ if __name__ != "autopar.strategies":
 from autopar.errors import PlanError, did_you_mean
 from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Context, Group, Member, Options, Strategy
+from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.emitter import Emitter, Value
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
@@ -18,6 +19,7 @@ from autopar.strategies.sufficient_factors import SufficientFactors
 __all__ = [
     "STRATEGIES",
     "AllReduce",
+    "ClassShardedHead",
     "Context",
     "Emitter",
     "Group",
@@ -37,6 +39,7 @@ STRATEGIES: dict[str, Strategy] = {
     s.name: s
     for s in (
         AllReduce(),
+        ClassShardedHead(),
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),

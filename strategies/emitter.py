@@ -36,6 +36,8 @@ class Value:
     """Parameters, after the optimizer."""
     ragged: bool = False
     """As many elements as the batch makes them; `elements` are expected."""
+    position: int | None = None
+    """Where in the graph it is made; `None` where its stage says so."""
 
     @property
     def replicated(self) -> bool:
@@ -90,13 +92,50 @@ class Emitter:
         """The owner's value, on every rank."""
         return self._collective(Kind.BROADCAST, value, owner=None, source_owner=value.owner)
 
-    def wait(self, value: Value) -> Value:
+    def wait(self, value: Value, position: int | None = None) -> Value:
         """Completes a collective. Its wait lies after the backward pass, so that compute hides it; that of counts,
-        before it."""
+        before it; or behind a position in the graph."""
         if not value.pending:
             return value
-        stage = value.stage + 1
-        return self._emit(Kind.WAIT, value, value.group, value.elements, value.dtype, stage=stage, pending=False)
+        stage = value.stage + (position is None)
+        return self._emit(
+            Kind.WAIT, value, value.group, value.elements, value.dtype, stage=stage, pending=False, position=position
+        )
+
+    def local(
+        self,
+        work: str,
+        group: Group,
+        inputs: Sequence[Value] = (),
+        *,
+        elements: int,
+        dtype: str,
+        position: int | None = None,
+        splits: tuple[int, ...] = (),
+        sums: Sums = (),
+        ragged: bool = True,
+        flops: int = 0,
+        moved_bytes: int = 0,
+    ) -> Value:
+        """Work that the runtime knows by its name, on the values of earlier primitives. `elements`, `flops` and
+        `moved_bytes` are those expected from the batch that was captured; the last two, of one rank."""
+        assert not any(v.pending for v in inputs), f"'{work}' needs values that were waited for"
+        return self._emit(
+            Kind.LOCAL,
+            None,
+            group.index,
+            elements,
+            dtype,
+            stage=0,
+            splits=splits,
+            sums=sums,
+            ragged=ragged,
+            flops=flops,
+            moved_bytes=moved_bytes,
+            also=inputs,
+            work=work,
+            position=position,
+        )
 
     def count(self, group: Group) -> Value:
         """How many rows each gradient's parts have, as soon as the batch tells; every rank's own, to be gathered."""
@@ -148,7 +187,7 @@ class Emitter:
             flops=sum(2 * n * m.parts.rows * m.elements for m in group.members if m.parts.kind == "factors"),
             moved_bytes=parts.elements * (DTYPE_BYTES[parts.dtype] + 2 * width) + touched * width,
             touched=touched,
-            also=counts,
+            also=(counts,),
         )
 
     def gathered(self, group: Group, wire: WireDtype = "same") -> Value:
@@ -162,16 +201,27 @@ class Emitter:
     def _passes_over(self, member: Member) -> bool:
         return self.context.sparse_update and not self.context.clips and member.parts.kind == "rows"
 
-    def update(self, value: Value, group: Group) -> Value:
+    def update(self, value: Value, group: Group, *, resident: bool = False) -> Value:
         """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype; without
-        an optimizer, hands the gradients over. Returns the updated parameters, in the same layout."""
+        an optimizer, hands the gradients over. Returns the updated parameters, in the same layout.
+
+        `resident`: the parameters' rows live with the rank that updates them, and nowhere else.
+        """
         assert value.reduced and not value.pending, "update needs reduced gradients that were waited for"
         kind = Kind.UPDATE if self.context.has_optimizer else Kind.DELIVER
         assert kind is Kind.UPDATE or value.replicated, "without an optimizer, every rank needs the whole gradient"
         stage = max(value.stage, CLIP_STAGE) if self.context.clips else value.stage
         touched = self.primitives[value.index].touched
         return self._emit(
-            kind, value, group.index, group.elements, group.dtype, stage=stage, updated=True, touched=touched
+            kind,
+            value,
+            group.index,
+            group.elements,
+            group.dtype,
+            stage=stage,
+            updated=True,
+            touched=touched,
+            resident=resident,
         )
 
     def store(self, value: Value) -> None:
@@ -211,6 +261,7 @@ class Emitter:
             ragged=value.ragged,
             teams=teams,
             lane=1 if value.stage > 0 else 0,
+            position=value.position,
         )
 
     def _emit(
@@ -235,7 +286,10 @@ class Emitter:
         ragged: bool = False,
         teams: Teams = (),
         lane: int = 0,
-        also: Value | None = None,
+        also: Sequence[Value] = (),
+        work: str = "",
+        position: int | None = None,
+        resident: bool = False,
     ) -> Value:
         is_collective = recorded_splits is not None
         if source is not None and not is_collective and splits is None:
@@ -252,13 +306,14 @@ class Emitter:
             owner=owner,
             updated=source.updated if updated is None and source else bool(updated),
             ragged=ragged,
+            position=position,
         )
         self.primitives.append(
             Primitive(
                 index=value.index,
                 kind=kind,
                 group=group,
-                inputs=tuple(v.index for v in (source, also) if v is not None),
+                inputs=tuple(v.index for v in (source, *also) if v is not None),
                 elements=elements,
                 dtype=dtype,
                 stage=stage,
@@ -270,6 +325,9 @@ class Emitter:
                 moved_bytes=moved_bytes,
                 touched=touched,
                 ragged=ragged,
+                work=work,
+                position=position,
+                resident=resident,
             )
         )
         return value
@@ -277,7 +335,12 @@ class Emitter:
 
 def index_elements(parts: Parts, dtype: str) -> int:
     """How many elements of a flat value of this dtype hold the index of one row; factors have none."""
-    return 0 if parts.kind == "factors" else max(1, 4 // DTYPE_BYTES[dtype])
+    return 0 if parts.kind == "factors" else index_width(dtype)
+
+
+def index_width(dtype: str) -> int:
+    """How many elements of this dtype hold an index, of 32 bits or more."""
+    return max(1, 4 // DTYPE_BYTES[dtype])
 
 
 def _joined(sums: Sums, teams: Teams) -> Sums:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pydantic import ValidationError
 
@@ -43,7 +44,16 @@ class StepProgram:
     def replaced(self) -> frozenset[str]:
         """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
         of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
-        return frozenset(name for g in of_parts for m in g.members for name in m.parts.replaced)
+        of_heads = [m.parameter.head for g in map(self.groups.__getitem__, self.resident) for m in g.members]
+        return frozenset(
+            [name for g in of_parts for m in g.members for name in m.parts.replaced]
+            + [name for head in of_heads if head is not None for name in head.replaced]
+        )
+
+    @cached_property
+    def resident(self) -> frozenset[int]:
+        """Groups whose parameters' rows live on one rank each."""
+        return frozenset(p.group for p in self.primitives if p.resident)
 
     @property
     def order_hash(self) -> str:
@@ -72,7 +82,8 @@ def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Conte
         primitives.append(_clip(primitives))
     bookends = _weight_and_loss(len(primitives), graph, context) if context.world_size > 1 else ()
     placed = _place(primitives, resolved, graph, context)
-    placed = sorted([*placed, *bookends], key=lambda p: p.position)
+    # The weights' sum goes first: with several micro-batches it is known, and sent, before the first of them.
+    placed = sorted([*bookends[:1], *placed, *bookends[1:]], key=lambda p: p.position)
     return StepProgram(
         context=context,
         groups=tuple(resolved),
@@ -151,6 +162,9 @@ def _place(
     issued, early = -1, -1 if context.has_optimizer else start
     placed: list[Placed] = []
     for p in primitives:
+        if p.position is not None:
+            placed.append(Placed(p, p.position))
+            continue
         if p.stage > 0 or p.kind is Kind.CLIP:
             continue
         group = groups[p.group]
@@ -165,5 +179,7 @@ def _place(
         else:
             position = issued = max(issued, group.ready)
         placed.append(Placed(p, position))
-    late = sorted((p for p in primitives if p.stage > 0), key=lambda p: (p.stage, p.group, p.index))
+    late = sorted(
+        (p for p in primitives if p.stage > 0 and p.position is None), key=lambda p: (p.stage, p.group, p.index)
+    )
     return [*placed, *(Placed(p, end) for p in late)]

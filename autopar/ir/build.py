@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,10 +17,11 @@ from autopar.ir.aliases import readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
+from autopar.ir.heads import find_heads
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
 from autopar.ir.structure import find_parts
-from autopar.ir.training_graph import Parameter, TrainingGraph
+from autopar.ir.training_graph import Head, Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
 Unused = Literal["error", "freeze"]
@@ -44,6 +46,7 @@ def training_graph(
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     example = {n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"}
     parameters = tuple(_parameter(p, joint, inputs, position, example) for p in trainable)
+    parameters = _with_heads(parameters, joint, inputs, position)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
     start = _backward_start(joint, inputs, position)
     if mode == "step":
@@ -144,6 +147,23 @@ def _parameter(
         structure=parts.kind if parts else "dense",
         parts=parts,
     )
+
+
+def _with_heads(
+    parameters: tuple[Parameter, ...],
+    joint: JointGraph,
+    inputs: dict[tuple[str, str | int], torch.fx.Node],
+    position: dict[torch.fx.Node, int],
+) -> tuple[Parameter, ...]:
+    """The parameters, each with the head that it is the weight or bias of and nothing else."""
+    names = {n: p.name for p in parameters for n in (p.name, *p.spec.ties)}
+    nodes = {n: names[str(key)] for (kind, key), n in inputs.items() if kind == "parameter" and key in names}
+    of: dict[str, Head] = {}
+    gradient_of = {p.name: p.gradient for p in parameters}
+    for head in find_heads(joint.module.graph, nodes, position):
+        if head.only_reader and gradient_of[head.weight] == head.weight_gradient:
+            of |= {name: head for name in (head.weight, head.bias) if name is not None}
+    return tuple(replace(p, head=of.get(p.name)) for p in parameters)
 
 
 def _backward_start(

@@ -44,6 +44,8 @@ class Kind(StrEnum):
     """What the group's gradients are made of on this rank, as one flat value: rows of tables, factors of products."""
     FORM = "form"
     """The group's gradients, from the parts of all ranks."""
+    LOCAL = "local"
+    """Other work of a strategy's own, named by `work`."""
     WAIT = "wait"
     UPDATE = "update"
     """The optimizer, on the elements that this rank holds. Its value is the updated parameters, same layout."""
@@ -90,6 +92,13 @@ class Primitive:
     """Bytes read and written by them; expected ones, where they depend on the batch."""
     ragged: bool = False
     """Whether `elements` and `splits` are only expected: the batch decides, and ranks may differ."""
+    work: str = ""
+    """Of `LOCAL`: what is done; `autopar.runtime` knows it by this name."""
+    position: int | None = None
+    """The position in the graph's compute behind which it runs, where `stage` does not say it."""
+    resident: bool = False
+    """`UPDATE`: of rows that nobody else holds between steps either: rank r has rows r, r+n, r+2n, ... of its group's
+    parameters."""
     touched: int | None = None
     """`UPDATE`: how many elements it is expected to touch, where it passes over the others."""
 

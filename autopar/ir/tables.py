@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from autopar.ir.training_graph import ComputeNode, GradientStructure, Parameter, Parts, TrainingGraph
+from autopar.ir.training_graph import ComputeNode, GradientStructure, Head, Parameter, Parts, TrainingGraph
 from autopar.spec.plan import ModelFingerprint
 
 
@@ -20,9 +20,11 @@ class GraphTables(BaseModel):
 
     model: ModelFingerprint
     parameters: tuple[tuple[int, str, int, int, int, GradientStructure], ...]
-    """Index in `model.parameters`, then the other fields of `Parameter` in order, but the last."""
+    """Index in `model.parameters`, then the other fields of `Parameter` in order, but the last two."""
     parts: tuple[Parts | None, ...]
     """What each gradient is made of."""
+    heads: tuple[Head, ...] = ()
+    """Heads that parameters are the weights or biases of."""
     names: tuple[str, ...]
     ops: tuple[str, ...]
     """The operators that occur."""
@@ -48,6 +50,7 @@ class GraphTables(BaseModel):
                 (index[p.name], p.gradient, p.ready, p.first_use, p.last_use, p.structure) for p in graph.parameters
             ),
             parts=tuple(p.parts for p in graph.parameters),
+            heads=tuple(dict.fromkeys(p.head for p in graph.parameters if p.head is not None)),
             names=tuple(n.name for n in graph.compute),
             ops=ops,
             op=tuple(number[n.op] for n in graph.compute),
@@ -62,11 +65,12 @@ class GraphTables(BaseModel):
 
     def graph(self) -> TrainingGraph:
         """The graph again, less its joint graph."""
+        head_of = {name: h for h in self.heads for name in (h.weight, h.bias)}
         columns: tuple[Any, ...] = (self.names, self.op, self.flops, self.bytes_moved, self.live_bytes)
         return TrainingGraph(
             model=self.model,
             parameters=tuple(
-                Parameter(self.model.parameters[p[0]], *p[1:], parts=parts)
+                Parameter(spec := self.model.parameters[p[0]], *p[1:], parts=parts, head=head_of.get(spec.name))
                 for p, parts in zip(self.parameters, self.parts, strict=True)
             ),
             compute=tuple(ComputeNode(name, self.ops[op], *costs) for name, op, *costs in zip(*columns, strict=True)),

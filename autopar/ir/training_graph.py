@@ -66,6 +66,42 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """A linear layer over classes, and the cross-entropy of its scores; nodes by their names."""
+
+    weight: str
+    """The parameter, [classes, width]."""
+    bias: str | None
+    hidden: str
+    """What the layer is given: [samples, width]."""
+    target: str
+    """The classes of the samples."""
+    loss: str
+    """A scalar, the sum or mean over the samples."""
+    seed: str
+    """Gradient of that scalar."""
+    hidden_gradient: str | None
+    weight_gradient: str
+    samples: int
+    width: int
+    classes: int
+    ignored: int
+    """The target of samples that do not count."""
+    mean: bool
+    """Over the samples that count; otherwise the sum."""
+    dtype: str
+    """In which the softmax is computed."""
+    begin: int
+    """Position behind which both `hidden` and `target` are there."""
+    turn: int
+    """Position behind which the gradient of the scores can be computed."""
+    only_reader: bool
+    """Whether nothing but the head reads the weight."""
+    replaced: tuple[str, ...]
+    """Nodes that need not be computed where ranks share the classes out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A trainable parameter, seen from the graph. Positions are indices into `TrainingGraph.compute`."""
 
@@ -82,6 +118,8 @@ class Parameter:
     """`rows`: rows of an embedding table; `factors`: a product of two thin matrices; as found in the graph."""
     parts: Parts | None = None
     """What a structured gradient is made of; `None` for a dense one."""
+    head: Head | None = None
+    """The head whose weight or bias it is, where it is nothing else."""
 
     @property
     def name(self) -> str:

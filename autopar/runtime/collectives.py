@@ -69,6 +69,11 @@ def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str
     return _registered(out, work)
 
 
+def reduce_scatter_equal(x: torch.Tensor, world_size: int, rank: int, group: str) -> torch.Tensor:
+    """The same, in parts of one size."""
+    return reduce_scatter(x, [x.numel() // world_size] * world_size, rank, group)
+
+
 def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
     """The sum of the parts that `reduce_scatter` received, in rank order, in `dtype`."""
     return x.view(world_size, -1).sum(0, dtype=dtype)

@@ -6,7 +6,7 @@ a fragment of each member that this range touches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class Fragment:
     """Where the fragment begins in the flattened slice."""
     start: int
     """Where its elements begin in the flat value of the rank that holds them."""
+    rows: slice | None = None
+    """Of a parameter that is spread over the ranks: which rows of it these are."""
 
     @property
     def stop(self) -> int:
@@ -40,6 +42,8 @@ class Fragment:
 
     def cut(self, like: torch.Tensor) -> torch.Tensor:
         """The same part of another tensor of the parameter's shape: a gradient, or optimizer state."""
+        if self.rows is not None:
+            return like[self.rows]
         return _cut(like, self.piece, self.begin, self.tensor.numel())
 
 
@@ -57,6 +61,22 @@ def fragments(
             tensor = parameter if whole else _cut(parameter.detach(), member.slice, a - offset, b - a)
             found.append(Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin))
         offset += member.elements
+    return tuple(found)
+
+
+def rows_of_rank(rank: int, world_size: int) -> slice:
+    """Which rows of a parameter a rank keeps, where they are spread over the ranks."""
+    return slice(rank, None, world_size)
+
+
+def own_rows(group: Group, shards: Mapping[str, torch.Tensor], rank: int, world_size: int) -> tuple[Fragment, ...]:
+    """A fragment for the rows of each of a group's parameters that a rank keeps."""
+    found, start = [], 0
+    for member in group.members:
+        shard = shards[member.slice.name]
+        rows = rows_of_rank(rank, world_size)
+        found.append(Fragment(member.slice.name, False, shard, member.slice, 0, start, rows))
+        start += shard.numel()
     return tuple(found)
 
 

@@ -120,6 +120,7 @@ class SyncedModule(nn.Module):
             self._group.world_size,
             self._group,
             self._named,
+            {},
             _no_optimizer,
             self.settings.clip_grad_norm,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.parts import added
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.random import RandomStream
+from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
 from autopar.runtime.writer import NARROW, Target
@@ -86,6 +88,7 @@ class Program:
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         if isinstance(settings.loss_fn, nn.Module):
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
+        self._resident = ResidentRows(model, self._parameters, group)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._compiled: dict[Any, _Compiled] = {}
@@ -136,7 +139,8 @@ class Program:
         key = signature_key(self.model, batch)
         if key in self._compiled:
             return self._compiled[key]
-        graph = training_graph(self.model, batch, self.settings.loss_fn, unused=self.settings.unused_parameters)
+        with self._resident.traceable():
+            graph = training_graph(self.model, batch, self.settings.loss_fn, unused=self.settings.unused_parameters)
         return self.adopt(key, graph)
 
     def adopt(self, key: Hashable, graph: TrainingGraph) -> _Compiled:
@@ -144,6 +148,7 @@ class Program:
         self.plan.check_model(graph.model)
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program)
+        self._resident.spread(m.slice.name for g in sorted(program.resident) for m in program.groups[g].members)
         assert graph.joint is not None
         weight = batch_weight(graph.joint, graph.batch_size)
         step = StepWriter(graph, program, self._target()).write()
@@ -160,6 +165,15 @@ class Program:
         """
         average_buffers(self._buffers.values(), self._group)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """While it is open, the model is whole on every rank, to be evaluated, saved or changed; to be entered by all
+        ranks together.
+
+        Only plans that spread parameters over the ranks need it (`program.plan.explain()` says so); a model whose rows
+        are elsewhere refuses to run outside of a step.
+        """
+        return self._resident.gathered()
+
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
 
@@ -168,15 +182,18 @@ class Program:
         """
         self.synchronize_buffers()
         state = gather_state(self._parts.values(), self._parameters, self._group)
+        with self.gathered():
+            whole = self.model.state_dict()
         return {
-            "model": self.model.state_dict(),
+            "model": whole,
             "optimizer": as_torch(state, self.optimizer, self._names()),
             "random": self._random.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state that this or any other plan, or one process, has saved."""
-        self.model.load_state_dict(state["model"])
+        with self.gathered():
+            self.model.load_state_dict(state["model"])
         scatter_state(
             self._parts.values(), from_torch(state["optimizer"], self.optimizer, self._names()), self._parameters
         )
@@ -205,6 +222,7 @@ class Program:
             world_size=self._group.world_size,
             group=self._group,
             parameters=self._parameters,
+            shards=self._resident.shards,
             part=self._part,
             max_norm=self.settings.clip_grad_norm,
         )

@@ -7,7 +7,7 @@ import operator
 import torch
 import torch.fx
 
-from autopar.ir.primitives import WHOLE_STEP, Kind, Primitive
+from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime import collectives, parts
 from autopar.runtime.writer import NARROW, Target, Writer, all_reduce_copy, batch_share
@@ -106,7 +106,9 @@ class StepWriter(Writer):
 
 
 class LocalWriter(Writer):
-    """Writes the forward and backward pass of a micro-batch that is not the last one: nothing is synchronized."""
+    """Writes the forward and backward pass of a micro-batch that is not the last one: no gradient is synchronized."""
+
+    is_last = False
 
     def write(self) -> torch.fx.GraphModule:
         """The step as a module from the joint graph's inputs to the loss, the buffers' new values in the order of
@@ -122,7 +124,13 @@ class LocalWriter(Writer):
         return self.module("Local")
 
     def _primitive(self, p: Primitive) -> None:
-        return
+        """Only what the graph cannot be computed without."""
+        if p.group in self.program.resident and p.kind in (*COLLECTIVES, Kind.LOCAL, Kind.WAIT):
+            super()._primitive(p)
+
+    def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
+        self.gradients[name] = node
+        return node
 
 
 def loss_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,7 @@ def virtual_step(
     """The step as a module from a `Device` and the weights of `StepWriter.write` to the loss."""
     if program.context.clips != (clip_grad_norm is not None):
         raise ValueError("the plan was lowered with clipping, or the step is to be written with it, and not both")
-    target = Target(group.rank, group.world_size, group, {}, _no_optimizer, clip_grad_norm)
+    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm)
     return VirtualWriter(graph, program, target, times).write()
 
 
@@ -185,6 +185,9 @@ class VirtualWriter(StepWriter):
 
     def _form(self, p: Primitive, value: Written) -> Written:
         return None
+
+    def _local(self, p: Primitive, value: Written) -> Written:
+        return self._view(p.held_elements(self.target.rank), p.dtype)
 
     def empty(self, p: Primitive) -> torch.fx.Node:
         return self._view(p.elements, p.dtype)

@@ -20,7 +20,8 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
 from autopar.runtime import collectives, parts
-from autopar.runtime.fragments import Fragment, fragments, pack
+from autopar.runtime.fragments import Fragment, fragments, own_rows, pack
+from autopar.runtime.head_writer import WORKS
 from autopar.runtime.modules import Clip, Store, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group as ProcessGroup
@@ -41,6 +42,8 @@ class Target:
     group: ProcessGroup | None
     """The process group; `None` where nothing is sent."""
     parameters: dict[str, torch.nn.Parameter]
+    shards: dict[str, torch.Tensor]
+    """This rank's rows of the parameters that are spread over the ranks between steps, too."""
     part: Callable[[int, tuple[Fragment, ...]], OptimizerPart]
     """The optimizer over fragments of a sync group; called once per group, with its index."""
     max_norm: float | None = None
@@ -48,6 +51,9 @@ class Target:
 
 class Writer:
     """Copies nodes of the joint graph, and writes the primitives that are placed between them."""
+
+    is_last = True
+    """Whether the batch is the last, or only, one of its step."""
 
     def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target) -> None:
         assert graph.joint is not None, "only a graph that was captured can be written"
@@ -66,6 +72,7 @@ class Writer:
         self.scale: torch.fx.Node | None = None
         """What gradients are multiplied with as they are packed, where the backward pass did not scale them."""
         self.device = next((p.device for p in target.parameters.values()), torch.device("cpu"))
+        self._resident = {m.slice.name for g in program.resident for m in program.groups[g].members}
         self._consumed = {i for p in program.primitives for i in p.inputs if p.kind is not Kind.CLIP}
 
     def walk(self, nodes: Iterable[tuple[int, torch.fx.Node]]) -> None:
@@ -79,8 +86,7 @@ class Writer:
             if p.gradient not in replaced:
                 by_node.setdefault(p.gradient, []).append(p.name)
                 continue
-            assert p.parts is not None
-            for term in p.parts.terms:
+            for term in p.parts.terms if p.parts is not None and p.name not in self._resident else ():
                 by_term.setdefault(term.node, []).append((p.name, term))
         done = 0
         for position, node in nodes:
@@ -231,6 +237,9 @@ class Writer:
         whole = self.call_module(f"form_{p.group}", module, (value, self.values[p.inputs[1]]))
         return [self.call(operator.getitem, (whole, i)) for i in range(len(group.members))]
 
+    def _local(self, p: Primitive, value: Written) -> Written:
+        return WORKS[p.work](self, p, [self.values[i] for i in p.inputs])
+
     def gradient_source(self, name: str) -> torch.fx.Node:
         parameter = self.training.by_name[name]
         return next(self.joint.gradients[n] for n in (name, *parameter.spec.ties) if n in self.joint.gradients)
@@ -249,6 +258,8 @@ class Writer:
     def _reduce_scatter(self, p: Primitive, value: Written) -> Written:
         team = p.team_of(self.target.rank, self.target.world_size)
         splits, place = [p.splits[r] for r in team], team.index(self.target.rank)
+        if p.ragged:
+            return self.call(collectives.reduce_scatter_equal, (value, len(team), place, self.channel(p)))
         return self.call(collectives.reduce_scatter, (value, splits, place, self.channel(p)))
 
     def _all_gather(self, p: Primitive, value: Written) -> Written:
@@ -274,7 +285,10 @@ class Writer:
         if held == 0 and not (sent and p.splits):
             return None
         begin = sum(p.splits[: self.target.rank])
-        pieces = fragments(group, self.target.parameters, begin, begin + held)
+        if p.resident:
+            pieces = own_rows(group, self.target.shards, self.target.rank, self.target.world_size)
+        else:
+            pieces = fragments(group, self.target.parameters, begin, begin + held)
         module = Update(self.target.part(p.group, pieces), getattr(torch, p.dtype) if sent else None)
         args = (value,) if self.target.max_norm is None else (value, self.clip)
         return self.call_module(f"update_{p.group}", module, args)
@@ -323,7 +337,8 @@ class Writer:
         """The graph as a module, with the constants and submodules that it refers to."""
         root: dict[str, Any] = dict(self.modules)
         for node in self.graph.find_nodes(op="get_attr"):
-            root[str(node.target)] = getattr(self.joint.module, str(node.target))
+            if node.target not in root:
+                root[str(node.target)] = getattr(self.joint.module, str(node.target))
         self.graph.lint()
         return torch.fx.GraphModule(root, self.graph, class_name=name)
 

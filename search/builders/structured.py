@@ -13,24 +13,37 @@ from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, Member, strategy_named
 from autopar.strategies.emitter import index_elements
 
+_HEAD = "class_sharded_head"
 _STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}
 
 
-def structured(dense: str) -> Builder:
-    """A builder that puts dense gradients through the strategy of this name."""
+def structured(dense: str, heads: bool = False) -> Builder:
+    """A builder that puts dense gradients through the strategy of this name; with `heads`, classes are shared out."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
             return alone(parameters)
-        sent = [p for p in parameters if _is_less(p, context)]
+        headed = [p for p in parameters if heads and _is_head(p, context)]
+        sent = [p for p in parameters if p not in headed and _is_less(p, context)]
         rows = [whole(p) for p in sent if p.structure == "rows"]
         groups = [group(_STRATEGY["rows"], pieces) for pieces in one_dtype_each(rows)]
         groups += [group(_STRATEGY["factors"], [whole(p)]) for p in sent if p.structure == "factors"]
-        rest = [p for p in parameters if p not in sent]
+        for head in dict.fromkeys(p.head for p in headed):
+            groups.append(group(_HEAD, [whole(p) for p in headed if p.head == head]))
+        rest = [p for p in parameters if p not in sent and p not in headed]
         groups += [group(dense, pieces) for pieces in buckets(rest, DDP_BUCKET_BYTES)]
         return issue_order(groups, parameters)
 
     return build
+
+
+def _is_head(parameter: Parameter, context: Context) -> bool:
+    """Whether what a head is given, its gradient, and three sums a sample and rank are less than its weight's gradient
+    in a ring's all-reduce."""
+    head, n = parameter.head, context.world_size
+    if head is None or strategy_named(_HEAD).applies(Member(whole(parameter)[0], parameter), context) is not None:
+        return False
+    return n * head.samples * (2 * head.width + 3 * n) < 2 * head.classes * head.width
 
 
 def _is_less(parameter: Parameter, context: Context) -> bool:

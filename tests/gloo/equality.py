@@ -25,9 +25,11 @@ from autopar.strategies import Context
 from benchmarks.zoo import find, huggingface, plain
 from benchmarks.zoo.batches import CLASSES
 from benchmarks.zoo.resnet import ResNet
-from tests.gloo import lookups
+from tests.gloo import classes, lookups
 
 STEPS = 10
+CLASSES_OF = {"classes": 13, "few-classes": 3}
+"""Of models with a head."""
 SAMPLES = {"equal": (2, 2, 2, 2), "unequal": (3, 1, 4, 2)}
 TRAININGS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float | None, int]] = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 1),
@@ -63,6 +65,10 @@ def build(name: str) -> tuple[nn.Module, Callable[[int, int], Any], Any]:
         images = find(plain.ENTRIES, "resnet18")
         model = ResNet((1, 1), width=8, classes=CLASSES)
         return model.double().train(), lambda n, s: _double(images.batch(n, s)), images.loss_fn
+    if name in CLASSES_OF:
+        number = CLASSES_OF[name]
+        model = classes.Classes(number, bias=name == "classes")
+        return model.double().train(), lambda n, s: classes.batch(n, s, number), classes.loss
     if name == "lookups":
         return lookups.Lookups().double().train(), lookups.batch, F.mse_loss
     entry = find(plain.ENTRIES, name)
@@ -106,11 +112,13 @@ def reference(model: str, training: str, samples: str, world_size: int) -> tuple
     losses = []
     for step in range(STEPS):
         parts = [b for r in range(world_size) for b in batches(make, step, r, case)]
-        weights = [float((b[1][:, 1:] != -100).sum()) if model == "gpt2" else len(b[1]) for b in parts]
+        weights = [_weight(model, b[1]) for b in parts]
         optimizer.zero_grad()
         total = 0.0
         for part, weight in zip(parts, weights, strict=True):
             output, target = call_model(net, part, True)
+            if weight == 0:  # a mean over nothing
+                continue
             loss = loss_fn(output, target) * (weight / sum(weights))
             loss.backward()
             total += loss.item()
@@ -119,6 +127,13 @@ def reference(model: str, training: str, samples: str, world_size: int) -> tuple
         optimizer.step()
         losses.append(total)
     return {n: p.detach() for n, p in net.named_parameters()}, losses
+
+
+def _weight(model: str, target: torch.Tensor) -> float:
+    """What a batch's loss is a mean over."""
+    if model == "gpt2":
+        return classes.weight(target[:, 1:])
+    return classes.weight(target) if model in CLASSES_OF else len(target)
 
 
 @cache
@@ -135,8 +150,11 @@ def group() -> Group:
 
 def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Context) -> Plan:
     """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model; `parts` sends
-    what gradients are made of, for all that have structure."""
+    what gradients are made of, for all that have structure; `heads` shares the classes of heads out."""
     cluster = ClusterSpec.local(world_size)
+    if strategy == "heads":
+        plan = build_plan("AllReduce", graph, cluster, context)
+        return plan.model_copy(update={"groups": _heads_apart(graph)})
     if strategy == "parts":
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _by_structure(graph)})
@@ -173,6 +191,17 @@ def _by_structure(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
     return tuple(groups)
 
 
+def _heads_apart(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+    """Classes shared out, the rest in one group."""
+    heads = [[p for p in graph.parameters if p.head == h] for h in dict.fromkeys(p.head for p in graph.parameters) if h]
+    assert heads, "the model has no head"
+    rest = [p for p in graph.parameters if p.head is None]
+    return (
+        *(SyncGroup(strategy="class_sharded_head", members=_whole(head)) for head in heads),
+        SyncGroup(strategy="all_reduce", members=_whole(rest)),
+    )
+
+
 def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
     return tuple(ParameterSlice(name=p.name) for p in parameters)
 
@@ -193,8 +222,10 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
         loss = program.step(micro_batches=mine) if k > 1 else program.step(mine[0])
         losses.append(loss.item())
     expected, expected_losses = reference(case.model, case.training, case.samples, world_size)
+    with program.gathered():
+        found = {n: p.detach() for n, p in net.named_parameters()}
     return {
-        "parameters": max(float((p.detach() - expected[n]).abs().max()) for n, p in net.named_parameters()),
+        "parameters": max(float((p - expected[n]).abs().max()) for n, p in found.items()),
         "loss": max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
     }
 

@@ -24,6 +24,11 @@ CASES += [
     for i, (model, training) in enumerate(product(("gpt2", "bag-of-words", "lookups", "lookups"), TRAININGS))
 ]
 """What gradients are made of, where there is structure; `plain` SGD leaves rows alone that no rank has looked up."""
+CASES += [
+    Case(model, "heads", training, ("unequal", "equal")[i % 2])
+    for i, (model, training) in enumerate(product(("classes", "few-classes", "resnet"), TRAINED))
+]
+"""Classes that ranks share out: some do not count, some ranks have none that count, and there are fewer than ranks."""
 
 
 def runs_on(world_size: int, index: int) -> bool:

@@ -20,6 +20,7 @@ CASES = [
         "zero1",
         "Parallax",
         "structured",
+        "sharded_head",
         "hierarchical+bf16",
     )
     for clips in (False, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from typing import Any
@@ -34,6 +35,7 @@ COLLECTIVES = (
     collectives.broadcast,
     collectives.reduce,
     collectives.reduce_scatter,
+    collectives.reduce_scatter_equal,
     all_reduce_copy,
 )
 MAX_NORM = 1.0
@@ -63,15 +65,16 @@ class Recorder(torch.fx.Interpreter):
 def compare(rank: int, world_size: int, cases: list[tuple[str, bool]]) -> dict[str, Any]:
     """For each builder, with or without clipping: what real and virtual compute issue, hash and return."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(40, 12), nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, 5))
-    batch = (torch.randint(0, 40, (4, 3)), torch.randn(4, 5))
-    graph = training_graph(model, flatten(batch), nn.functional.mse_loss)
+    model = nn.Sequential(nn.Embedding(40, 12), nn.Flatten(), nn.Linear(36, 17), nn.Tanh(), nn.Linear(17, 65))
+    batch = (torch.randint(0, 40, (4, 3)), torch.randint(0, 65, (4,)))
+    graph = training_graph(model, flatten(batch), nn.functional.cross_entropy)
     group = join(60.0)
     return {f"{name} {clips}": _case(name, clips, model, batch, graph, group) for name, clips in cases}
 
 
 def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, group: Group) -> dict[str, Any]:
     n, max_norm = group.world_size, MAX_NORM if clips else None
+    model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context = context_for(n, optimizer, "element", max_norm, True).on(CLUSTER)
     plan = build_plan(name, graph, CLUSTER, context)
@@ -107,7 +110,7 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
 
 
 def _settings(max_norm: float | None) -> Settings:
-    return Settings(nn.functional.mse_loss, max_norm)
+    return Settings(nn.functional.cross_entropy, max_norm)
 
 
 def disagree(rank: int, world_size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
@@ -27,7 +28,7 @@ SAMPLES, WORDS = 60, 500
 
 
 class Net(nn.Module):
-    """Two linear layers, and a table of which each sample looks five rows up."""
+    """Two linear layers, of which the second scores classes, and a table of which each sample looks five rows up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +53,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Net()
     words = torch.randint(0, WORDS // 2, (SAMPLES, 5))
-    batch = ((torch.randn(SAMPLES, 500), words), torch.randn(SAMPLES, 500))
-    graph = training_graph(model, flatten(batch), nn.functional.mse_loss)
+    batch = ((torch.randn(SAMPLES, 500), words), torch.randint(0, 500, (SAMPLES,)))
+    graph = training_graph(model, flatten(batch), nn.functional.cross_entropy)
     context = Context(n)
     base = build_plan("AllReduce", graph, ClusterSpec.local(n), context)
     members = base.groups[0].members
@@ -82,13 +83,26 @@ def main() -> None:
             SyncGroup(strategy=parts[kind], members=tuple(pieces), options={"wire": wire})
             for kind, pieces in by_kind.items()
         )
+        heads = {
+            "class_sharded_head": [p for p in graph.parameters if p.head],
+            "all_reduce": [p for p in graph.parameters if not p.head],
+        }
+        plans[f"head-{wire}"] = tuple(
+            SyncGroup(
+                strategy=strategy,
+                members=tuple(ParameterSlice(name=p.name) for p in members_of),
+                options={"wire": wire},
+            )
+            for strategy, members_of in heads.items()
+        )
     group = join(60.0)
     found = {}
     for name, groups in plans.items():
         plan = base.model_copy(update={"groups": groups})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        program = Program(model, plan, group, optimizer, Settings(nn.functional.mse_loss), context)
-        compiled = program.adopt(signature_key(model, flatten(batch)), graph)
+        mine = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.01)
+        program = Program(mine, plan, group, optimizer, Settings(nn.functional.cross_entropy), context)
+        compiled = program.adopt(signature_key(mine, flatten(batch)), graph)
         program.step(batch)
         dist.barrier()
         looks = []

@@ -1,0 +1,101 @@
+"""Writes the works of a class-sharded head into a graph: which nodes' values they are given, and which they replace."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from autopar.ir.primitives import Primitive
+from autopar.ir.training_graph import Head
+from autopar.runtime.heads import HeadShard
+
+if TYPE_CHECKING:
+    from autopar.runtime.writer import Writer, Written
+
+Work = Callable[["Writer", Primitive, Sequence[Any]], "Written"]
+
+
+def _count(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    samples = _head(w, p).samples * (1 if w.is_last else -1)
+    return w.call(torch.full, ((1,), samples), {"dtype": torch.int64, "device": w.device})
+
+
+def _samples(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    head = _head(w, p)
+    hidden, target = w.copies[w.nodes[head.hidden]], w.copies[w.nodes[head.target]]
+    return _do(w, p, "samples", hidden, target, *inputs, getattr(torch, p.dtype))
+
+
+def _scores(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    return _do(w, p, "scores", *inputs)
+
+
+def _sums(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    return _do(w, p, "sums", *inputs)
+
+
+def _loss(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    value = _do(w, p, "loss", *inputs)
+    w.copies[w.nodes[_head(w, p).loss]] = value
+    return value
+
+
+def _seed(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    return w.call(torch.reshape, (w.copies[w.nodes[_head(w, p).seed]], (1,)))
+
+
+def _errors(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    return _do(w, p, "errors", *inputs)
+
+
+def _returned(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    return _do(w, p, "returned", *inputs, getattr(torch, p.dtype))
+
+
+def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    head = _head(w, p)
+    assert head.hidden_gradient is not None
+    own = w.call(torch.narrow, (inputs[0], 0, 0, head.samples * head.width))
+    value = w.call(torch.reshape, (own, (head.samples, head.width)))
+    w.copies[w.nodes[head.hidden_gradient]] = value
+    return value
+
+
+def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    names = [m.slice.name for m in w.program.groups[p.group].members]
+    found = _do(w, p, "gradient", *inputs, names)
+    return [w.gradient(name, w.call(operator.getitem, (found, i))) for i, name in enumerate(names)]
+
+
+WORKS: dict[str, Work] = {
+    "count": _count,
+    "samples": _samples,
+    "scores": _scores,
+    "sums": _sums,
+    "loss": _loss,
+    "seed": _seed,
+    "errors": _errors,
+    "returned": _returned,
+    "hand_back": _hand_back,
+    "gradient": _gradient,
+}
+"""By the names that `autopar.strategies.class_sharded_head` gives them."""
+
+
+def _head(w: Writer, p: Primitive) -> Head:
+    head = w.program.groups[p.group].members[0].parameter.head
+    assert head is not None
+    return head
+
+
+def _do(w: Writer, p: Primitive, work: str, *args: Any) -> torch.fx.Node:
+    name, head = f"head_{p.group}", _head(w, p)
+    if name not in w.modules:
+        target = w.target
+        bias = None if head.bias is None else target.shards[head.bias]
+        w.modules[name] = HeadShard(head, target.shards[head.weight], bias, target.rank, target.world_size)
+    return w.graph.call_method(work, (w.graph.get_attr(name), *args))

@@ -1,0 +1,111 @@
+"""Parameters whose rows live on one rank each: taken apart, and made whole again while somebody needs them.
+
+In between, the model's parameter keeps its shape and holds nothing: one element, seen as all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from autopar.errors import PlanError
+from autopar.runtime import collectives
+from autopar.runtime.fragments import rows_of_rank
+from autopar.runtime.process_group import Group
+
+
+class ResidentRows:
+    """This rank's rows of the parameters of a model that are spread over the ranks."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: Group) -> None:
+        self.shards: dict[str, torch.Tensor] = {}
+        """By parameter: rows r, r+n, r+2n, ... on rank r of n."""
+        self._model = model
+        self._parameters = parameters
+        self._group = group
+        self._guards: list[torch.utils.hooks.RemovableHandle] = []
+
+    def spread(self, names: Iterable[str]) -> None:
+        """Keeps this rank's rows of these parameters, and gives the others' memory back."""
+        rows = rows_of_rank(self._group.rank, self._group.world_size)
+        for name in names:
+            if name not in self.shards:
+                self.shards[name] = self._parameters[name].detach()[rows].clone()
+                self._empty(name)
+        self._refuse_to_run()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """While it is open, the parameters are whole; what was changed is kept. By all ranks together."""
+        if not self.shards:
+            yield
+            return
+        for name in sorted(self.shards):
+            self._parameters[name].data = self._whole(name)
+        try:
+            with self._unguarded():
+                yield
+        finally:
+            rows = rows_of_rank(self._group.rank, self._group.world_size)
+            for name, shard in self.shards.items():
+                shard.copy_(self._parameters[name].detach()[rows])
+                self._empty(name)
+
+    @contextlib.contextmanager
+    def traceable(self) -> Iterator[None]:
+        """While it is open, the model can be traced: its parameters have memory, laid out as ever, that nobody has
+        touched."""
+        for name in self.shards:
+            self._parameters[name].data = torch.empty_like(
+                self._parameters[name], memory_format=torch.contiguous_format
+            )
+        try:
+            with self._unguarded():
+                yield
+        finally:
+            for name in self.shards:
+                self._empty(name)
+
+    @contextlib.contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        for guard in self._guards:
+            guard.remove()
+        self._guards.clear()
+        try:
+            yield
+        finally:
+            self._refuse_to_run()
+
+    def _refuse_to_run(self) -> None:
+        if self.shards and not self._guards:
+            self._guards.append(self._model.register_forward_pre_hook(self._refuse))
+            self._guards.append(self._model.register_state_dict_pre_hook(self._refuse))  # type: ignore[no-untyped-call]
+
+    def _refuse(self, *_: object) -> None:
+        shown = ", ".join(f"'{n}'" for n in sorted(self.shards))
+        raise PlanError(
+            f"the rows of {shown} are spread over the ranks, so the model can neither run nor be saved by itself: use "
+            "it within 'with program.gathered():', which all ranks must enter, or save program.state_dict()"
+        )
+
+    def _empty(self, name: str) -> None:
+        p = self._parameters[name]
+        p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """All rows, from the ranks that have them."""
+        n, shard, shape = self._group.world_size, self.shards[name], self._parameters[name].shape
+        longest = -(-shape[0] // n)
+        mine = shard.new_zeros(longest, *shape[1:])
+        mine[: len(shard)] = shard
+        assert self._group.name is not None
+        with torch.no_grad(), self._group.guard("making a parameter whole"):
+            everyone = collectives.wait(collectives.all_gather_equal(mine, n, self._group.name))
+        whole = shard.new_empty(shape)
+        for rank, part in enumerate(everyone.view(n, longest, *shape[1:])):
+            rows = rows_of_rank(rank, n)
+            whole[rows] = part[: len(range(*rows.indices(shape[0])))]
+        return whole

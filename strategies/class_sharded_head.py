@@ -1,0 +1,146 @@
+"""Class-sharded head: ranks share the classes out, and each scores all ranks' samples for its own.
+
+What travels is what the layer is given and its gradient, and three numbers a sample and rank, from which every rank
+forms the softmax over all classes: about 2 (n-1) t d elements for t samples of width d, whatever the number of
+classes c, where an all-reduce of the weight's gradient sends 2 (n-1)/n c d. Scores, gradient, optimizer state and the
+weight itself take 1/n of the memory. Megatron-LM's vocabulary-parallel loss (Shoeybi et al., 2019), without its
+tensor-parallel body; Partial FC without sampling (An et al., 2021).
+
+Rank r has classes r, r+n, r+2n, ..., so that frequent ones, which often come first, are spread evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.ir.primitives import DTYPE_BYTES
+from autopar.ir.training_graph import Head
+from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter, Value, index_width
+
+
+class ClassShardedHeadOptions(Options):
+    wire: WireDtype = "same"
+    """Number format of what the layer is given and of its gradient on the wire; anything but `same` rounds them, which
+    the plan must allow."""
+
+
+class ClassShardedHead(Strategy):
+    name = "class_sharded_head"
+    summary = "each rank keeps some of the classes, and scores all ranks' samples for them"
+    options_type = ClassShardedHeadOptions
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        if not context.has_optimizer:
+            return "the program needs the optimizer"
+        if not context.elementwise_update:
+            return "the optimizer's update is not elementwise, so it cannot run on some of the rows"
+        if member.parameter.head is None:
+            return "it does not belong to a linear layer that is followed by a cross-entropy, and by nothing else"
+        if member.parameter.head.dtype in ("float16", "bfloat16"):
+            return "its softmax is computed in 16 bits, too few for sums over ranks"
+        return None if member.slice.whole else "the classes are shared out, not slices of the layer"
+
+    def options(self, context: Context) -> Sequence[ClassShardedHeadOptions]:
+        return [ClassShardedHeadOptions(wire=w) for w in ("same", "bfloat16", "float16")]
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        assert isinstance(options, ClassShardedHeadOptions)
+        head = group.members[0].parameter.head
+        assert head is not None
+        members, needed = {m.slice.name for m in group.members}, {head.weight, head.bias} - {None}
+        if members != needed:
+            raise PlanError(
+                f"group {group.index}: a class-sharded head holds its layer's parameters, and no others: "
+                f"{' and '.join(sorted(map(str, needed)))}, not {', '.join(sorted(members))}"
+            )
+        if emit.world_size == 1:
+            emit.update(emit.pack(group), group)
+            return
+        emit.update(_gradient(group, head, options.wire, emit), group, resident=True)
+
+
+def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value:
+    """From what this rank's layer is given, to the gradients of the classes that it keeps."""
+    n, samples, width = emit.world_size, head.samples, head.width
+    mine = tuple(frozenset({r}) for r in range(n))
+    everyone = (frozenset(range(n)),) * n
+    sent_as = group.dtype if wire == "same" else wire
+    scores = samples * head.classes  # n times the samples, a share of the classes
+    score_bytes = scores * DTYPE_BYTES[head.dtype]
+    product = 2 * scores * width
+    weight_bytes = group.elements // n * DTYPE_BYTES[group.dtype]
+    given_bytes = n * samples * width * DTYPE_BYTES[group.dtype]
+
+    counts = emit.local("count", group, elements=n, dtype="int64", splits=(1,) * n, position=-1)
+    counts = emit.wait(emit.all_gather(counts), head.begin)
+
+    one = samples * (width + index_width(sent_as))
+    one += one % 2
+    given = emit.local(
+        "samples", group, [counts], elements=n * one, dtype=sent_as, splits=(one,) * n, position=head.begin
+    )
+    given = emit.wait(emit.all_gather(given), head.begin)
+    scored = emit.local(
+        "scores",
+        group,
+        [given, counts],
+        elements=scores,
+        dtype=head.dtype,
+        position=head.begin,
+        flops=product,
+        moved_bytes=weight_bytes + given_bytes + 3 * score_bytes,
+    )
+    sums = emit.local(
+        "sums",
+        group,
+        [scored],
+        elements=n * 3 * n * samples,
+        dtype=head.dtype,
+        splits=(3 * n * samples,) * n,
+        position=head.begin,
+    )
+    sums = emit.wait(emit.all_gather(sums), head.begin)
+    emit.local("loss", group, [scored, sums], elements=1, dtype=head.dtype, position=head.begin)
+
+    seeds = emit.local("seed", group, elements=n, dtype=head.dtype, splits=(1,) * n, position=head.turn)
+    seeds = emit.wait(emit.all_gather(seeds), head.turn)
+    errors = emit.local(
+        "errors",
+        group,
+        [scored, sums, seeds],
+        elements=scores,
+        dtype=group.dtype,
+        position=head.turn,
+        moved_bytes=2 * score_bytes,
+    )
+    if head.hidden_gradient is not None:
+        returned = emit.local(
+            "returned",
+            group,
+            [errors],
+            elements=n * samples * width,
+            dtype=sent_as,
+            sums=mine,
+            position=head.turn,
+            flops=product,
+            moved_bytes=weight_bytes + given_bytes + score_bytes,
+        )
+        returned = emit.wait(emit.reduce_scatter(returned, (samples * width,) * n), head.turn)
+        emit.local("hand_back", group, [returned], elements=samples * width, dtype=group.dtype, position=head.turn)
+    return emit.local(
+        "gradient",
+        group,
+        [errors],
+        elements=group.elements,
+        dtype=group.dtype,
+        splits=tuple(
+            sum(m.elements // m.shape[0] * len(range(r, m.shape[0], n)) for m in group.members) for r in range(n)
+        ),
+        sums=everyone,
+        ragged=False,
+        position=head.turn,
+        flops=product,
+        moved_bytes=weight_bytes + given_bytes + score_bytes,
+    )

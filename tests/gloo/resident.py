@@ -1,0 +1,121 @@
+"""What the tests of parameters that live on one rank each run: a model whose classes three ranks share out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar import ClusterSpec, Plan
+from autopar.errors import PlanError, SignatureError
+from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph
+from autopar.runtime.program import Program
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo import classes
+
+CLASSES = 13
+SAMPLES = (3, 1, 2)
+SHARED_OUT = ("head.weight", "head.bias")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return classes.Classes(CLASSES, bias=True).double()
+
+
+def batch(step: int, rank: int, more: int = 0) -> Any:
+    return classes.batch(SAMPLES[rank] + more, 100 * step + 10 * rank + 2, CLASSES)
+
+
+def plan_for(n: int, options: dict[str, Any] | None = None) -> Plan:
+    """The head's classes are shared out, the rest goes in one all-reduce."""
+    graph = training_graph(net(), flatten(batch(0, 0)), classes.loss)
+    made = autopar.plan(net(), ClusterSpec.local(n), example_inputs=batch(0, 0), loss_fn=classes.loss, strategy="ddp")
+    rest = tuple(ParameterSlice(name=p.name) for p in graph.parameters if p.head is None)
+    head = SyncGroup(
+        strategy="class_sharded_head",
+        members=tuple(ParameterSlice(name=name) for name in SHARED_OUT),
+        options=options or {},
+    )
+    fidelity = "rounded" if options else "exact"
+    groups = (head, SyncGroup(strategy="all_reduce", members=rest))
+    return made.model_copy(update={"groups": groups, "fidelity": fidelity})
+
+
+def program_for(model: nn.Module, n: int, options: dict[str, Any] | None = None) -> Program:
+    optimizer = _optimizer(model, options)
+    plan = plan_for(n, options)
+    found: Program = autopar.optimize(
+        model, example_inputs=batch(0, 0), loss_fn=classes.loss, optimizer=optimizer, plan=plan
+    )
+    return found
+
+
+def _optimizer(model: nn.Module, rounded: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0) if rounded else torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def eager(steps: range, n: int, state: Any = None, rounded: bool = False) -> nn.Module:
+    """The same steps in one process."""
+    model = net()
+    optimizer = _optimizer(model, rounded)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in steps:
+        words, target = (torch.cat(x) for x in zip(*(batch(step, r) for r in range(n)), strict=True))
+        optimizer.zero_grad()
+        classes.loss(model(words), target).backward()
+        optimizer.step()
+    return model
+
+
+def distance(program: Program, other: nn.Module) -> float:
+    with program.gathered():
+        pairs = zip(program.model.parameters(), other.parameters(), strict=True)
+        return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    """All findings of one rank."""
+    model = net()
+    program = program_for(model, n)
+    found: dict[str, Any] = {"refused": [], "held": {}}
+    for use in (lambda: model(batch(0, rank)[0]), model.state_dict):
+        with contextlib.suppress(PlanError):
+            use()
+            continue
+        found["refused"].append(True)
+    found["held"] = {k: len(v) for k, v in program._resident.shards.items()}
+    found["stored"] = {k: model.get_parameter(k).untyped_storage().nbytes() for k in SHARED_OUT}
+    for step in range(2):
+        program.step(batch(step, rank))
+    found["trained"] = distance(program, eager(range(2), n))
+    plain = eager(range(2), n)
+    with program.gathered(), torch.no_grad():
+        words = batch(0, 0)[0]
+        found["evaluated"] = float((model(words) - plain(words)).abs().max())
+    program.step(batch(2, rank, more=1))  # a new shape: captured while the rows are elsewhere
+    file = io.BytesIO()
+    torch.save(program.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other = net()
+    again = program_for(other, n)
+    again.load_state_dict(state)
+    again.step(batch(3, rank))
+    found["resumed"] = distance(again, eager(range(3, 4), n, state=state))
+    try:
+        program.step(micro_batches=[batch(4, rank)] * (1 + rank % 2))
+    except SignatureError as e:
+        found["uneven"] = str(e)
+    for wire in ("bfloat16", "float16"):
+        rounded = program_for(net(), n, {"wire": wire})
+        rounded.step(batch(0, rank))
+        found[wire] = distance(rounded, eager(range(1), n, rounded=True))
+    return found

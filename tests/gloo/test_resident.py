@@ -1,0 +1,43 @@
+"""Parameters whose rows live on one rank each: trained, evaluated, saved and loaded as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gloo.ranks import run_ranks
+from tests.gloo.resident import CLASSES, SHARED_OUT, everything
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(RANKS, everything)
+
+
+@pytest.mark.parametrize("what", ["trained", "evaluated", "resumed"])
+def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
+    assert all(r[what] <= 1e-12 for r in ranks), [r[what] for r in ranks]
+
+
+def test_each_rank_holds_its_rows_and_no_others(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert found["held"] == dict.fromkeys(SHARED_OUT, len(range(rank, CLASSES, RANKS)))
+        assert set(found["stored"].values()) == {8}  # one element
+
+
+def test_a_model_whose_rows_are_elsewhere_neither_runs_nor_is_saved(ranks: list[dict[str, Any]]) -> None:
+    assert all(r["refused"] == [True, True] for r in ranks)
+
+
+def test_different_numbers_of_micro_batches_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert all("equally many" in r["uneven"] for r in ranks)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_sixteen_bits_on_the_wire_err_a_little_and_not_by_none(ranks: list[dict[str, Any]], wire: str) -> None:
+    """SGD's first step is the gradient, times a learning rate of 1."""
+    roundoff = {"bfloat16": 2.0**-9, "float16": 2.0**-12}[wire]
+    assert all(0 < r[wire] <= 4 * roundoff for r in ranks), [r[wire] for r in ranks]
