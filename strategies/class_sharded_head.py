@@ -64,8 +64,6 @@ class ClassShardedHead(Strategy):
 def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value:
     """From what this rank's layer is given, to the gradients of the classes that it keeps."""
     n, samples, width = emit.world_size, head.samples, head.width
-    mine = tuple(frozenset({r}) for r in range(n))
-    everyone = (frozenset(range(n)),) * n
     sent_as = group.dtype if wire == "same" else wire
     scores = samples * head.classes  # n times the samples, a share of the classes
     score_bytes = scores * DTYPE_BYTES[head.dtype]
@@ -122,7 +120,7 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
             [errors],
             elements=n * samples * width,
             dtype=sent_as,
-            sums=mine,
+            sums=emit.own,
             position=head.turn,
             flops=product,
             moved_bytes=weight_bytes + given_bytes + score_bytes,
@@ -138,7 +136,7 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
         splits=tuple(
             sum(m.elements // m.shape[0] * len(range(r, m.shape[0], n)) for m in group.members) for r in range(n)
         ),
-        sums=everyone,
+        sums=emit.everyone,
         ragged=False,
         position=head.turn,
         flops=product,

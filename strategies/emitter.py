@@ -56,13 +56,16 @@ class Emitter:
         self.context = context
         self.world_size = context.world_size
         self.primitives: list[Primitive] = []
+        self.own: Sums = tuple(frozenset({r}) for r in range(self.world_size))
+        """Of values that are each rank's own."""
+        self.everyone: Sums = (frozenset(range(self.world_size)),) * self.world_size
+        """Of values that are summed over all ranks."""
 
     def pack(self, group: Group, wire: WireDtype = "same") -> Value:
         """The group's gradients as one flat value in the `wire` dtype: of this rank's batch, scaled so that the
         sum over ranks is the mean over the global batch."""
         dtype = group.dtype if wire == "same" or self.world_size == 1 else wire
-        own = tuple(frozenset({r}) for r in range(self.world_size))
-        return self._emit(Kind.PACK, None, group.index, group.elements, dtype, stage=0, sums=own)
+        return self._emit(Kind.PACK, None, group.index, group.elements, dtype, stage=0, sums=self.own)
 
     def all_reduce(self, value: Value, teams: Teams = ()) -> Value:
         """The sum over ranks, on every rank; of a sharded value, of the part that all ranks of a team hold."""
@@ -183,7 +186,7 @@ class Emitter:
             group.elements,
             group.dtype,
             stage=parts.stage,
-            sums=(frozenset(range(n)),) * n,
+            sums=self.everyone,
             flops=sum(2 * n * m.parts.rows * m.elements for m in group.members if m.parts.kind == "factors"),
             moved_bytes=parts.elements * (DTYPE_BYTES[parts.dtype] + 2 * width) + touched * width,
             touched=touched,

@@ -40,11 +40,11 @@ class StepProgram:
     placed: tuple[Placed, ...]
     """In execution order."""
 
-    @property
+    @cached_property
     def replaced(self) -> frozenset[str]:
         """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
         of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
-        of_heads = [m.parameter.head for g in map(self.groups.__getitem__, self.resident) for m in g.members]
+        of_heads = [m.parameter.head for m in self.resident_members]
         return frozenset(
             [name for g in of_parts for m in g.members for name in m.parts.replaced]
             + [name for head in of_heads if head is not None for name in head.replaced]
@@ -54,6 +54,11 @@ class StepProgram:
     def resident(self) -> frozenset[int]:
         """Groups whose parameters' rows live on one rank each."""
         return frozenset(p.group for p in self.primitives if p.resident)
+
+    @property
+    def resident_members(self) -> tuple[Member, ...]:
+        """Of those groups, in the order of the plan."""
+        return tuple(m for g in sorted(self.resident) for m in self.groups[g].members)
 
     @property
     def order_hash(self) -> str:

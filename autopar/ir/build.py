@@ -161,7 +161,7 @@ def _with_heads(
     of: dict[str, Head] = {}
     gradient_of = {p.name: p.gradient for p in parameters}
     for head in find_heads(joint.module.graph, nodes, position):
-        if head.only_reader and gradient_of[head.weight] == head.weight_gradient:
+        if gradient_of[head.weight] == head.weight_gradient:
             of |= {name: head for name in (head.weight, head.bias) if name is not None}
     return tuple(replace(p, head=of.get(p.name)) for p in parameters)
 

@@ -56,8 +56,8 @@ class _Finder:
         loss, seed, target, reduction, ignored, gradient = self._loss(softmax)
         grad_hidden, weight_gradient = self._gradients(gradient, hidden, weight)
         _require(isinstance(hidden, torch.fx.Node) and weight in self.parameters)
-        readers = {turned, grad_hidden} if grad_hidden is not None else {turned}
         assert isinstance(weight, torch.fx.Node) and isinstance(hidden, torch.fx.Node)
+        _require(set(weight.users) <= {turned, grad_hidden})
         samples, width = hidden.meta["val"].shape
         return Head(
             weight=self.parameters[weight],
@@ -76,7 +76,6 @@ class _Finder:
             dtype=str(softmax.meta["val"].dtype).removeprefix("torch."),
             begin=max(self.position.get(n, -1) for n in (hidden, target)),
             turn=max(self.position[gradient], self.position.get(seed, -1)),
-            only_reader=set(weight.users) <= readers,
             replaced=tuple(n.name for n in self.replaced),
         )
 

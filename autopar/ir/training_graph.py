@@ -95,8 +95,6 @@ class Head:
     """Position behind which both `hidden` and `target` are there."""
     turn: int
     """Position behind which the gradient of the scores can be computed."""
-    only_reader: bool
-    """Whether nothing but the head reads the weight."""
     replaced: tuple[str, ...]
     """Nodes that need not be computed where ranks share the classes out."""
 

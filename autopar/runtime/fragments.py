@@ -71,10 +71,9 @@ def rows_of_rank(rank: int, world_size: int) -> slice:
 
 def own_rows(group: Group, shards: Mapping[str, torch.Tensor], rank: int, world_size: int) -> tuple[Fragment, ...]:
     """A fragment for the rows of each of a group's parameters that a rank keeps."""
-    found, start = [], 0
+    found, start, rows = [], 0, rows_of_rank(rank, world_size)
     for member in group.members:
         shard = shards[member.slice.name]
-        rows = rows_of_rank(rank, world_size)
         found.append(Fragment(member.slice.name, False, shard, member.slice, 0, start, rows))
         start += shard.numel()
     return tuple(found)

@@ -27,19 +27,11 @@ def _count(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 def _samples(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     head = _head(w, p)
     hidden, target = w.copies[w.nodes[head.hidden]], w.copies[w.nodes[head.target]]
-    return _do(w, p, "samples", hidden, target, *inputs, getattr(torch, p.dtype))
-
-
-def _scores(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    return _do(w, p, "scores", *inputs)
-
-
-def _sums(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    return _do(w, p, "sums", *inputs)
+    return _do(w, p, hidden, target, *inputs, getattr(torch, p.dtype))
 
 
 def _loss(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    value = _do(w, p, "loss", *inputs)
+    value = _do(w, p, *inputs)
     w.copies[w.nodes[_head(w, p).loss]] = value
     return value
 
@@ -48,12 +40,8 @@ def _seed(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     return w.call(torch.reshape, (w.copies[w.nodes[_head(w, p).seed]], (1,)))
 
 
-def _errors(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    return _do(w, p, "errors", *inputs)
-
-
 def _returned(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    return _do(w, p, "returned", *inputs, getattr(torch, p.dtype))
+    return _do(w, p, *inputs, getattr(torch, p.dtype))
 
 
 def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -67,23 +55,26 @@ def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 
 def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     names = [m.slice.name for m in w.program.groups[p.group].members]
-    found = _do(w, p, "gradient", *inputs, names)
+    found = _do(w, p, *inputs, names)
     return [w.gradient(name, w.call(operator.getitem, (found, i))) for i, name in enumerate(names)]
 
 
-WORKS: dict[str, Work] = {
+_WORKS: dict[str, Work] = {
     "count": _count,
     "samples": _samples,
-    "scores": _scores,
-    "sums": _sums,
     "loss": _loss,
     "seed": _seed,
-    "errors": _errors,
     "returned": _returned,
     "hand_back": _hand_back,
     "gradient": _gradient,
 }
-"""By the names that `autopar.strategies.class_sharded_head` gives them."""
+"""By the names that `autopar.strategies.class_sharded_head` gives them; the others take their inputs and no more."""
+
+
+def write(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    """Writes one work, given the values of its inputs."""
+    special = _WORKS.get(p.work)
+    return _do(w, p, *inputs) if special is None else special(w, p, inputs)
 
 
 def _head(w: Writer, p: Primitive) -> Head:
@@ -92,10 +83,11 @@ def _head(w: Writer, p: Primitive) -> Head:
     return head
 
 
-def _do(w: Writer, p: Primitive, work: str, *args: Any) -> torch.fx.Node:
+def _do(w: Writer, p: Primitive, *args: Any) -> torch.fx.Node:
+    assert hasattr(HeadShard, p.work), f"nobody knows how to do the work '{p.work}'"
     name, head = f"head_{p.group}", _head(w, p)
     if name not in w.modules:
         target = w.target
         bias = None if head.bias is None else target.shards[head.bias]
         w.modules[name] = HeadShard(head, target.shards[head.weight], bias, target.rank, target.world_size)
-    return w.graph.call_method(work, (w.graph.get_attr(name), *args))
+    return w.graph.call_method(p.work, (w.graph.get_attr(name), *args))

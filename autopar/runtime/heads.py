@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.errors import SignatureError
 from autopar.ir.training_graph import Head
+from autopar.runtime.parts import as_integers
 from autopar.strategies.emitter import index_width
 
 
@@ -71,7 +72,7 @@ class HeadShard(nn.Module):
         longest, count = int(counts.abs().max()), len(hidden)
         size = longest * (hidden.shape[1] + extra)
         flat = hidden.new_zeros(size + size % 2, dtype=dtype)  # an even number: the next rank's integers are aligned
-        _targets(flat, longest * extra)[:count].copy_(target)
+        as_integers(flat[: longest * extra])[:count].copy_(target)
         flat[longest * extra : size].view(longest, -1)[:count].copy_(hidden)
         return flat
 
@@ -81,7 +82,7 @@ class HeadShard(nn.Module):
         longest, width = max(by_rank), self.weight.shape[1]
         extra = index_width(str(gathered.dtype).removeprefix("torch.")) * longest
         flats = gathered.view(self.world_size, -1)
-        target = torch.cat([_targets(f, extra)[:c] for f, c in zip(flats, by_rank, strict=True)]).long()
+        target = torch.cat([as_integers(f[:extra])[:c] for f, c in zip(flats, by_rank, strict=True)]).long()
         given = torch.cat([f[extra:][: c * width].view(c, width) for f, c in zip(flats, by_rank, strict=True)])
         given = given.to(self.weight.dtype)
         product = given @ self.weight.t() if self.bias is None else torch.addmm(self.bias, given, self.weight.t())
@@ -153,8 +154,3 @@ class HeadShard(nn.Module):
         largest, sums, _ = everyone.view(self.world_size, 3, -1).unbind(1)
         most = largest.amax(0)
         return most, (sums * (largest - most).exp()).sum(0)
-
-
-def _targets(flat: torch.Tensor, elements: int) -> torch.Tensor:
-    """The targets in the first elements of a flat value, as the integers that their bits are."""
-    return flat[:elements].view(torch.int64 if flat.dtype.itemsize == 8 else torch.int32)

@@ -78,6 +78,11 @@ def bag_values(values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tenso
     return values.repeat_interleave(sizes, 0)
 
 
+def as_integers(bits: torch.Tensor) -> torch.Tensor:
+    """Elements of a flat value as the integers that their bits are."""
+    return bits.view(torch.int64 if bits.dtype.itemsize == 8 else torch.int32)
+
+
 class Layout:
     """Where the parts of a group's members lie in a flat value."""
 
@@ -100,7 +105,7 @@ class Layout:
         for rows, extra in zip(counts, self._index_elements, strict=True):
             # The bits of integers; a sum over ranks never touches them, they are only copied.
             bits = flat[offset : offset + rows * extra]
-            indices.append(bits.view(torch.int64 if self.dtype.itemsize == 8 else torch.int32))
+            indices.append(as_integers(bits))
             offset += rows * extra
         found = []
         for member, rows, index in zip(self.members, counts, indices, strict=True):

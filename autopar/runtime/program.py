@@ -148,7 +148,7 @@ class Program:
         self.plan.check_model(graph.model)
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program)
-        self._resident.spread(m.slice.name for g in sorted(program.resident) for m in program.groups[g].members)
+        self._resident.spread(m.slice.name for m in program.resident_members)
         assert graph.joint is not None
         weight = batch_weight(graph.joint, graph.batch_size)
         step = StepWriter(graph, program, self._target()).write()

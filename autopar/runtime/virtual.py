@@ -177,6 +177,8 @@ class VirtualWriter(StepWriter):
     def _count(self, p: Primitive, value: Written) -> Written:
         return self._view(p.held_elements(self.target.rank), p.dtype)
 
+    _local = _update = _count
+
     def _parts(self, p: Primitive, value: Written) -> Written:
         """As long as the batch that was captured makes it."""
         members = self._group(p).members
@@ -186,9 +188,6 @@ class VirtualWriter(StepWriter):
     def _form(self, p: Primitive, value: Written) -> Written:
         return None
 
-    def _local(self, p: Primitive, value: Written) -> Written:
-        return self._view(p.held_elements(self.target.rank), p.dtype)
-
     def empty(self, p: Primitive) -> torch.fx.Node:
         return self._view(p.elements, p.dtype)
 
@@ -197,9 +196,6 @@ class VirtualWriter(StepWriter):
 
     def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
         return []
-
-    def _update(self, p: Primitive, value: Written) -> Written:
-        return self._view(p.held_elements(self.target.rank), p.dtype)
 
     def _store(self, p: Primitive, value: Written) -> Written:
         return None

@@ -19,9 +19,8 @@ from autopar.ir.aliases import base, is_view, is_written, readers
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
-from autopar.runtime import collectives, parts
+from autopar.runtime import collectives, head_writer, parts
 from autopar.runtime.fragments import Fragment, fragments, own_rows, pack
-from autopar.runtime.head_writer import WORKS
 from autopar.runtime.modules import Clip, Store, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group as ProcessGroup
@@ -72,7 +71,6 @@ class Writer:
         self.scale: torch.fx.Node | None = None
         """What gradients are multiplied with as they are packed, where the backward pass did not scale them."""
         self.device = next((p.device for p in target.parameters.values()), torch.device("cpu"))
-        self._resident = {m.slice.name for g in program.resident for m in program.groups[g].members}
         self._consumed = {i for p in program.primitives for i in p.inputs if p.kind is not Kind.CLIP}
 
     def walk(self, nodes: Iterable[tuple[int, torch.fx.Node]]) -> None:
@@ -82,11 +80,15 @@ class Writer:
         replaced = self.program.replaced
         by_node: dict[str, list[str]] = {}
         by_term: dict[str, list[tuple[str, Term]]] = {}
+        resident = {m.slice.name for m in self.program.resident_members}
         for p in self.training.parameters:
             if p.gradient not in replaced:
                 by_node.setdefault(p.gradient, []).append(p.name)
                 continue
-            for term in p.parts.terms if p.parts is not None and p.name not in self._resident else ():
+            if p.name in resident:  # its gradient is formed from what all ranks' heads are given
+                continue
+            assert p.parts is not None
+            for term in p.parts.terms:
                 by_term.setdefault(term.node, []).append((p.name, term))
         done = 0
         for position, node in nodes:
@@ -238,7 +240,7 @@ class Writer:
         return [self.call(operator.getitem, (whole, i)) for i in range(len(group.members))]
 
     def _local(self, p: Primitive, value: Written) -> Written:
-        return WORKS[p.work](self, p, [self.values[i] for i in p.inputs])
+        return head_writer.write(self, p, [self.values[i] for i in p.inputs])
 
     def gradient_source(self, name: str) -> torch.fx.Node:
         parameter = self.training.by_name[name]
