@@ -185,6 +185,8 @@ class Network:
             return [(kind, np.asarray(flows.ring @ (2 * others / (others + 1) * held)))]
         if kind is Kind.REDUCE_SCATTER:
             return [(kind, np.asarray(flows.to_each @ held))]
+        if kind is Kind.ALL_TO_ALL:
+            return [(Kind.REDUCE_SCATTER, np.asarray(flows.from_each @ (held / (others + 1))))]
         if is_all_to_all(primitive, n):
             return [(Kind.REDUCE_SCATTER, np.asarray(flows.from_each @ held))]
         return [(kind, np.asarray(flows.ring @ (others * held)))]

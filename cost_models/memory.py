@@ -114,6 +114,8 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
     if p.kind is Kind.ALL_GATHER:
         repeated = len(set(p.splits)) > 1
         return _held(p, n) * width * n + p.bytes if repeated else p.bytes
+    if p.kind is Kind.ALL_TO_ALL:
+        return _held(p, n) * width
     if p.kind is Kind.BROADCAST:
         size = np.full(n, p.bytes, np.int64)
         size[p.owner] = 0

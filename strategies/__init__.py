@@ -13,6 +13,7 @@ from autopar.strategies.emitter import Emitter, Value
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.row_sharded_table import RowShardedTable
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
 
@@ -28,6 +29,7 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "RowShardedTable",
     "SparseRows",
     "Strategy",
     "SufficientFactors",
@@ -43,6 +45,7 @@ STRATEGIES: dict[str, Strategy] = {
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),
+        RowShardedTable(),
         SparseRows(),
         SufficientFactors(),
     )

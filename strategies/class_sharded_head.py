@@ -6,7 +6,8 @@ classes c, where an all-reduce of the weight's gradient sends 2 (n-1)/n c d. Sco
 weight itself take 1/n of the memory. Megatron-LM's vocabulary-parallel loss (Shoeybi et al., 2019), without its
 tensor-parallel body; Partial FC without sampling (An et al., 2021).
 
-Rank r has classes r, r+n, r+2n, ..., so that frequent ones, which often come first, are spread evenly.
+Rank r has classes r, r+n, r+2n, ..., so that frequent ones, which often come first, are spread evenly. Where the weight
+is tied to an embedding, the rows that a batch looks up are fetched from their owners.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autopar.ir.primitives import DTYPE_BYTES
 from autopar.ir.training_graph import Head
 from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter, Value, index_width
+from autopar.strategies.row_exchange import RowExchange, row_shares
 
 
 class ClassShardedHeadOptions(Options):
@@ -58,7 +60,10 @@ class ClassShardedHead(Strategy):
         if emit.world_size == 1:
             emit.update(emit.pack(group), group)
             return
-        emit.update(_gradient(group, head, options.wire, emit), group, resident=True)
+        table = RowExchange(group, options.wire, emit)
+        table.look_up()
+        of_head = _gradient(group, head, options.wire, emit)
+        emit.update(table.gradient(of_head) if table.waves else of_head, group, resident=True)
 
 
 def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value:
@@ -71,17 +76,17 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
     weight_bytes = group.elements // n * DTYPE_BYTES[group.dtype]
     given_bytes = n * samples * width * DTYPE_BYTES[group.dtype]
 
-    counts = emit.local("count", group, elements=n, dtype="int64", splits=(1,) * n, position=-1)
+    counts = emit.local("head.count", group, elements=n, dtype="int64", splits=(1,) * n, position=-1)
     counts = emit.wait(emit.all_gather(counts), head.begin)
 
     one = samples * (width + index_width(sent_as))
     one += one % 2
     given = emit.local(
-        "samples", group, [counts], elements=n * one, dtype=sent_as, splits=(one,) * n, position=head.begin
+        "head.samples", group, [counts], elements=n * one, dtype=sent_as, splits=(one,) * n, position=head.begin
     )
     given = emit.wait(emit.all_gather(given), head.begin)
     scored = emit.local(
-        "scores",
+        "head.scores",
         group,
         [given, counts],
         elements=scores,
@@ -91,7 +96,7 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
         moved_bytes=weight_bytes + given_bytes + 3 * score_bytes,
     )
     sums = emit.local(
-        "sums",
+        "head.sums",
         group,
         [scored],
         elements=n * 3 * n * samples,
@@ -100,12 +105,12 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
         position=head.begin,
     )
     sums = emit.wait(emit.all_gather(sums), head.begin)
-    emit.local("loss", group, [scored, sums], elements=1, dtype=head.dtype, position=head.begin)
+    emit.local("head.loss", group, [scored, sums], elements=1, dtype=head.dtype, position=head.begin)
 
-    seeds = emit.local("seed", group, elements=n, dtype=head.dtype, splits=(1,) * n, position=head.turn)
+    seeds = emit.local("head.seed", group, elements=n, dtype=head.dtype, splits=(1,) * n, position=head.turn)
     seeds = emit.wait(emit.all_gather(seeds), head.turn)
     errors = emit.local(
-        "errors",
+        "head.errors",
         group,
         [scored, sums, seeds],
         elements=scores,
@@ -115,7 +120,7 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
     )
     if head.hidden_gradient is not None:
         returned = emit.local(
-            "returned",
+            "head.returned",
             group,
             [errors],
             elements=n * samples * width,
@@ -126,16 +131,14 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
             moved_bytes=weight_bytes + given_bytes + score_bytes,
         )
         returned = emit.wait(emit.reduce_scatter(returned, (samples * width,) * n), head.turn)
-        emit.local("hand_back", group, [returned], elements=samples * width, dtype=group.dtype, position=head.turn)
+        emit.local("head.hand_back", group, [returned], elements=samples * width, dtype=group.dtype, position=head.turn)
     return emit.local(
-        "gradient",
+        "head.gradient",
         group,
         [errors],
         elements=group.elements,
         dtype=group.dtype,
-        splits=tuple(
-            sum(m.elements // m.shape[0] * len(range(r, m.shape[0], n)) for m in group.members) for r in range(n)
-        ),
+        splits=row_shares(group, n),
         sums=emit.everyone,
         ragged=False,
         position=head.turn,

@@ -9,7 +9,7 @@ from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, 
 from autopar.ir.training_graph import Parts
 from autopar.strategies.base import Context, Group, Member, WireDtype
 
-_SORT_BYTES = 8 * 24
+SORT_BYTES = 8 * 24
 """Bytes that merging equal indices moves for each of them: a sort of 64-bit keys, in a dozen passes. [Empirical, of the
 right order]"""
 
@@ -91,6 +91,11 @@ class Emitter:
         """All parts of a sharded value, on every rank."""
         return self._collective(Kind.ALL_GATHER, value, splits=(), source_splits=value.splits, teams=teams)
 
+    def all_to_all(self, value: Value) -> Value:
+        """What each rank has for every other one, of a value that is each rank's own; as much again is expected."""
+        assert value.splits, "an all-to-all sends what each rank has of its own"
+        return self._collective(Kind.ALL_TO_ALL, value, splits=value.splits)
+
     def broadcast(self, value: Value) -> Value:
         """The owner's value, on every rank."""
         return self._collective(Kind.BROADCAST, value, owner=None, source_owner=value.owner)
@@ -119,6 +124,7 @@ class Emitter:
         ragged: bool = True,
         flops: int = 0,
         moved_bytes: int = 0,
+        touched: int | None = None,
     ) -> Value:
         """Work that the runtime knows by its name, on the values of earlier primitives. `elements`, `flops` and
         `moved_bytes` are those expected from the batch that was captured; the last two, of one rank."""
@@ -135,6 +141,7 @@ class Emitter:
             ragged=ragged,
             flops=flops,
             moved_bytes=moved_bytes,
+            touched=touched,
             also=inputs,
             work=work,
             position=position,
@@ -151,7 +158,7 @@ class Emitter:
             "int64",
             stage=FORWARD_STAGE,
             splits=(len(group.members),) * n,
-            moved_bytes=looked_up * _SORT_BYTES,
+            moved_bytes=looked_up * SORT_BYTES,
         )
 
     def parts(self, group: Group, counts: Value, wire: WireDtype = "same") -> Value:
@@ -178,7 +185,7 @@ class Emitter:
         were not looked up, only the others."""
         assert parts.replicated and not parts.pending, "form needs the parts of all ranks"
         n, width = self.world_size, DTYPE_BYTES[group.dtype]
-        touched = sum(_touched(m, n) if self._passes_over(m) else m.elements for m in group.members)
+        touched = sum(_touched(m, n) if self.passes_over(m) else m.elements for m in group.members)
         return self._emit(
             Kind.FORM,
             parts,
@@ -201,7 +208,8 @@ class Emitter:
         parts = self.wait(self.all_gather(self.parts(group, counts, wire)))
         return self.form(parts, counts, group)
 
-    def _passes_over(self, member: Member) -> bool:
+    def passes_over(self, member: Member) -> bool:
+        """Whether the optimizer can be given the rows of a table that were looked up, and no others."""
         return self.context.sparse_update and not self.context.clips and member.parts.kind == "rows"
 
     def update(self, value: Value, group: Group, *, resident: bool = False) -> Value:

@@ -45,9 +45,11 @@ class StepProgram:
         """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
         of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
         of_heads = [m.parameter.head for m in self.resident_members]
+        of_tables = [m.parameter.table for m in self.resident_members]
         return frozenset(
             [name for g in of_parts for m in g.members for name in m.parts.replaced]
             + [name for head in of_heads if head is not None for name in head.replaced]
+            + [name for table in of_tables if table is not None for name in table.parts.replaced]
         )
 
     @cached_property

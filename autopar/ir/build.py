@@ -18,10 +18,12 @@ from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
 from autopar.ir.heads import find_heads
+from autopar.ir.hoist import hoist_indices
+from autopar.ir.lookups import find_table
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
 from autopar.ir.structure import find_parts
-from autopar.ir.training_graph import Head, Parameter, TrainingGraph
+from autopar.ir.training_graph import Parameter, Table, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
 Unused = Literal["error", "freeze"]
@@ -37,16 +39,17 @@ def training_graph(
     """
     with _without_collector():
         joint = capture_joint(model, batch, loss_fn, mode)
+    inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
+    hoist_indices(joint.module.graph, [n for (kind, _), n in inputs.items() if kind in ("batch", "buffer")])
     if mode == "step":
         rematerialize_products(joint.module.graph)
     fingerprint = model_fingerprint(model, loss_fn)
     order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(order)}
     fingerprint, trainable = _trainable(fingerprint, joint, unused)
-    inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     example = {n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"}
     parameters = tuple(_parameter(p, joint, inputs, position, example) for p in trainable)
-    parameters = _with_heads(parameters, joint, inputs, position)
+    parameters = _with_readers(parameters, joint, inputs, position, example)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
     start = _backward_start(joint, inputs, position)
     if mode == "step":
@@ -149,21 +152,32 @@ def _parameter(
     )
 
 
-def _with_heads(
+def _with_readers(
     parameters: tuple[Parameter, ...],
     joint: JointGraph,
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
+    example: dict[torch.fx.Node, torch.Tensor],
 ) -> tuple[Parameter, ...]:
-    """The parameters, each with the head that it is the weight or bias of and nothing else."""
+    """The parameters, each with the head that it belongs to and the table that it is, where it is nothing else."""
     names = {n: p.name for p in parameters for n in (p.name, *p.spec.ties)}
-    nodes = {n: names[str(key)] for (kind, key), n in inputs.items() if kind == "parameter" and key in names}
-    of: dict[str, Head] = {}
-    gradient_of = {p.name: p.gradient for p in parameters}
-    for head in find_heads(joint.module.graph, nodes, position):
-        if gradient_of[head.weight] == head.weight_gradient:
-            of |= {name: head for name in (head.weight, head.bias) if name is not None}
-    return tuple(replace(p, head=of.get(p.name)) for p in parameters)
+    # A tied parameter is an input under each of its names, one of which is read.
+    read = {n: str(key) for (kind, key), n in inputs.items() if kind == "parameter" and n.users}
+    nodes = {n: names[key] for n, key in read.items() if key in names}
+    by_name = {n.name: n for n in joint.module.graph.nodes}
+    heads = {h.weight: h for h in find_heads(joint.module.graph, nodes, position)}
+    table_of: dict[str, Table] = {}
+    for node, name in nodes.items():
+        p, head = next(p for p in parameters if p.name == name), heads.get(name)
+        own = () if head is None else tuple(by_name[n] for n in head.replaced)
+        part = None if head is None else by_name[head.weight_gradient]
+        table = find_table(node, by_name[p.gradient], p.spec.shape, position, example, own, part)
+        if table is not None:
+            table_of[name] = table
+        elif head is not None and head.weight_gradient != p.gradient:
+            del heads[name]
+    head_of = {name: h for h in heads.values() for name in (h.weight, h.bias)}
+    return tuple(replace(p, head=head_of.get(p.name), table=table_of.get(p.name)) for p in parameters)
 
 
 def _backward_start(

@@ -1,8 +1,9 @@
 """Finds heads: a linear layer over many classes, and the cross-entropy of its scores.
 
 Read off the joint graph, from the softmax outwards: forward to the product of what the layer is given and its weight,
-backward to the gradients of both. Where nothing else reads what lies between, ranks can share the classes out, each
-scoring all ranks' samples for its own (Megatron-LM's vocabulary-parallel loss, Shoeybi et al., 2019; PLSC for faces).
+backward to the gradients of both. Where nothing else reads what lies between, nor the weight but to look rows up, ranks
+can share the classes out, each scoring all ranks' samples for its own (Megatron-LM's vocabulary-parallel loss, Shoeybi
+et al., 2019; PLSC for faces).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from autopar.ir.lookups import is_lookup
 from autopar.ir.training_graph import Head
 
 aten = torch.ops.aten
@@ -57,7 +59,7 @@ class _Finder:
         grad_hidden, weight_gradient = self._gradients(gradient, hidden, weight)
         _require(isinstance(hidden, torch.fx.Node) and weight in self.parameters)
         assert isinstance(weight, torch.fx.Node) and isinstance(hidden, torch.fx.Node)
-        _require(set(weight.users) <= {turned, grad_hidden})
+        _require(all(u in (turned, grad_hidden) or is_lookup(u, weight) for u in weight.users))
         samples, width = hidden.meta["val"].shape
         return Head(
             weight=self.parameters[weight],

@@ -38,6 +38,9 @@ class Kind(StrEnum):
     """Concatenate every rank's `splits[r]` elements."""
     BROADCAST = "broadcast"
     """Send from `owner` to all."""
+    ALL_TO_ALL = "all_to_all"
+    """Send to each rank the part that is meant for it; the batch decides how much. `splits[r]` elements of rank r, of
+    which each rank gets an equal share, are expected."""
     COUNT = "count"
     """How many rows the parts of each gradient have on this rank, once equal ones are merged."""
     PARTS = "parts"
@@ -57,7 +60,9 @@ class Kind(StrEnum):
     """The clipping coefficient, from the global norm over all its inputs; one small sum where some are sharded."""
 
 
-COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST})
+COLLECTIVES = frozenset(
+    {Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST, Kind.ALL_TO_ALL}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,7 @@ def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[i
     broadcast       S for each child in a binomial tree       S; the owner nothing
     reduce-scatter  S - s_r: to each rank its part            (n-1) s_r
     all-gather      (n-1) s_r                                 S - s_r
+    all-to-all      (n-1)/n s_r                               (S - s_r)/n
     ==============  ========================================  ==========================================
 
     R is `ring_reduce_bytes`: (n-1)/n S for small values, nearly S for large ones.
@@ -176,6 +182,9 @@ def _team_bytes(primitive: Primitive, team: tuple[int, ...]) -> tuple[list[int],
         root = team.index(primitive.owner)
         children = [len(broadcast_children((i - root) % n, n)) for i in range(n)]
         return [c * size for c in children], [0 if r == primitive.owner else size for r in team]
+    if primitive.kind is Kind.ALL_TO_ALL:
+        held = [primitive.splits[r] * width for r in team]
+        return [h - h // n for h in held], [(size - h) // n for h in held]
     rest = [size - primitive.splits[r] * width for r in team]
     share = [(n - 1) * primitive.splits[r] * width for r in team]
     return (rest, share) if primitive.kind is Kind.REDUCE_SCATTER else (share, rest)

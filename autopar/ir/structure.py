@@ -34,13 +34,14 @@ def find_parts(
     shape: Sequence[int],
     position: Mapping[torch.fx.Node, int],
     batch: Mapping[torch.fx.Node, Any],
+    without: torch.fx.Node | None = None,
 ) -> Parts | None:
     """What a parameter's gradient is made of; `None` where it is dense. `batch`: the example's tensors, by their
-    placeholders."""
+    placeholders. `without`: a summand that is left aside, whatever it is made of."""
     results = Counter(n for n in gradient.graph.output_node().args[0] if isinstance(n, torch.fx.Node))  # type: ignore[union-attr]
     if len(shape) != 2 or results[gradient] != 1:
         return None
-    finder = _Finder(position)
+    finder = _Finder(position, without)
     try:
         finder.visit(gradient, transposed=False, users={gradient.graph.output_node()})
     except _Dense:
@@ -55,17 +56,24 @@ def find_parts(
         rows = sum(_shape(nodes[t.right])[1 if t.right_transposed else 0] for t in terms)
         return Parts(kind, terms, rows, rows, shape[0], shape[1], -1, replaced)
     indices = [nodes[t.left] for t in terms]
+    rows, distinct = looked_up(indices, shape[0], batch)
+    known = max(position.get(n, -1) for n in indices)
+    return Parts(kind, terms, rows, distinct, 0, shape[1], known, replaced)
+
+
+def looked_up(indices: Sequence[torch.fx.Node], height: int, batch: Mapping[torch.fx.Node, Any]) -> tuple[int, int]:
+    """How many rows of a table so high these indices are, and how many different ones in the example batch."""
     rows = sum(_elements(n) for n in indices)
     distinct = _distinct(indices, batch)
-    known = max(position.get(n, -1) for n in indices)
-    return Parts(kind, terms, rows, min(shape[0], rows) if distinct is None else distinct, 0, shape[1], known, replaced)
+    return rows, min(height, rows) if distinct is None else distinct
 
 
 class _Finder:
     """Walks from a gradient down to the terms that it is the sum of."""
 
-    def __init__(self, position: Mapping[torch.fx.Node, int]) -> None:
+    def __init__(self, position: Mapping[torch.fx.Node, int], without: torch.fx.Node | None) -> None:
         self.position = position
+        self.without = without
         self.terms: list[Term] = []
         self.kinds: set[Literal["rows", "factors"]] = set()
         self.replaced: list[torch.fx.Node] = []
@@ -74,6 +82,8 @@ class _Finder:
         """`users`: the nodes that read this one's value; where there are others, it must be computed anyway."""
         if node.op != "call_function" or not set(node.users) <= users:
             raise _Dense
+        if node is self.without:
+            return
         self.replaced.append(node)
         target = node.target
         if target in _ADD and not node.kwargs and all(isinstance(a, torch.fx.Node) for a in node.args):
@@ -145,7 +155,7 @@ def _elements(node: torch.fx.Node) -> int:
 
 def _distinct(indices: Sequence[torch.fx.Node], batch: Mapping[torch.fx.Node, Any]) -> int | None:
     """How many different indices the example batch has; `None` where they are not soon computed from it."""
-    needed = _ancestors(indices)
+    needed = ancestors(indices)
     if len(needed) > _MOST_INDEX_NODES or any(n.op == "placeholder" and n not in batch for n in needed):
         return None
     values: dict[torch.fx.Node, Any] = {}
@@ -154,7 +164,7 @@ def _distinct(indices: Sequence[torch.fx.Node], batch: Mapping[torch.fx.Node, An
             continue
         if node.op == "placeholder":
             values[node] = batch[node]
-        elif node.op == "call_function" and not _is_random(node):
+        elif node.op == "call_function" and not is_random(node):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
         else:
@@ -163,7 +173,8 @@ def _distinct(indices: Sequence[torch.fx.Node], batch: Mapping[torch.fx.Node, An
     return len(set(looked_up.tolist()))
 
 
-def _ancestors(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+def ancestors(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The nodes that these are computed from, themselves included."""
     found: set[torch.fx.Node] = set()
     frontier = list(nodes)
     while frontier:
@@ -174,6 +185,7 @@ def _ancestors(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
     return found
 
 
-def _is_random(node: torch.fx.Node) -> bool:
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether it draws random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags

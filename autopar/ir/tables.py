@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from autopar.ir.training_graph import ComputeNode, GradientStructure, Head, Parameter, Parts, TrainingGraph
+from autopar.ir.training_graph import ComputeNode, GradientStructure, Head, Parameter, Parts, Table, TrainingGraph
 from autopar.spec.plan import ModelFingerprint
 
 
@@ -20,11 +20,13 @@ class GraphTables(BaseModel):
 
     model: ModelFingerprint
     parameters: tuple[tuple[int, str, int, int, int, GradientStructure], ...]
-    """Index in `model.parameters`, then the other fields of `Parameter` in order, but the last two."""
+    """Index in `model.parameters`, then the other fields of `Parameter` in order, but the last three."""
     parts: tuple[Parts | None, ...]
     """What each gradient is made of."""
     heads: tuple[Head, ...] = ()
     """Heads that parameters are the weights or biases of."""
+    tables: dict[str, Table] = {}
+    """By parameter, how rows of it are looked up."""
     names: tuple[str, ...]
     ops: tuple[str, ...]
     """The operators that occur."""
@@ -51,6 +53,7 @@ class GraphTables(BaseModel):
             ),
             parts=tuple(p.parts for p in graph.parameters),
             heads=tuple(dict.fromkeys(p.head for p in graph.parameters if p.head is not None)),
+            tables={p.name: p.table for p in graph.parameters if p.table is not None},
             names=tuple(n.name for n in graph.compute),
             ops=ops,
             op=tuple(number[n.op] for n in graph.compute),
@@ -70,7 +73,13 @@ class GraphTables(BaseModel):
         return TrainingGraph(
             model=self.model,
             parameters=tuple(
-                Parameter(spec := self.model.parameters[p[0]], *p[1:], parts=parts, head=head_of.get(spec.name))
+                Parameter(
+                    spec := self.model.parameters[p[0]],
+                    *p[1:],
+                    parts=parts,
+                    head=head_of.get(spec.name),
+                    table=self.tables.get(spec.name),
+                )
                 for p, parts in zip(self.parameters, self.parts, strict=True)
             ),
             compute=tuple(ComputeNode(name, self.ops[op], *costs) for name, op, *costs in zip(*columns, strict=True)),

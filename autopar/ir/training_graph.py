@@ -66,6 +66,31 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Lookup:
+    """A node that looks rows of a table up; nodes by their names."""
+
+    node: str
+    indices: str
+    known: int
+    """Position behind which the indices are known; -1: from the start."""
+    position: int
+    """Of the node."""
+    rows: int
+    """That are looked up in the batch that was captured."""
+    distinct: int
+    """Different ones among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How a parameter is read of which rows are looked up, by nothing else or by a head besides."""
+
+    lookups: tuple[Lookup, ...]
+    parts: Parts
+    """What its gradient is made of, less the head's part."""
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """A linear layer over classes, and the cross-entropy of its scores; nodes by their names."""
 
@@ -117,7 +142,9 @@ class Parameter:
     parts: Parts | None = None
     """What a structured gradient is made of; `None` for a dense one."""
     head: Head | None = None
-    """The head whose weight or bias it is, where it is nothing else."""
+    """The head whose weight or bias it is, where it is nothing else, or a table besides."""
+    table: Table | None = None
+    """Where rows of it are looked up, and nothing else reads it but its head."""
 
     @property
     def name(self) -> str:

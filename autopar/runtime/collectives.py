@@ -3,9 +3,10 @@
 All are issued from one thread, in graph order. PyTorch's functional collectives are used where they exist; the
 others are asynchronous `torch.distributed` calls whose work is registered, so that one `wait` serves all.
 
-Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Two choices follow from what gloo does:
-its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all, and its all-gather
-refuses unequal parts, so those go through an all-to-all as well.
+Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Three choices follow from what gloo does:
+its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all; its all-gather refuses
+unequal parts, so those go through an all-to-all as well; and the functional all-gather of torch 2.13 corrupts the heap
+where several are under way ("double free", a fault in malloc, within seconds of small messages), so it is not used.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Ten
 def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tensor:
     """Every rank's part, one after the other."""
     if len(set(splits)) == 1:
-        return _functional.all_gather_into_tensor(x, len(splits), group)  # type: ignore[no-any-return]
+        return all_gather_equal(x, len(splits), group)
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out, sent = x.new_empty(sum(splits)), x.repeat(len(splits))
     work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
@@ -92,10 +93,21 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tens
 
 @may_fail()
 def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
-    """Every rank's value, one after the other; all are as long as this rank's."""
+    """Every rank's value, flat, one after the other; all are as long as this rank's."""
     if x.numel() == 0:
         return x
-    return _functional.all_gather_into_tensor(x, world_size, group)  # type: ignore[no-any-return]
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    out = x.new_empty(world_size * x.numel())
+    return _registered(out, dist.all_gather_single(out, x.reshape(-1), group=pg, async_op=True))
+
+
+@may_fail()
+def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
+    """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long."""
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    out = x.new_empty(sum(received))
+    work = dist.all_to_all_single(out, x, list(received), list(sent), group=pg, async_op=True)
+    return _registered(out, work)
 
 
 def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:

@@ -56,7 +56,9 @@ def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     names = [m.slice.name for m in w.program.groups[p.group].members]
     found = _do(w, p, *inputs, names)
-    return [w.gradient(name, w.call(operator.getitem, (found, i))) for i, name in enumerate(names)]
+    tied = any(m.parameter.table is not None for m in w.program.groups[p.group].members)
+    parts = [w.call(operator.getitem, (found, i)) for i in range(len(names))]
+    return parts if tied else [w.gradient(name, part) for name, part in zip(names, parts, strict=True)]
 
 
 _WORKS: dict[str, Work] = {
@@ -71,9 +73,9 @@ _WORKS: dict[str, Work] = {
 """By the names that `autopar.strategies.class_sharded_head` gives them; the others take their inputs and no more."""
 
 
-def write(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+def write(w: Writer, p: Primitive, work: str, inputs: Sequence[Any]) -> Written:
     """Writes one work, given the values of its inputs."""
-    special = _WORKS.get(p.work)
+    special = _WORKS.get(work)
     return _do(w, p, *inputs) if special is None else special(w, p, inputs)
 
 
@@ -84,10 +86,11 @@ def _head(w: Writer, p: Primitive) -> Head:
 
 
 def _do(w: Writer, p: Primitive, *args: Any) -> torch.fx.Node:
-    assert hasattr(HeadShard, p.work), f"nobody knows how to do the work '{p.work}'"
+    work = p.work.removeprefix("head.")
+    assert hasattr(HeadShard, work), f"nobody knows how to do the work '{work}'"
     name, head = f"head_{p.group}", _head(w, p)
     if name not in w.modules:
         target = w.target
         bias = None if head.bias is None else target.shards[head.bias]
         w.modules[name] = HeadShard(head, target.shards[head.weight], bias, target.rank, target.world_size)
-    return w.graph.call_method(p.work, (w.graph.get_attr(name), *args))
+    return w.graph.call_method(work, (w.graph.get_attr(name), *args))

@@ -24,13 +24,6 @@ from autopar.runtime.collectives import may_fail
 from autopar.runtime.presence import Presence
 from autopar.spec.plan import ModelFingerprint
 
-NO_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "0")
-"""Keeps torch's flight recorder, which is read at the first collective of a process, from recording gloo's.
-
-torch 2.13 now and then corrupts its heap where several gloo groups work at once ("double free", a fault in malloc, in a
-thread of gloo's): in 4 of 9 stress runs with the recorder, in none of 8 without. [Empirical; the cause is not known]
-"""
-
 
 @dataclass(frozen=True)
 class Group:
@@ -74,8 +67,6 @@ def join(timeout_s: float) -> Group:
     else this process alone. Raises `CollectiveError` where not every rank comes."""
     if not dist.is_available() or (not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1):
         return Group(0, 1, timeout_s=timeout_s)
-    if not torch.cuda.is_available():
-        os.environ.setdefault(*NO_FLIGHT_RECORDER)
     try:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -65,6 +65,9 @@ class StepWriter(Writer):
             return node
         return self.call(torch.ops.aten.add.Tensor, (node, self.earlier[name]))
 
+    def has_earlier(self, name: str) -> bool:
+        return name in self.earlier
+
     def earlier_terms(self, name: str) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
         if name not in self.earlier:
             return []

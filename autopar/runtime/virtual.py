@@ -188,6 +188,12 @@ class VirtualWriter(StepWriter):
     def _form(self, p: Primitive, value: Written) -> Written:
         return None
 
+    def _all_to_all(self, p: Primitive, value: Written) -> Written:
+        """As much to and from each rank as is expected."""
+        n = self.target.world_size
+        share = [p.held_elements(self.target.rank) // n] * n
+        return super()._all_to_all(p, [value, share, share])  # type: ignore[list-item]
+
     def empty(self, p: Primitive) -> torch.fx.Node:
         return self._view(p.elements, p.dtype)
 

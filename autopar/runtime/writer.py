@@ -19,7 +19,7 @@ from autopar.ir.aliases import base, is_view, is_written, readers
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
-from autopar.runtime import collectives, head_writer, parts
+from autopar.runtime import collectives, head_writer, parts, row_writer
 from autopar.runtime.fragments import Fragment, fragments, own_rows, pack
 from autopar.runtime.modules import Clip, Store, Update
 from autopar.runtime.optimizer import OptimizerPart
@@ -67,7 +67,15 @@ class Writer:
         self.gradients: dict[str, torch.fx.Node] = {}
         self.terms: dict[str, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
         """Of structured gradients whose parts are sent: left and right part of each term."""
+        self.rows: dict[str, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
+        """The same of tables whose rows are sent back to their owners."""
         self.counted: dict[int, torch.fx.Node] = {}
+        self.asked: dict[tuple[int, int], torch.fx.Node] = {}
+        """By group and exchange: which rows this rank wants."""
+        self.counts: dict[tuple[int, int], torch.fx.Node] = {}
+        """By group and exchange: how many rows each rank wants of each."""
+        self.instead: dict[torch.fx.Node, dict[torch.fx.Node, torch.fx.Node]] = {}
+        """What a node reads instead of some of its inputs."""
         self.scale: torch.fx.Node | None = None
         """What gradients are multiplied with as they are packed, where the backward pass did not scale them."""
         self.device = next((p.device for p in target.parameters.values()), torch.device("cpu"))
@@ -85,10 +93,9 @@ class Writer:
             if p.gradient not in replaced:
                 by_node.setdefault(p.gradient, []).append(p.name)
                 continue
-            if p.name in resident:  # its gradient is formed from what all ranks' heads are given
-                continue
-            assert p.parts is not None
-            for term in p.parts.terms:
+            # A resident parameter's gradient is formed from what heads are given, and from the rows of tables.
+            structure = (p.table.parts if p.table is not None else None) if p.name in resident else p.parts
+            for term in () if structure is None else structure.terms:
                 by_term.setdefault(term.node, []).append((p.name, term))
         done = 0
         for position, node in nodes:
@@ -96,7 +103,7 @@ class Writer:
                 self._primitive(placed[done].primitive)
                 done += 1
             for name, term in by_term.get(node.name, ()):
-                self.terms.setdefault(name, []).append(self._term(term))
+                (self.rows if name in resident else self.terms).setdefault(name, []).append(self._term(term))
             if node.name in replaced:
                 continue
             self.copy(node)
@@ -204,6 +211,10 @@ class Writer:
         """Of each node that computes; the output lies behind all."""
         return {n: i for i, n in self.compute()}
 
+    def has_earlier(self, name: str) -> bool:
+        """Whether a gradient of earlier micro-batches is added to this parameter's."""
+        return False
+
     def earlier_terms(self, name: str) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
         """The parts of earlier micro-batches; subclasses add them."""
         return []
@@ -240,7 +251,9 @@ class Writer:
         return [self.call(operator.getitem, (whole, i)) for i in range(len(group.members))]
 
     def _local(self, p: Primitive, value: Written) -> Written:
-        return head_writer.write(self, p, [self.values[i] for i in p.inputs])
+        whose, _, work = p.work.partition(".")
+        write = {"head": head_writer.write, "rows": row_writer.write}[whose]
+        return write(self, p, work, [self.values[i] for i in p.inputs])
 
     def gradient_source(self, name: str) -> torch.fx.Node:
         parameter = self.training.by_name[name]
@@ -269,6 +282,10 @@ class Writer:
         if p.ragged:
             return self.call(collectives.all_gather_equal, (value, len(team), self.channel(p)))
         return self.call(collectives.all_gather, (value, [p.splits[r] for r in team], self.channel(p)))
+
+    def _all_to_all(self, p: Primitive, value: Written) -> Written:
+        assert isinstance(value, list), "a message is a flat value, with what goes to and comes from each rank"
+        return self.call(collectives.all_to_all, (*value, self.channel(p)))
 
     def channel(self, p: Primitive | None = None) -> str | None:
         """The name of the process group in which this rank does a collective; without one, the one of all ranks."""
@@ -326,7 +343,8 @@ class Writer:
         return self.program.groups[p.group]
 
     def copy(self, node: torch.fx.Node) -> None:
-        self.copies[node] = self.graph.node_copy(node, lambda n: self.copies[n])
+        instead = self.instead.get(node, {})
+        self.copies[node] = self.graph.node_copy(node, lambda n: instead[n] if n in instead else self.copies[n])
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.fx.Node:
         return self.graph.call_function(target, args, kwargs)

@@ -54,12 +54,14 @@ BUILDERS: dict[str, Builder] = {
     "structured_zero1": structured("partitioned_parameter_server"),
     "sharded_head": structured("all_reduce", heads=True),
     "sharded_head_zero1": structured("partitioned_parameter_server", heads=True),
+    "sharded_tables": structured("all_reduce", heads=True, tables=True),
+    "sharded_tables_zero1": structured("partitioned_parameter_server", heads=True, tables=True),
     **AUTODIST,
     "PSLoadBalancing_fused": _fused(ps_load_balancing),
     "PartitionedPS_fused": _fused(partitioned_ps),
 }
 """All builders that are exact. `structured`: rows of tables and factors of products where that is less to send;
-`sharded_head`: classes are shared out as well, where there are many.
+`sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too.
 `_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
 
 

@@ -13,20 +13,23 @@ from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, Member, strategy_named
 from autopar.strategies.emitter import index_elements
 
-_HEAD = "class_sharded_head"
+_HEAD, _TABLE = "class_sharded_head", "row_sharded_table"
 _STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}
 
 
-def structured(dense: str, heads: bool = False) -> Builder:
-    """A builder that puts dense gradients through the strategy of this name; with `heads`, classes are shared out."""
+def structured(dense: str, heads: bool = False, tables: bool = False) -> Builder:
+    """A builder that puts dense gradients through the strategy of this name; with `heads`, classes are shared out, with
+    `tables`, rows of tables."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
             return alone(parameters)
         headed = [p for p in parameters if heads and _is_head(p, context)]
         sent = [p for p in parameters if p not in headed and _is_less(p, context)]
-        rows = [whole(p) for p in sent if p.structure == "rows"]
-        groups = [group(_STRATEGY["rows"], pieces) for pieces in one_dtype_each(rows)]
+        shared = [p for p in sent if tables and _applies(_TABLE, p, context)]
+        groups = [group(_TABLE, pieces) for pieces in one_dtype_each([whole(p) for p in shared])]
+        rows = [whole(p) for p in sent if p.structure == "rows" and p not in shared]
+        groups += [group(_STRATEGY["rows"], pieces) for pieces in one_dtype_each(rows)]
         groups += [group(_STRATEGY["factors"], [whole(p)]) for p in sent if p.structure == "factors"]
         for head in dict.fromkeys(p.head for p in headed):
             groups.append(group(_HEAD, [whole(p) for p in headed if p.head == head]))
@@ -37,11 +40,15 @@ def structured(dense: str, heads: bool = False) -> Builder:
     return build
 
 
+def _applies(strategy: str, parameter: Parameter, context: Context) -> bool:
+    return strategy_named(strategy).applies(Member(whole(parameter)[0], parameter), context) is None
+
+
 def _is_head(parameter: Parameter, context: Context) -> bool:
     """Whether what a head is given, its gradient, and three sums a sample and rank are less than its weight's gradient
     in a ring's all-reduce."""
     head, n = parameter.head, context.world_size
-    if head is None or strategy_named(_HEAD).applies(Member(whole(parameter)[0], parameter), context) is not None:
+    if head is None or not _applies(_HEAD, parameter, context):
         return False
     return n * head.samples * (2 * head.width + 3 * n) < 2 * head.classes * head.width
 
@@ -49,10 +56,7 @@ def _is_head(parameter: Parameter, context: Context) -> bool:
 def _is_less(parameter: Parameter, context: Context) -> bool:
     """Whether a rank sends less than in a ring's all-reduce: (n-1) of its parts against 2 (n-1)/n of the gradient."""
     parts = parameter.parts
-    if parts is None:
-        return False
-    piece, _ = whole(parameter)
-    if strategy_named(_STRATEGY[parts.kind]).applies(Member(piece, parameter), context) is not None:
+    if parts is None or not _applies(_STRATEGY[parts.kind], parameter, context):
         return False
     elements = parts.distinct * (parts.row_width + index_elements(parts, parameter.spec.dtype))
     return elements * context.world_size < 2 * parameter.numel

@@ -144,17 +144,19 @@ def captured(model: str, samples: int) -> TrainingGraph:
 
 
 @cache
-def group() -> Group:
+def group(world_size: int) -> Group:
+    """The one process group of all programs of a world size."""
     return join(120.0)
 
 
 def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Context) -> Plan:
     """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model; `parts` sends
-    what gradients are made of, for all that have structure; `heads` shares the classes of heads out."""
+    what gradients are made of, for all that have structure; `heads` shares the classes of heads out; `shares` the rows
+    of tables as well."""
     cluster = ClusterSpec.local(world_size)
-    if strategy == "heads":
+    if strategy in ("heads", "shares"):
         plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _heads_apart(graph)})
+        return plan.model_copy(update={"groups": _in_shares(graph, strategy == "shares")})
     if strategy == "parts":
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _by_structure(graph)})
@@ -191,14 +193,16 @@ def _by_structure(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
     return tuple(groups)
 
 
-def _heads_apart(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
-    """Classes shared out, the rest in one group."""
+def _in_shares(graph: TrainingGraph, with_tables: bool) -> tuple[SyncGroup, ...]:
+    """Classes shared out, and the rows of tables, in two groups; the rest in one."""
     heads = [[p for p in graph.parameters if p.head == h] for h in dict.fromkeys(p.head for p in graph.parameters) if h]
-    assert heads, "the model has no head"
-    rest = [p for p in graph.parameters if p.head is None]
+    tables = [p for p in graph.parameters if with_tables and p.table is not None and p.head is None]
+    assert heads or tables, "the model has neither a head nor a table"
+    rest = [p for p in graph.parameters if p.head is None and p not in tables]
     return (
         *(SyncGroup(strategy="class_sharded_head", members=_whole(head)) for head in heads),
-        SyncGroup(strategy="all_reduce", members=_whole(rest)),
+        *(SyncGroup(strategy="row_sharded_table", members=_whole(t)) for t in (tables[::2], tables[1::2]) if t),
+        *(SyncGroup(strategy="all_reduce", members=_whole(rest)) for _ in rest[:1]),
     )
 
 
@@ -214,7 +218,7 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
     context = context_for(world_size, optimizer, "element", clip, True)
     graph = captured(case.model, SAMPLES[case.samples][rank])
     plan = plan_for(case.strategy, graph, world_size, context)
-    program = Program(net, plan, group(), optimizer, Settings(loss_fn, clip), context)
+    program = Program(net, plan, group(world_size), optimizer, Settings(loss_fn, clip), context)
     program.adopt(signature_key(net, flatten(batches(make, 0, rank, case)[0])), graph)
     losses = []
     for step in range(STEPS):

@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import tempfile
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Calls `function(rank, world_size, *args)` in `world_size` processes that form a gloo group; returns what each
     returns, which JSON must be able to hold."""
+    return run_worlds(function, {world_size: args})[world_size]
+
+
+def run_worlds(function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]) -> dict[int, list[Any]]:
+    """The same for several world sizes, one after the other in the same processes, which keep what they have cached.
+    `args`: for each world size, what the function is given behind it."""
+    ports = {n: free_port() for n in args}
     with tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
-        try:
-            _spawn(world_size, folder, function, args)
-        except ProcessExitedException as e:
-            # gloo's own crash, see `autopar.runtime.process_group`: said, and not taken for that of what is tested.
-            if e.exit_code not in (-signal.SIGSEGV, -signal.SIGABRT):
-                raise
-            warnings.warn(f"a rank died of {e.signal_name}; all are started again", stacklevel=2)
-            _spawn(world_size, folder, function, args)
-        return [json.loads((Path(folder) / str(r)).read_text()) for r in range(world_size)]
+        mp.spawn(_process, (ports, folder, function, dict(args)), nprocs=max(args))  # type: ignore[attr-defined]
+        return {n: [json.loads((Path(folder) / f"{n}-{r}").read_text()) for r in range(n)] for n in args}
 
 
-def _spawn(world_size: int, folder: str, function: Callable[..., Any], args: Any) -> None:
-    mp.spawn(_rank, (world_size, free_port(), folder, function, args), nprocs=world_size)  # type: ignore[attr-defined]
-
-
-def _rank(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+def _process(
+    rank: int, ports: dict[int, int], folder: str, function: Callable[..., Any], args: dict[int, tuple[Any, ...]]
+) -> None:
     torch.set_num_threads(1)
+    for world_size, port in ports.items():
+        if rank < world_size:
+            result = _rank(rank, world_size, port, function, args[world_size])
+            (Path(folder) / f"{world_size}-{rank}").write_text(json.dumps(result))
+
+
+def _rank(rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -50,10 +52,10 @@ def _rank(rank: int, world_size: int, port: int, folder: str, function: Callable
     if world_size > 1:
         dist.init_process_group("gloo")
     result = function(rank, world_size, *args)
-    (Path(folder) / str(rank)).write_text(json.dumps(result))
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
+    return result
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.search import AUTODIST
 from tests.gloo.equality import TRAININGS, Case, run_cases
-from tests.gloo.ranks import run_ranks
+from tests.gloo.ranks import run_worlds
 
 MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")
 STRATEGIES = ("ddp", "zero1", "mixed", "hierarchical", *AUTODIST)
@@ -29,6 +29,11 @@ CASES += [
     for i, (model, training) in enumerate(product(("classes", "few-classes", "resnet"), TRAINED))
 ]
 """Classes that ranks share out: some do not count, some ranks have none that count, and there are fewer than ranks."""
+CASES += [
+    Case(model, "shares", training, ("equal", "unequal")[i % 2])
+    for i, (model, training) in enumerate(product(("gpt2", "bag-of-words", "lookups", "lookups"), TRAININGS))
+]
+"""Rows of tables that ranks share out, tied to a head or not."""
 
 
 def runs_on(world_size: int, index: int) -> bool:
@@ -47,17 +52,13 @@ RUNS = {n: [c for i, c in enumerate(CASES) if runs_on(n, i)] for n in (1, 2, 3, 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[int, Any]:
-    """What each world size has found, run once when the first test asks for it."""
-    return {}
+    """What each world size has found, run once when the first test asks for it, in the same processes."""
+    return run_worlds(run_cases, {n: (cases,) for n, cases in RUNS.items()})
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world_size", "case"), [(n, c) for n, cases in RUNS.items() for c in cases], ids=str)
 def test_trains_as_one_process_would(world_size: int, case: Case, outcomes: dict[int, Any]) -> None:
-    if world_size not in outcomes:
-        outcomes[world_size] = []  # what fails as a whole is not run again for each case
-        outcomes[world_size] = run_ranks(world_size, run_cases, RUNS[world_size])
-    assert outcomes[world_size], "the ranks failed: see the first case of this world size"
     for rank, found in enumerate(outcomes[world_size]):
         difference = found[RUNS[world_size].index(case)]
         assert difference["parameters"] <= 1e-10, f"rank {rank}: {difference}"

@@ -21,6 +21,7 @@ CASES = [
         "Parallax",
         "structured",
         "sharded_head",
+        "sharded_tables",
         "hierarchical+bf16",
     )
     for clips in (False, True)

@@ -32,6 +32,7 @@ COLLECTIVES = (
     collectives.all_reduce,
     collectives.all_gather,
     collectives.all_gather_equal,
+    collectives.all_to_all,
     collectives.broadcast,
     collectives.reduce,
     collectives.reduce_scatter,

@@ -19,6 +19,6 @@ def test_bytes_on_the_wire_are_those_declared(world_size: int) -> None:
     with private_namespace() as host:
         output = launch([host] * world_size, job, timeout_s=200)
     found = json.loads(output[0])
-    assert len(found) == (13 if world_size == 4 else 11)
+    assert len(found) == (15 if world_size == 4 else 13)
     for name, bytes_per_step in found.items():
         assert bytes_per_step["seen"] == pytest.approx(bytes_per_step["declared"], rel=0.03), name

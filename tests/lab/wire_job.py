@@ -46,6 +46,10 @@ def sent_in_namespace() -> int:
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
+def _group(strategy: str, names: list[str], wire: str) -> SyncGroup:
+    return SyncGroup(strategy=strategy, members=tuple(ParameterSlice(name=n) for n in names), options={"wire": wire})
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -83,18 +87,14 @@ def main() -> None:
             SyncGroup(strategy=parts[kind], members=tuple(pieces), options={"wire": wire})
             for kind, pieces in by_kind.items()
         )
-        heads = {
-            "class_sharded_head": [p for p in graph.parameters if p.head],
-            "all_reduce": [p for p in graph.parameters if not p.head],
-        }
-        plans[f"head-{wire}"] = tuple(
-            SyncGroup(
-                strategy=strategy,
-                members=tuple(ParameterSlice(name=p.name) for p in members_of),
-                options={"wire": wire},
+        for strategy, apart in {
+            "class_sharded_head": {p.name for p in graph.parameters if p.head},
+            "row_sharded_table": {p.name for p in graph.parameters if p.table},
+        }.items():
+            plans[f"{strategy}-{wire}"] = (
+                _group(strategy, [p.name for p in graph.parameters if p.name in apart], wire),
+                _group("all_reduce", [p.name for p in graph.parameters if p.name not in apart], wire),
             )
-            for strategy, members_of in heads.items()
-        )
     group = join(60.0)
     found = {}
     for name, groups in plans.items():

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 def collective(kind: Kind, size_bytes: int, n: int, owner: int = 0, splits: tuple[int, ...] = ()) -> Primitive:
     elements = size_bytes // 4
-    sharded = kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+    sharded = kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     return Primitive(
         0,
         kind,

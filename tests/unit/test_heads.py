@@ -90,10 +90,19 @@ def test_what_reads_or_changes_the_scores_makes_it_none(loss: Callable[..., torc
     assert heads_of(graph_of(Model(), loss)) == set()
 
 
-def test_a_weight_that_is_also_looked_up_or_frozen_makes_it_none() -> None:
-    frozen = Model()
+def test_a_weight_that_is_also_looked_up_is_a_head_and_a_table() -> None:
+    graph = graph_of(Model(tied=True))
+    (head,) = heads_of(graph)
+    parameter = graph.by_name[head.weight]
+    assert parameter.head == head and parameter.table is not None and parameter.parts is None
+    assert head.weight_gradient not in parameter.table.parts.replaced
+
+
+def test_a_weight_that_is_frozen_or_also_read_makes_it_none() -> None:
+    frozen, read = Model(), Model(tied=True)
     frozen.head.weight.requires_grad_(False)
-    assert heads_of(graph_of(Model(tied=True))) == heads_of(graph_of(frozen)) == set()
+    assert heads_of(graph_of(frozen)) == set()
+    assert heads_of(graph_of(read, lambda s, t: flat(s, t) + read.table.weight.square().sum())) == set()
 
 
 def test_a_head_is_shared_out_with_its_bias_or_not_at_all() -> None:
