@@ -37,13 +37,13 @@ CASES += [
 
 
 def runs_on(world_size: int, index: int) -> bool:
-    """Three and four ranks share the trainings between them, as they take the longest; two ranks take half of them, and
-    one rank, where no collective is left, a quarter."""
+    """Three and four ranks share the trainings between them, as they take the longest; two ranks take a quarter of
+    them, and so does one rank, where no collective is left."""
     if CASES[index].strategy == "hierarchical" and world_size < 4:  # two and three ranks do not divide into teams
         return False
     training, strategy = index % len(TRAINED), index // len(TRAINED)
-    if world_size == 1:
-        return (training + strategy) % 4 == 0
+    if world_size < 3:
+        return (training + strategy) % 4 == world_size - 1
     return (training // 2 + strategy) % 2 == world_size % 2
 
 

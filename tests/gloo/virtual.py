@@ -49,12 +49,18 @@ class Recorder(torch.fx.Interpreter):
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
         self.calls: list[str] = []
+        self._messages: list[Any] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        if target is collectives.all_to_all:
+            self._messages.append(result)
         if target in COLLECTIVES or target is collectives.wait:
             shown = [f"{tuple(a.shape)} {a.dtype}" if isinstance(a, torch.Tensor) else repr(a) for a in args]
-            self.calls.append(f"{target.__name__} {' '.join(shown)}")
-        return super().call_function(target, args, kwargs)
+            # How much of a message goes to whom, the batch decides: virtual compute knows what is expected.
+            ragged = target is collectives.all_to_all or any(args[0] is m for m in self._messages)
+            self.calls.append(f"{target.__name__} {args[0].dtype if ragged else ' '.join(shown)}")
+        return result
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)

@@ -1,0 +1,135 @@
+"""What the strategies that use structure save: autopar beside DDP, tuned by a sweep of its bucket size.
+
+    python -m benchmarks.strategies [--only CASE] [--check] [--json FILE] [--save]
+
+Each case is a workload on a cluster of the lab. autopar takes the plan that its search finds, within what is exact;
+all take blocks of steps in turn on the same ranks, as in `benchmarks.peers`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+
+from autopar.lab import Lab, unavailable_reason
+from benchmarks.harness import Report, Target, options, publish
+from benchmarks.peers.case import Case, Effort
+from benchmarks.peers.measure import Contest
+from benchmarks.peers.outcome import CaseOutcome, Entry, median_step_s, relative
+from benchmarks.peers.ranks import Ranks
+from benchmarks.suite import workload_named
+from benchmarks.suite.clusters import case_named
+
+TUNED, SPARSE = "ddp_buckets", "ddp_sparse"
+EFFORT = Effort(rounds=7, slow_rounds=7, rounds_s=60.0, block_s=4.0, block_steps=4, search_time_s=10.0)
+COLUMNS = ("case", "system", "ms a step", "times as long", "MB sent a rank and step", "loss difference", "plan")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A case, and how many times as fast as each peer autopar shall be."""
+
+    workload: str
+    cluster: str
+    faster: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}/{self.cluster}"
+
+
+GOALS = (
+    Goal("dlrm", "4x200m", {TUNED: 20.0, SPARSE: 1.3}),
+    Goal("vgg", "4x1g", {TUNED: 3.0}),
+    Goal("faces", "4x1g", {TUNED: 10.0}),
+    Goal("bert", "4x200m", {TUNED: 2.0}),
+    Goal("gpt2", "4x200m", {TUNED: 2.0}),
+    Goal("resnet50", "3x1g-1x200m", {TUNED: 1.35}),
+    Goal("resnet50", "2x2-1g", {TUNED: 1.35}),
+    Goal("resnet50", "4x1g-2-servers", {TUNED: 1.3}),
+)
+"""On two hosts of two ranks, DDP's all-reduce is the flat ring."""
+
+
+@click.command()
+@click.option("--only", multiple=True, metavar="WORKLOAD/CLUSTER", help="This case alone; may be repeated.")
+@options
+def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) -> None:
+    """Measures every case, about three minutes each."""
+    if strangers := set(only) - {g.name for g in GOALS}:
+        raise click.UsageError(f"no case {', '.join(strangers)}; there are {', '.join(g.name for g in GOALS)}")
+    reason = unavailable_reason()
+    if reason is not None:
+        raise click.ClickException(f"without network namespaces there is no network to save: {reason}")
+    report = Report(name="strategies", title="What structure saves, against DDP", columns=COLUMNS)
+    start = time.monotonic()
+    for goal in GOALS:
+        if not only or goal.name in only:
+            fill(report, goal, _measure(goal, start))
+    report.notes.append(
+        "DDP takes the fastest bucket size of a sweep. Times are medians over rounds in which all take a block of "
+        "steps in turn; the ratio is the median (quartiles) over rounds. The loss difference is the greatest relative "
+        "one to DDP over all steps."
+    )
+    command = " ".join(["python -m benchmarks.strategies", *(f"--only {o}" for o in only)])
+    sys.exit(publish(report, command=command, check=check, json_file=json_file, save=save))
+
+
+def _measure(goal: Goal, start: float) -> CaseOutcome:
+    cluster = case_named(goal.cluster)
+    with (
+        Lab.of(cluster.cluster) as lab,
+        Ranks(lab.ranks) as ranks,
+        TemporaryDirectory(prefix="autopar-") as folder,
+    ):
+        case = Case(workload_named(goal.workload), goal.cluster, cluster.cluster, Path(folder), EFFORT.search_time_s)
+
+        def say(what: str) -> None:
+            click.echo(f"[{time.monotonic() - start:4.0f} s] {goal.name}: {what}", err=True)
+
+        contest = Contest(case, ranks, EFFORT, say)
+        return contest.run(tuple(goal.faster), f"{cluster.about}, {lab.note}", lab.emulated)
+
+
+def fill(report: Report, goal: Goal, outcome: CaseOutcome) -> None:
+    """Adds a case's rows and targets."""
+    by_name = {e.name: e for e in outcome.entries if e.fidelity == "exact"}
+    ours = next((e for e in by_name.values() if e.ours), None)
+    for entry in by_name.values():
+        report.rows.append(_row(goal, outcome, entry, ours))
+    for peer, factor in goal.faster.items():
+        found = by_name.get(peer)
+        name = f"{goal.name}: times as fast as {peer}"
+        if ours is None or found is None:
+            report.notes.append(
+                f"Not measured: {goal.name}, {peer}: {outcome.absent.get(peer, 'autopar did not run')}."
+            )
+            report.targets.append(Target(name, None, factor, "at least"))
+            continue
+        speed = relative(found.system, ours.system).median
+        right = outcome.computes_the_same(ours)
+        report.targets.append(Target(name, speed if right else None, factor, "at least"))
+        report.data[f"{goal.name} {peer}"] = speed
+
+
+def _row(goal: Goal, outcome: CaseOutcome, entry: Entry, ours: Entry | None) -> tuple[str, ...]:
+    system, difference = entry.system, outcome.loss_difference(entry.system)
+    return (
+        goal.name,
+        entry.name,
+        f"{median_step_s(system) * 1e3:.0f}",
+        "" if entry.ours or ours is None else f"{relative(system, ours.system):.2f}",
+        "not counted" if system.sent_bytes is None else f"{system.sent_bytes / 1e6:.2f}",
+        "" if difference is None else f"{difference:.1e}",
+        "; ".join(f"{key} {value}" for key, value in system.options.items() if key != "plan"),
+    )
+
+
+if __name__ == "__main__":
+    main()
