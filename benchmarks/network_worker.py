@@ -28,7 +28,7 @@ def collective(what: str, elements: int, group: str) -> Run:
         "reduce-scatter": lambda: collectives.sum_parts(
             collectives.wait(collectives.reduce_scatter(x, splits, rank, group)), n, x.dtype
         ),
-        "all-gather": lambda: collectives.all_gather(part, splits, group),
+        "all-gather": lambda: collectives.all_gather(part, splits, rank, group),
         "broadcast": lambda: collectives.broadcast(x, 0, group),
         "reduce": lambda: collectives.reduce(x, 0, group),
     }

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from autopar.cost_models.compute import is_cpu
 from autopar.ir.primitives import (
+    COLLECTIVES,
     DTYPE_BYTES,
     Kind,
     Primitive,
@@ -67,11 +68,13 @@ GLOO = Backend(
     hop_s=20e-6,
     issue_s=100e-6,
     # Four hosts, each with 0.2 or 1 Gbit/s, messages from 1 MB, torch 2.13. [Empirical] All-reduce: 0.955 of the line
-    # rate; all-gather 0.92; the all-to-all that a reduce-scatter is made of 0.56, where all senders meet at a receiver.
+    # rate; all-gather, and the rounds that a reduce-scatter is made of, 0.92; an all-to-all 0.56, as all senders meet
+    # at a receiver.
     fraction={
         Kind.ALL_REDUCE: 0.955,
         Kind.ALL_GATHER: 0.92,
-        Kind.REDUCE_SCATTER: 0.56,
+        Kind.REDUCE_SCATTER: 0.92,
+        Kind.ALL_TO_ALL: 0.56,
         Kind.REDUCE: 0.955,
         Kind.BROADCAST: 0.955,
     },
@@ -88,7 +91,7 @@ NCCL = Backend(
     hop_s=3e-6,
     issue_s=10e-6,
     # NCCL's own model takes 0.92 of the bus for its LL128 protocol; its reduce and broadcast are a single ring.
-    fraction=dict.fromkeys((Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.REDUCE, Kind.BROADCAST), 0.92),
+    fraction=dict.fromkeys(COLLECTIVES, 0.92),
     # Compute beside a collective takes 1.1256 times as long on A100 (Galvatron's shipped overlap coefficient).
     device_taken=1 - 1 / 1.1256,
     chains=True,
@@ -186,7 +189,7 @@ class Network:
         if kind is Kind.REDUCE_SCATTER:
             return [(kind, np.asarray(flows.to_each @ held))]
         if kind is Kind.ALL_TO_ALL:
-            return [(Kind.REDUCE_SCATTER, np.asarray(flows.from_each @ (held / (others + 1))))]
+            return [(kind, np.asarray(flows.from_each @ (held / (others + 1))))]
         if is_all_to_all(primitive, n):
             return [(Kind.REDUCE_SCATTER, np.asarray(flows.from_each @ held))]
         return [(kind, np.asarray(flows.ring @ (others * held)))]
@@ -203,7 +206,7 @@ class Network:
         parts = np.zeros(n)
         parts[owner] = size / n
         scattered = self._around(np.full(n, float(ring_reduce_bytes(size, n))))
-        return [(Kind.REDUCE, scattered), (Kind.REDUCE_SCATTER, np.asarray(self._flows(()).to_each @ parts))]
+        return [(Kind.REDUCE, scattered), (Kind.ALL_TO_ALL, np.asarray(self._flows(()).to_each @ parts))]
 
     def _broadcast(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
         n = self.world_size

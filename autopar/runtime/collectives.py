@@ -5,8 +5,9 @@ others are asynchronous `torch.distributed` calls whose work is registered, so t
 
 Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Three choices follow from what gloo does:
 its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all; its all-gather refuses
-unequal parts, so those go through an all-to-all as well; and the functional all-gather of torch 2.13 corrupts the heap
-where several are under way ("double free", a fault in malloc, within seconds of small messages), so it is not used.
+unequal parts, so those go through an all-to-all as well (`exchange` says how); and the functional all-gather of torch
+2.13 corrupts the heap where several are under way ("double free", a fault in malloc, within seconds of small messages),
+so it is not used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from autopar.runtime.exchange import Exchange, in_rounds
 
 _functional = torch.ops._c10d_functional
 
@@ -66,6 +69,9 @@ def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     mine = splits[rank]
     out = x.new_empty(mine * len(splits))
+    if in_rounds(x, splits):
+        parts = torch.split(x, list(splits)), torch.split(out, [mine] * len(splits))
+        return _registered(out, Exchange(*parts, rank, pg))
     work = dist.all_to_all_single(out, x, [mine] * len(splits), list(splits), group=pg, async_op=True)
     return _registered(out, work)
 
@@ -81,12 +87,15 @@ def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Ten
 
 
 @may_fail()
-def all_gather(x: torch.Tensor, splits: Sequence[int], group: str) -> torch.Tensor:
+def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
     """Every rank's part, one after the other."""
     if len(set(splits)) == 1:
         return all_gather_equal(x, len(splits), group)
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    out, sent = x.new_empty(sum(splits)), x.repeat(len(splits))
+    out = x.new_empty(sum(splits))
+    if in_rounds(x, splits):
+        return _registered(out, Exchange([x] * len(splits), torch.split(out, list(splits)), rank, pg))
+    sent = x.repeat(len(splits))
     work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
     return _registered(out, work)
 

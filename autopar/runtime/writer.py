@@ -281,7 +281,8 @@ class Writer:
         team = p.team_of(self.target.rank, self.target.world_size)
         if p.ragged:
             return self.call(collectives.all_gather_equal, (value, len(team), self.channel(p)))
-        return self.call(collectives.all_gather, (value, [p.splits[r] for r in team], self.channel(p)))
+        splits, place = [p.splits[r] for r in team], team.index(self.target.rank)
+        return self.call(collectives.all_gather, (value, splits, place, self.channel(p)))
 
     def _all_to_all(self, p: Primitive, value: Written) -> Written:
         assert isinstance(value, list), "a message is a flat value, with what goes to and comes from each rank"

@@ -1,35 +1,39 @@
-"""Reduce-scatter and all-gather of unequal parts, several of them on their way at once."""
+"""Reduce-scatter and all-gather of parts that are large enough to go in rounds, and the sums they come to."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from autopar.runtime import collectives
+from autopar.runtime.exchange import in_rounds
 from autopar.runtime.process_group import join
 from tests.gloo.ranks import run_ranks
 
 ELEMENTS = 100_003
-SHARES = {"even": (1, 1, 1), "slow rank without a part": (1, 1, 0), "one owner": (0, 1, 0)}
+SHARES = {"even": (1, 1, 1, 1), "slow rank without a part": (1, 1, 1, 0), "one owner": (0, 1, 0, 0)}
 PENDING = 3
 
 
-def splits_of(shares: tuple[int, ...]) -> list[int]:
-    found = [ELEMENTS * s // sum(shares) for s in shares]
+def splits_of(shares: tuple[int, ...], world_size: int) -> list[int]:
+    mine = shares[:world_size]
+    found = [ELEMENTS * s // sum(mine) for s in mine]
     found[1] += ELEMENTS - sum(found)
     return found
 
 
-def collect(rank: int, n: int, names: list[str]) -> dict[str, list[float]]:
+def exchange(rank: int, n: int, names: list[str]) -> dict[str, list[float]]:
     """The largest error of each sum and of each gathered value, with several on their way at once."""
     group = join(60.0).name
     assert group is not None
     errors = {}
     for name in names:
-        splits = splits_of(SHARES[name])
+        splits = splits_of(SHARES[name], n)
         values = torch.randn(PENDING, n, ELEMENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        assert in_rounds(values[0, 0], splits) == (n > 2)
         started = [collectives.reduce_scatter(v[rank].clone(), splits, rank, group) for v in values]
         parts = [collectives.sum_parts(collectives.wait(s), n, torch.float64) for s in started]
-        gathered = [collectives.wait(g) for g in [collectives.all_gather(p, splits, group) for p in parts]]
+        gathered = [collectives.wait(g) for g in [collectives.all_gather(p, splits, rank, group) for p in parts]]
         begin = sum(splits[:rank])
         sums = values.sum(1)
         own = [(p - s[begin : begin + len(p)]).abs().sum().item() for p, s in zip(parts, sums, strict=True)]
@@ -37,7 +41,8 @@ def collect(rank: int, n: int, names: list[str]) -> dict[str, list[float]]:
     return errors
 
 
-def test_sums_and_parts_are_right_with_several_on_their_way() -> None:
-    for found in run_ranks(3, collect, list(SHARES)):
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_sums_and_parts_are_right_with_several_on_their_way(n: int) -> None:
+    for found in run_ranks(n, exchange, list(SHARES)):
         assert set(found) == set(SHARES)
         assert all(e < 1e-9 for errors in found.values() for e in errors), found
