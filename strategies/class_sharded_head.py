@@ -99,15 +99,21 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
         "head.sums",
         group,
         [scored],
-        elements=n * 3 * n * samples,
+        elements=n * head.numbers * n * samples,
         dtype=head.dtype,
-        splits=(3 * n * samples,) * n,
+        splits=(head.numbers * n * samples,) * n,
         position=head.begin,
     )
     sums = emit.wait(emit.all_gather(sums), head.begin)
     emit.local("head.loss", group, [scored, sums], elements=1, dtype=head.dtype, position=head.begin)
 
-    seeds = emit.local("head.seed", group, elements=n, dtype=head.dtype, splits=(1,) * n, position=head.turn)
+    if head.log_sum is not None:
+        emit.local("head.log_sum", group, [scored, sums], elements=samples, dtype=head.dtype, position=head.begin)
+
+    one = 1 if head.log_sum is None else 1 + samples
+    seeds = emit.local(
+        "head.seed", group, [scored], elements=n * one, dtype=head.dtype, splits=(one,) * n, position=head.turn
+    )
     seeds = emit.wait(emit.all_gather(seeds), head.turn)
     errors = emit.local(
         "head.errors",

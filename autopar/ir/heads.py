@@ -50,12 +50,15 @@ class _Finder:
         self.position = position
         self.replaced: list[torch.fx.Node] = []
         self.bias: torch.fx.Node | None = None
+        self.log_sum: torch.fx.Node | None = None
+        self.log_sum_gradient: torch.fx.Node | None = None
 
     def head(self, softmax: torch.fx.Node) -> Head:
         product = self._scores(softmax)
         hidden, turned = product.args[-2:]
         weight = turned.args[0]  # type: ignore[union-attr]
         loss, seed, target, reduction, ignored, gradient = self._loss(softmax)
+        log_sum, log_sum_gradient = self.log_sum, self.log_sum_gradient
         grad_hidden, weight_gradient = self._gradients(gradient, hidden, weight)
         _require(isinstance(hidden, torch.fx.Node) and weight in self.parameters)
         assert isinstance(weight, torch.fx.Node) and isinstance(hidden, torch.fx.Node)
@@ -70,6 +73,8 @@ class _Finder:
             seed=seed.name,
             hidden_gradient=None if grad_hidden is None else grad_hidden.name,
             weight_gradient=weight_gradient.name,
+            log_sum=None if log_sum is None else log_sum.name,
+            log_sum_gradient=None if log_sum_gradient is None else log_sum_gradient.name,
             samples=int(samples),
             width=int(width),
             classes=int(weight.meta["val"].shape[0]),
@@ -77,7 +82,7 @@ class _Finder:
             mean=reduction == _MEAN,
             dtype=str(softmax.meta["val"].dtype).removeprefix("torch."),
             begin=max(self.position.get(n, -1) for n in (hidden, target)),
-            turn=max(self.position[gradient], self.position.get(seed, -1)),
+            turn=max(self.position.get(n, -1) for n in (gradient, seed, log_sum_gradient) if n is not None),
             replaced=tuple(n.name for n in self.replaced),
         )
 
@@ -115,19 +120,48 @@ class _Finder:
     ) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node, int, int, torch.fx.Node]:
         """The loss, its gradient, the targets, reduction and ignored class, and the gradient of the scores."""
         users = {u.target: u for u in softmax.users}
+        self.log_sum = users.pop(aten.sum.dim_IntList, None)
         kinds = (aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default)
-        _require(len(softmax.users) == 3 and set(users) == set(kinds))
+        _require(len(softmax.users) == 3 + (self.log_sum is not None) and set(users) == set(kinds))
         forward, backward, gradient = (users[k] for k in kinds)
         _, target, weights, reduction, ignored = forward.args
         _require(weights is None and reduction in (_MEAN, _SUM) and isinstance(target, torch.fx.Node))
         results = {u.args[1]: u for u in forward.users}
-        _require(0 in results and set(backward.users) == {gradient} and gradient.args[0] is backward)
+        above = self._above_softmax(backward, gradient, softmax)
+        _require(0 in results and set(backward.users) == {above} and gradient.args[1] is softmax)
         seed = backward.args[0]
         _require(isinstance(seed, torch.fx.Node))
         if 1 in results:
             _require(set(results[1].users) <= {backward})
         self.replaced += [forward, backward, gradient, *results.values()]
         return results[0], seed, target, reduction, ignored, gradient  # type: ignore[return-value]
+
+    def _above_softmax(self, backward: torch.fx.Node, gradient: torch.fx.Node, softmax: torch.fx.Node) -> torch.fx.Node:
+        """Who reads the gradient of the loss without smoothing: the softmax's backward, or, with smoothing, the sum
+        of that gradient and one number a sample, the same for all classes."""
+        total = gradient.args[0]
+        if self.log_sum is None:
+            _require(total is backward)
+            return gradient
+        _require(list(self.log_sum.args[1:]) in ([[1]], [[-1]]) and not self.log_sum.kwargs)
+        _require(isinstance(total, torch.fx.Node) and total.target in _ADD and set(total.users) == {gradient})
+        assert isinstance(total, torch.fx.Node)
+        others = [a for a in total.args if a is not backward]
+        _require(len(total.args) == 2 and len(others) == 1 and not total.kwargs)
+        spread = others[0]
+        _require(isinstance(spread, torch.fx.Node) and spread.target is aten.expand.default)
+        assert isinstance(spread, torch.fx.Node)
+        column = spread.args[0]
+        _require(
+            isinstance(column, torch.fx.Node)
+            and column.target is aten.unsqueeze.default
+            and list(column.args[1:]) == [1]
+        )
+        assert isinstance(column, torch.fx.Node) and isinstance(column.args[0], torch.fx.Node)
+        _require(set(spread.users) == {total} and set(column.users) == {spread})
+        self.log_sum_gradient = column.args[0]
+        self.replaced += [self.log_sum, total, spread, column]
+        return total
 
     def _gradients(
         self, gradient: torch.fx.Node, hidden: Any, weight: Any

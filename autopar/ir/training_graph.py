@@ -107,6 +107,9 @@ class Head:
     """Gradient of that scalar."""
     hidden_gradient: str | None
     weight_gradient: str
+    log_sum: str | None
+    """The sums of a sample's log-probabilities over all classes, where label smoothing reads them."""
+    log_sum_gradient: str | None
     samples: int
     width: int
     classes: int
@@ -122,6 +125,12 @@ class Head:
     """Position behind which the gradient of the scores can be computed."""
     replaced: tuple[str, ...]
     """Nodes that need not be computed where ranks share the classes out."""
+
+    @property
+    def numbers(self) -> int:
+        """What ranks exchange of each sample's scores: the largest, a sum of exponentials, the target's; and their
+        sum, where label smoothing reads it."""
+        return 3 if self.log_sum is None else 4
 
 
 @dataclass(frozen=True, slots=True)

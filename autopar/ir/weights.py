@@ -21,6 +21,7 @@ _MEAN = 1
 """ATen's code for reduction='mean' (`at::Reduction`)."""
 _NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _ELEMENT_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+_SCALED = (aten.mul.Scalar, aten.mul_.Scalar)
 _TRANSPARENT = (aten.view.default, aten.squeeze.default, aten._to_copy.default, aten.clone.default)
 
 
@@ -47,6 +48,7 @@ def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
     while node.op == "call_function" and node.target in _TRANSPARENT:
         node = node.args[0]  # type: ignore[assignment]
     if node.op == "call_function":
+        node = _unsmoothed(node)
         source = node.args[0]
         if node.target is operator.getitem and isinstance(source, torch.fx.Node) and source.target in _NLL:
             counted = _counted(joint, source)
@@ -57,6 +59,30 @@ def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
         ):
             return BatchWeight("elements of the loss", constant=float(source.meta["val"].numel()))
     return BatchWeight("samples", constant=float(batch_size or 1))
+
+
+def _unsmoothed(loss: torch.fx.Node) -> torch.fx.Node:
+    """Of a cross-entropy with label smoothing, the one without: both are means over the same targets.
+
+    PyTorch adds to the latter the mean of -log p over all classes, of targets that are not ignored.
+    """
+    if loss.target not in (aten.add.Tensor, aten.add_.Tensor) or len(loss.args) != 2:
+        return loss
+    parts = [a.args[0] for a in loss.args if isinstance(a, torch.fx.Node) and a.target in _SCALED]
+    plain = [n for n in parts if isinstance(n, torch.fx.Node) and n.target is operator.getitem]
+    means = [n for n in parts if isinstance(n, torch.fx.Node) and n.target in (aten.div.Tensor, aten.div_.Tensor)]
+    if len(plain) != 1 or len(means) != 1:
+        return loss
+    count = means[0].args[1]
+    nll = plain[0].args[0]
+    assert isinstance(nll, torch.fx.Node)
+    counted = [] if not isinstance(count, torch.fx.Node) else [count, *_above(count), *_above(*_above(count))]
+    same = nll.target in _NLL and any(n.target is aten.eq.Scalar and n.args[0] is nll.args[1] for n in counted)
+    return plain[0] if same else loss
+
+
+def _above(*nodes: torch.fx.Node) -> list[torch.fx.Node]:
+    return [a for n in nodes for a in n.all_input_nodes]
 
 
 def _reduction(node: torch.fx.Node) -> object:

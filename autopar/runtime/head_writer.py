@@ -36,8 +36,17 @@ def _loss(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     return value
 
 
+def _log_sum(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
+    name = _head(w, p).log_sum
+    assert name is not None
+    w.copies[w.nodes[name]] = value = _do(w, p, *inputs)
+    return value
+
+
 def _seed(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    return w.call(torch.reshape, (w.copies[w.nodes[_head(w, p).seed]], (1,)))
+    head = _head(w, p)
+    of_samples = None if head.log_sum_gradient is None else w.copies[w.nodes[head.log_sum_gradient]]
+    return _do(w, p, *inputs, w.copies[w.nodes[head.seed]], of_samples)
 
 
 def _returned(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -65,6 +74,7 @@ _WORKS: dict[str, Work] = {
     "count": _count,
     "samples": _samples,
     "loss": _loss,
+    "log_sum": _log_sum,
     "seed": _seed,
     "returned": _returned,
     "hand_back": _hand_back,

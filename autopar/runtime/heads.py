@@ -31,7 +31,8 @@ class Scored:
     exps: torch.Tensor
     """[samples of all ranks, own classes]: exp(score - the largest of them); overwritten by the errors."""
     sums: torch.Tensor
-    """[3, samples of all ranks]: the largest score, the sum of `exps`, the target's score where this rank keeps it."""
+    """[`Head.numbers`, samples of all ranks]: the largest score, the sum of `exps`, the target's score where this rank
+    keeps it, and the sum of the scores where label smoothing reads it."""
     counts: list[int]
     """Samples of each rank."""
 
@@ -87,13 +88,15 @@ class HeadShard(nn.Module):
         given = given.to(self.weight.dtype)
         product = given @ self.weight.t() if self.bias is None else torch.addmm(self.bias, given, self.weight.t())
         scores = product.to(getattr(torch, self.head.dtype))
-        sums = scores.new_zeros(3, len(given))
+        sums = scores.new_zeros(self.head.numbers, len(given))
         if scores.shape[1] == 0:  # more ranks than classes
             sums[0] = -torch.inf
         else:
             places, kept = self._kept(target)
             torch.amax(scores, 1, out=sums[0])
             sums[2] = torch.where(kept, scores.gather(1, places.unsqueeze(1)).squeeze(1), 0)
+            if self.head.log_sum is not None:
+                torch.sum(scores, 1, out=sums[3])
             scores.sub_(sums[0].unsqueeze(1)).exp_()
             torch.sum(scores, 1, out=sums[1])
         return Scored(given, target, scores, sums, by_rank)
@@ -105,23 +108,44 @@ class HeadShard(nn.Module):
     def loss(self, scored: Scored, everyone: torch.Tensor) -> torch.Tensor:
         """This rank's loss, as the cross-entropy over all classes."""
         largest, total = self._totals(everyone)
-        score = everyone.view(self.world_size, 3, -1)[:, 2].sum(0)
-        first = sum(scored.counts[: self.rank])
-        own = slice(first, first + scored.counts[self.rank])
+        score = everyone.view(self.world_size, self.head.numbers, -1)[:, 2].sum(0)
+        own = self._own(scored)
         counts = scored.target[own] != self.head.ignored
         lost = torch.where(counts, (largest + total.log() - score)[own], 0).sum()
         return lost / counts.sum() if self.head.mean else lost
 
+    def log_sum(self, scored: Scored, everyone: torch.Tensor) -> torch.Tensor:
+        """Of this rank's samples, the sums of their log-probabilities over all classes."""
+        largest, total = self._totals(everyone)
+        scores = everyone.view(self.world_size, self.head.numbers, -1)[:, 3].sum(0)
+        return (scores - self.head.classes * (largest + total.log()))[self._own(scored)]
+
+    def seed(self, scored: Scored, seed: torch.Tensor, of_samples: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of this rank's loss, and those of `log_sum`, as long as of the largest batch."""
+        if of_samples is None:
+            return seed.reshape(1)
+        flat = of_samples.new_zeros(1 + max(scored.counts))
+        flat[0] = seed
+        flat[1 : 1 + len(of_samples)] = of_samples
+        return flat
+
     def errors(self, scored: Scored, everyone: torch.Tensor, seeds: torch.Tensor) -> Errors:
-        """Gradients of the scores: softmax less one at the target, times each rank's gradient of its loss."""
+        """Gradients of the scores: softmax less one at the target, times each rank's gradient of its loss; and, of what
+        label smoothing adds, one less as many times the softmax as there are classes."""
         largest, total = self._totals(everyone)
         counts = (scored.target != self.head.ignored).to(seeds.dtype)
+        by_rank = seeds.view(self.world_size, -1)
         shares = []
-        for seed, of_rank in zip(seeds, torch.split(counts, scored.counts), strict=True):
+        for seed, of_rank in zip(by_rank[:, 0], torch.split(counts, scored.counts), strict=True):
             shares.append(of_rank * (seed / of_rank.sum().clamp(min=1) if self.head.mean else seed))
         share = torch.cat(shares)
-        values = scored.exps
-        values.mul_((share * (scored.sums[0] - largest).exp() / total).unsqueeze(1))
+        values, factor = scored.exps, share
+        if self.head.log_sum is not None:
+            smooth = torch.cat([s[1 : 1 + c] for s, c in zip(by_rank, scored.counts, strict=True)])
+            factor = share - self.head.classes * smooth
+        values.mul_((factor * (scored.sums[0] - largest).exp() / total).unsqueeze(1))
+        if self.head.log_sum is not None:
+            values.add_(smooth.unsqueeze(1))
         if values.shape[1]:
             places, kept = self._kept(scored.target)
             values.scatter_add_(1, places.unsqueeze(1), torch.where(kept, -share, 0).unsqueeze(1))
@@ -144,6 +168,11 @@ class HeadShard(nn.Module):
             errors.values.t() @ errors.given if name == self.head.weight else errors.values.sum(0) for name in names
         ]
 
+    def _own(self, scored: Scored) -> slice:
+        """This rank's samples among those of all."""
+        first = sum(scored.counts[: self.rank])
+        return slice(first, first + scored.counts[self.rank])
+
     def _kept(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each sample's target among the classes kept here, and whether it is one of them."""
         kept = (target != self.head.ignored) & (target % self.world_size == self.rank)
@@ -151,6 +180,6 @@ class HeadShard(nn.Module):
 
     def _totals(self, everyone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each sample, the largest score of all, and the sum of exp(score - largest)."""
-        largest, sums, _ = everyone.view(self.world_size, 3, -1).unbind(1)
+        largest, sums = everyone.view(self.world_size, self.head.numbers, -1)[:, :2].unbind(1)
         most = largest.amax(0)
         return most, (sums * (largest - most).exp()).sum(0)

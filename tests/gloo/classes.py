@@ -42,6 +42,10 @@ def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.view(-1, scores.shape[-1]), target.reshape(-1))
 
 
+def smoothed_loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.view(-1, scores.shape[-1]), target.reshape(-1), label_smoothing=0.1)
+
+
 def weight(target: torch.Tensor) -> float:
     """How many targets count."""
     return float((target != IGNORED).sum())

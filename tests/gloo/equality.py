@@ -28,7 +28,7 @@ from benchmarks.zoo.resnet import ResNet
 from tests.gloo import classes, lookups
 
 STEPS = 10
-CLASSES_OF = {"classes": 13, "few-classes": 3}
+CLASSES_OF = {"classes": 13, "few-classes": 3, "smoothed": 13}
 """Of models with a head."""
 SAMPLES = {"equal": (2, 2, 2, 2), "unequal": (3, 1, 4, 2)}
 TRAININGS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float | None, int]] = {
@@ -68,7 +68,8 @@ def build(name: str) -> tuple[nn.Module, Callable[[int, int], Any], Any]:
     if name in CLASSES_OF:
         number = CLASSES_OF[name]
         model = classes.Classes(number, bias=name == "classes")
-        return model.double().train(), lambda n, s: classes.batch(n, s, number), classes.loss
+        loss = classes.smoothed_loss if name == "smoothed" else classes.loss
+        return model.double().train(), lambda n, s: classes.batch(n, s, number), loss
     if name == "lookups":
         return lookups.Lookups().double().train(), lookups.batch, F.mse_loss
     entry = find(plain.ENTRIES, name)

@@ -26,9 +26,10 @@ CASES += [
 """What gradients are made of, where there is structure; `plain` SGD leaves rows alone that no rank has looked up."""
 CASES += [
     Case(model, "heads", training, ("unequal", "equal")[i % 2])
-    for i, (model, training) in enumerate(product(("classes", "few-classes", "resnet"), TRAINED))
+    for i, (model, training) in enumerate(product(("classes", "few-classes", "resnet", "smoothed"), TRAINED))
 ]
-"""Classes that ranks share out: some do not count, some ranks have none that count, and there are fewer than ranks."""
+"""Classes that ranks share out: some do not count, some ranks have none that count, there are fewer than ranks, and
+labels are smoothed."""
 CASES += [
     Case(model, "shares", training, ("equal", "unequal")[i % 2])
     for i, (model, training) in enumerate(product(("gpt2", "bag-of-words", "lookups", "lookups"), TRAININGS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import Head, TrainingGraph
+from autopar.ir.weights import batch_weight
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
@@ -79,15 +81,34 @@ def test_a_softmax_in_another_dtype_is_a_head() -> None:
     "loss",
     [
         lambda s, t: flat(s, t) + s.square().mean(),
-        lambda s, t: flat(s, t, label_smoothing=0.1),
         lambda s, t: flat(s, t, weight=torch.ones(CLASSES)),
         lambda s, t: flat(s, t, reduction="none").mean(),
         lambda s, t: flat(s.tanh(), t),
     ],
-    ids=["read elsewhere", "smoothed", "weighted", "not reduced", "not linear"],
+    ids=["read elsewhere", "weighted", "not reduced", "not linear"],
 )
 def test_what_reads_or_changes_the_scores_makes_it_none(loss: Callable[..., torch.Tensor]) -> None:
     assert heads_of(graph_of(Model(), loss)) == set()
+
+
+@pytest.mark.parametrize("settings", [{}, {"ignore_index": 3}, {"reduction": "sum"}])
+def test_a_cross_entropy_with_smoothed_labels_has_its_sums_besides(settings: dict[str, Any]) -> None:
+    graph = graph_of(Model(), lambda s, t: flat(s, t, label_smoothing=0.1, **settings))
+    (head,) = heads_of(graph)
+    assert head.log_sum is not None and head.log_sum_gradient is not None
+    assert head.log_sum in head.replaced and head.log_sum_gradient not in head.replaced
+    assert head.numbers == 4
+
+
+def test_smoothed_labels_are_a_mean_over_the_targets_that_are_not_ignored() -> None:
+    batch = flatten((torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)))
+    target = torch.zeros(3, 5, dtype=torch.int64)
+    target[1] = -100
+    for smoothing in (0.0, 0.1):
+        graph = training_graph(Model(), batch, partial(flat, label_smoothing=smoothing))
+        assert graph.joint is not None
+        weight = batch_weight(graph.joint, graph.batch_size)
+        assert weight.of((batch.tensors[0], target)).item() == 10
 
 
 def test_a_weight_that_is_also_looked_up_is_a_head_and_a_table() -> None:
