@@ -166,12 +166,16 @@ def _with_readers(
     nodes = {n: names[key] for n, key in read.items() if key in names}
     by_name = {n.name: n for n in joint.module.graph.nodes}
     heads = {h.weight: h for h in find_heads(joint.module.graph, nodes, position)}
+    parameter = {p.name: p for p in parameters}
     table_of: dict[str, Table] = {}
     for node, name in nodes.items():
-        p, head = next(p for p in parameters if p.name == name), heads.get(name)
-        own = () if head is None else tuple(by_name[n] for n in head.replaced)
-        part = None if head is None else by_name[head.weight_gradient]
-        table = find_table(node, by_name[p.gradient], p.spec.shape, position, example, own, part)
+        p, head, own = parameter[name], heads.get(name), ()
+        parts = p.parts
+        if head is not None:
+            own = tuple(by_name[n] for n in head.replaced)
+            of_head = by_name[head.weight_gradient]
+            parts = find_parts(by_name[p.gradient], p.spec.shape, position, example, of_head)
+        table = find_table(node, parts, p.spec.shape[0], position, example, own) if p.spec.shape else None
         if table is not None:
             table_of[name] = table
         elif head is not None and head.weight_gradient != p.gradient:

@@ -58,7 +58,6 @@ class _Finder:
         hidden, turned = product.args[-2:]
         weight = turned.args[0]  # type: ignore[union-attr]
         loss, seed, target, reduction, ignored, gradient = self._loss(softmax)
-        log_sum, log_sum_gradient = self.log_sum, self.log_sum_gradient
         grad_hidden, weight_gradient = self._gradients(gradient, hidden, weight)
         _require(isinstance(hidden, torch.fx.Node) and weight in self.parameters)
         assert isinstance(weight, torch.fx.Node) and isinstance(hidden, torch.fx.Node)
@@ -73,8 +72,8 @@ class _Finder:
             seed=seed.name,
             hidden_gradient=None if grad_hidden is None else grad_hidden.name,
             weight_gradient=weight_gradient.name,
-            log_sum=None if log_sum is None else log_sum.name,
-            log_sum_gradient=None if log_sum_gradient is None else log_sum_gradient.name,
+            log_sum=None if self.log_sum is None else self.log_sum.name,
+            log_sum_gradient=None if self.log_sum_gradient is None else self.log_sum_gradient.name,
             samples=int(samples),
             width=int(width),
             classes=int(weight.meta["val"].shape[0]),
@@ -82,7 +81,7 @@ class _Finder:
             mean=reduction == _MEAN,
             dtype=str(softmax.meta["val"].dtype).removeprefix("torch."),
             begin=max(self.position.get(n, -1) for n in (hidden, target)),
-            turn=max(self.position.get(n, -1) for n in (gradient, seed, log_sum_gradient) if n is not None),
+            turn=max(self.position.get(n, -1) for n in (gradient, seed, self.log_sum_gradient) if n is not None),
             replaced=tuple(n.name for n in self.replaced),
         )
 

@@ -7,11 +7,8 @@ from collections.abc import Collection
 import torch
 import torch.fx
 
+from autopar.ir.lookups import LOOKUPS
 from autopar.ir.structure import ancestors, is_random
-
-aten = torch.ops.aten
-
-LOOKUPS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 
 
 def hoist_indices(graph: torch.fx.Graph, given: Collection[torch.fx.Node]) -> None:

@@ -12,19 +12,21 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.ir.structure import find_parts, looked_up
-from autopar.ir.training_graph import Lookup, Table
+from autopar.ir.structure import looked_up
+from autopar.ir.training_graph import Lookup, Parts, Table
 
 aten = torch.ops.aten
 
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+LOOKUPS = (aten.embedding.default, *_BAGS)
+"""The operators that look rows of a table up; their next arguments are the indices and, of bags, the offsets."""
 _BAG_PADDING = 8
 """Which argument of an embedding bag names the row that its sums pass over."""
 
 
 def is_lookup(node: torch.fx.Node, table: torch.fx.Node) -> bool:
     """Whether a node looks rows of a table up, and would find the same in a table of those rows alone."""
-    if node.target not in (aten.embedding.default, *_BAGS) or node.args[0] is not table or table in node.args[1:]:
+    if node.target not in LOOKUPS or node.args[0] is not table or table in node.args[1:]:
         return False
     # A bag's padding is told by its index, which another table would have another row for.
     return node.target not in _BAGS or len(node.args) <= _BAG_PADDING or node.args[_BAG_PADDING] in (None, -1)
@@ -32,24 +34,22 @@ def is_lookup(node: torch.fx.Node, table: torch.fx.Node) -> bool:
 
 def find_table(
     parameter: torch.fx.Node,
-    gradient: torch.fx.Node,
-    shape: Sequence[int],
+    parts: Parts | None,
+    height: int,
     position: Mapping[torch.fx.Node, int],
     batch: Mapping[torch.fx.Node, Any],
     readers: Sequence[torch.fx.Node] = (),
-    without: torch.fx.Node | None = None,
 ) -> Table | None:
-    """The table that a parameter is; `None` where it is read otherwise, too.
+    """The table, so many rows high, that a parameter is; `None` where it is read otherwise, too.
 
-    `readers` and `without`: the nodes of a head that read it, and the head's part of its gradient.
+    `parts`: what its gradient is made of, less a head's part; `readers`: the nodes of that head.
     """
     users = [n for n in parameter.users if n not in readers]
     if not users or not all(is_lookup(n, parameter) for n in users):
         return None
-    parts = find_parts(gradient, shape, position, batch, without)
     if parts is None or parts.kind != "rows":
         return None
-    lookups = tuple(_lookup(n, shape[0], position, batch) for n in sorted(users, key=position.__getitem__))
+    lookups = tuple(_lookup(n, height, position, batch) for n in sorted(users, key=position.__getitem__))
     if not {t.left for t in parts.terms} <= {k.indices for k in lookups}:
         return None
     return Table(lookups, parts)

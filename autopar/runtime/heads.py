@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.errors import SignatureError
 from autopar.ir.training_graph import Head
 from autopar.runtime.parts import as_integers
+from autopar.runtime.resident import uneven_micro_batches
 from autopar.strategies.emitter import index_width
 
 
@@ -65,10 +65,7 @@ class HeadShard(nn.Module):
         `counts`: each rank's samples, negative where its step has further micro-batches to come.
         """
         if counts.min() < 0 < counts.max():
-            raise SignatureError(
-                "some ranks took the last of their micro-batches, others have more to come: a head whose classes are "
-                "shared out needs every rank for each, so all must take equally many"
-            )
+            raise uneven_micro_batches("a head whose classes are")
         extra = index_width(str(dtype).removeprefix("torch."))
         longest, count = int(counts.abs().max()), len(hidden)
         size = longest * (hidden.shape[1] + extra)

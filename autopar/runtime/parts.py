@@ -83,6 +83,13 @@ def as_integers(bits: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.int64 if bits.dtype.itemsize == 8 else torch.int32)
 
 
+def of_rows(parts: Sequence[Pair], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A sparse gradient from the rows of all ranks, equal ones added up."""
+    indices, values = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
+    found = torch.sparse_coo_tensor(indices.long().unsqueeze(0), values.to(dtype), tuple(shape), check_invariants=False)
+    return found.coalesce()
+
+
 class Layout:
     """Where the parts of a group's members lie in a flat value."""
 
@@ -186,12 +193,7 @@ class Form(nn.Module):
             right = torch.cat([b for _, b in parts]).to(self.dtype)
             return left.t() @ right
         if self.sparse:
-            indices, values = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
-            shape = tuple(member.shape)
-            found = torch.sparse_coo_tensor(
-                indices.long().unsqueeze(0), values.to(self.dtype), shape, check_invariants=False
-            )
-            return found.coalesce()
+            return of_rows(parts, member.shape, self.dtype)
         whole = torch.zeros(member.shape, dtype=self.dtype, device=parts[0][1].device)
         for indices, values in parts:  # one rank after the other, so that every rank adds in the same order
             whole.index_add_(0, indices.long(), values.to(self.dtype))

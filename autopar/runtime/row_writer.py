@@ -27,12 +27,12 @@ def _ask(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
 
 
 def _wanted(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
-    w.counts[p.group, wave] = inputs[0]
-    return _message(w, _do(w, p, "wanted", wave, w.asked[p.group, wave], inputs[0]))
+    w.counts[p.group, wave] = _do(w, p, "agreed", inputs[0])
+    return _message(w, _do(w, p, "wanted", w.asked[p.group, wave], w.counts[p.group, wave]))
 
 
 def _found(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
-    return _message(w, _do(w, p, "found", wave, *inputs, getattr(torch, p.dtype)))
+    return _message(w, _do(w, p, "found", wave, inputs[0], w.counts[p.group, wave], getattr(torch, p.dtype)))
 
 
 def _received(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
@@ -66,7 +66,7 @@ def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     tied = len(inputs) % 3 == 1
     exchanged = [i for i, wave in enumerate(waves(w.program.groups[p.group])) if wave.turn is not None]
     rest = inputs[tied:]
-    received = [(wave, *rest[3 * i : 3 * i + 3]) for i, wave in enumerate(exchanged)]
+    received = [(wave, w.counts[p.group, wave], *rest[3 * i + 1 : 3 * i + 3]) for i, wave in enumerate(exchanged)]
     names = [m.slice.name for m in _members(w, p)]
     sparse = p.touched is not None and w.is_last and not any(w.has_earlier(n) for n in names)
     found = _do(w, p, "gradient", received, inputs[0] if tied else None, sparse)

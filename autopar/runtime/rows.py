@@ -13,7 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.errors import SignatureError
+from autopar.runtime.parts import Pair, of_rows
+from autopar.runtime.resident import uneven_micro_batches
+
+Counts = list[list[list[int]]]
+"""[rank that wants][owner][lookup]: numbers of rows."""
 
 Message = tuple[torch.Tensor, list[int], list[int]]
 """A flat value, how much of it goes to each rank, and how much comes from each."""
@@ -63,26 +67,28 @@ class RowShards(nn.Module):
         last = torch.tensor([int(is_last)], device=indices[0].device)
         return Asked(torch.cat([last, torch.stack(counts, 1).view(-1)]), tuple(rows), tuple(places))
 
-    def wanted(self, wave: int, asked: Asked, everyone: torch.Tensor) -> Message:
-        """To each owner, which of its rows this rank wants. `everyone`: the counts of all ranks."""
+    def agreed(self, everyone: torch.Tensor) -> Counts:
+        """What all ranks want of all, from the counts that they have sent."""
         last = everyone.view(self.n, -1)[:, 0]
         if last.min() != last.max():
-            raise SignatureError(
-                "some ranks took the last of their micro-batches, others have more to come: a table whose rows are "
-                "shared out needs every rank for each, so all must take equally many"
-            )
-        by_rank = self._by_rank(wave, everyone)
-        wanted, wanting = by_rank[self.rank], [counts[self.rank] for counts in by_rank]
+            raise uneven_micro_batches("a table whose rows are")
+        counts: Counts = everyone.view(self.n, -1)[:, 1:].reshape(self.n, self.n, -1).tolist()
+        return counts
+
+    def wanted(self, asked: Asked, counts: Counts) -> Message:
+        """To each owner, which of its rows this rank wants."""
+        wanted, wanting = counts[self.rank], self._wanting(counts)
         return self._message([r // self.n for r in asked.rows], wanted), _sums(wanted), _sums(wanting)
 
-    def found(self, wave: int, wanted: torch.Tensor, everyone: torch.Tensor, dtype: torch.dtype) -> Message:
+    def found(self, wave: int, wanted: torch.Tensor, counts: Counts, dtype: torch.dtype) -> Message:
         """To each rank, the rows that it wants of this one's."""
-        parts = [self.shards[t][rows].view(-1) for _, t, rows in self._asked_here(wave, wanted, everyone)]
-        return self._rows(wave, everyone, torch.cat(parts).to(dtype), out=True)
+        parts = [self.shards[t][rows].view(-1) for t, rows in self._asked_here(wave, wanted, counts)]
+        own, others = self._elements(wave, counts)
+        return torch.cat(parts).to(dtype), others, own
 
-    def received(self, wave: int, found: torch.Tensor, everyone: torch.Tensor) -> list[torch.Tensor]:
+    def received(self, wave: int, found: torch.Tensor, counts: Counts) -> list[torch.Tensor]:
         """Of each lookup, its rows."""
-        by_entry = zip(*self._chunks(wave, found, self._by_rank(wave, everyone)[self.rank]), strict=True)
+        by_entry = zip(*self._chunks(wave, found, counts[self.rank]), strict=True)
         return [
             torch.cat(chunks).to(self.shards[t].dtype) for t, chunks in zip(self.waves[wave], by_entry, strict=True)
         ]
@@ -91,7 +97,7 @@ class RowShards(nn.Module):
         self,
         wave: int,
         asked: Asked,
-        everyone: torch.Tensor,
+        counts: Counts,
         values: Sequence[Sequence[torch.Tensor]],
         padding: Sequence[Sequence[int]],
         dtype: torch.dtype,
@@ -103,57 +109,55 @@ class RowShards(nn.Module):
         for table, rows, places, found, pads in zip(
             self.waves[wave], asked.rows, asked.places, values, padding, strict=True
         ):
-            total = torch.zeros(len(rows), *self.shards[table].shape[1:], dtype=self.shards[table].dtype)
-            total = total.to(places.device)
+            total = self.shards[table].new_zeros(len(rows), self.shards[table].shape[1])
             for value, pad in zip(found, pads, strict=True):
                 one = torch.zeros_like(total).index_add_(0, places.view(-1), value.reshape(-1, total.shape[1]))
                 total += one if pad < 0 else one.masked_fill_((rows == pad).unsqueeze(1), 0)
             merged.append(total if scale is None else total * scale)
-        flat = self._message(merged, self._by_rank(wave, everyone)[self.rank])
-        return self._rows(wave, everyone, flat.to(dtype), out=False)
+        own, others = self._elements(wave, counts)
+        return self._message(merged, counts[self.rank]).to(dtype), own, others
 
     def gradient(
         self,
-        waves: Sequence[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]],
+        waves: Sequence[tuple[int, Counts, torch.Tensor, torch.Tensor]],
         heads: Sequence[torch.Tensor] | None,
         sparse: bool,
     ) -> list[torch.Tensor]:
-        """The gradients of this rank's rows, in the order of the group's members: of each exchange the counts of all
-        ranks, which rows they wanted and what they sent back, added to what a head has for them.
+        """The gradients of this rank's rows, in the order of the group's members: of each exchange how many rows and
+        which ones were wanted, and what was sent back, added to what a head has for them.
 
         `sparse`: as sparse tensors of the rows that somebody looked up.
         """
-        parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.shards]
-        for wave, everyone, wanted, values in waves:
-            wanting = [counts[self.rank] for counts in self._by_rank(wave, everyone)]
-            chunks = (c for of_rank in self._chunks(wave, values, wanting) for c in of_rank)
-            for (_, table, rows), value in zip(self._asked_here(wave, wanted, everyone), chunks, strict=True):
+        parts: list[list[Pair]] = [[] for _ in self.shards]
+        for wave, counts, wanted, values in waves:
+            chunks = (c for of_rank in self._chunks(wave, values, self._wanting(counts)) for c in of_rank)
+            for (table, rows), value in zip(self._asked_here(wave, wanted, counts), chunks, strict=True):
                 parts[table].append((rows, value.to(self.shards[table].dtype)))
         if sparse:
-            return [_sparse(s, found) for s, found in zip(self.shards, parts, strict=True)]
+            return [of_rows(found, s.shape, s.dtype) for s, found in zip(self.shards, parts, strict=True)]
         totals = [torch.zeros_like(s) for s in self.shards] if heads is None else list(heads)
         for total, found in zip(totals, parts, strict=True):
             for rows, value in found:  # one rank after the other
                 total.index_add_(0, rows, value)
         return totals
 
-    def _by_rank(self, wave: int, everyone: torch.Tensor) -> list[list[list[int]]]:
-        """[rank that wants][owner][lookup]: numbers of rows."""
-        counts: list[list[list[int]]] = everyone.view(self.n, -1)[:, 1:].reshape(self.n, self.n, -1).tolist()
-        return counts
+    def _wanting(self, counts: Counts) -> list[list[int]]:
+        """[rank][lookup]: how many of this rank's rows it wants."""
+        return [of_rank[self.rank] for of_rank in counts]
 
     def _message(self, of_lookups: Sequence[torch.Tensor], counts: list[list[int]]) -> torch.Tensor:
         """What concerns each rank, of one lookup after the other, as one flat value. `counts`: [rank][lookup]."""
         cut = [torch.split(v, list(c)) for v, c in zip(of_lookups, zip(*counts, strict=True), strict=True)]
         return torch.cat([part.reshape(-1) for of_rank in zip(*cut, strict=True) for part in of_rank])
 
-    def _rows(self, wave: int, everyone: torch.Tensor, flat: torch.Tensor, out: bool) -> Message:
-        """A message of rows: `out` from their owners, or back to them."""
+    def _elements(self, wave: int, counts: Counts) -> tuple[list[int], list[int]]:
+        """By rank: elements of its rows that this rank wants, and of this rank's rows that it wants."""
         widths = [self.shards[t].shape[1] for t in self.waves[wave]]
-        by_rank = self._by_rank(wave, everyone)
-        own = [sum(c * w for c, w in zip(of, widths, strict=True)) for of in by_rank[self.rank]]
-        others = [sum(c * w for c, w in zip(counts[self.rank], widths, strict=True)) for counts in by_rank]
-        return (flat, others, own) if out else (flat, own, others)
+        own, others = (
+            [sum(c * w for c, w in zip(of_rank, widths, strict=True)) for of_rank in side]
+            for side in (counts[self.rank], self._wanting(counts))
+        )
+        return own, others
 
     def _chunks(self, wave: int, flat: torch.Tensor, counts: list[list[int]]) -> list[list[torch.Tensor]]:
         """[rank][lookup]: its rows, out of a message."""
@@ -167,22 +171,14 @@ class RowShards(nn.Module):
                 offset += count * width
         return found
 
-    def _asked_here(
-        self, wave: int, wanted: torch.Tensor, everyone: torch.Tensor
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Rank, table, and which of this rank's rows it wants, of one lookup after the other."""
+    def _asked_here(self, wave: int, wanted: torch.Tensor, counts: Counts) -> Iterator[tuple[int, torch.Tensor]]:
+        """Table, and which of this rank's rows are wanted, by one rank's lookups after the other's."""
         offset = 0
-        for rank, counts in enumerate(self._by_rank(wave, everyone)):
-            for table, count in zip(self.waves[wave], counts[self.rank], strict=True):
-                yield rank, table, wanted[offset : offset + count]
+        for of_rank in self._wanting(counts):
+            for table, count in zip(self.waves[wave], of_rank, strict=True):
+                yield table, wanted[offset : offset + count]
                 offset += count
 
 
 def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(c) for c in counts]
-
-
-def _sparse(shard: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    indices, values = torch.cat([r for r, _ in parts]), torch.cat([v for _, v in parts])
-    found = torch.sparse_coo_tensor(indices.unsqueeze(0), values, tuple(shard.shape), check_invariants=False)
-    return found.coalesce()
