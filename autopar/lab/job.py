@@ -35,6 +35,8 @@ _ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"
 _POLL_S = 0.02
 _GRACE_S = 0.2
 """How long to wait, once a rank has failed, for the one that may have caused it: ranks end slower than sockets."""
+_REAP_S = 5.0
+"""How long to wait for the exit status of a process that was killed."""
 _ports = itertools.count(29500)
 
 
@@ -134,7 +136,9 @@ class Job:
         for process in self._ranks:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            # Not without end: an interrupt in the midst of `poll` leaves subprocess's own lock taken for good.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_REAP_S)
         for rank in range(len(self._ranks)):
             self._close_stdin(rank)
         # What has left the rank's process group, or was started just before an interrupt.

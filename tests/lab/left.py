@@ -69,5 +69,6 @@ def await_nothing_left(pid: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """For an owner: no marks of this process, which may itself run in a lab."""
-    return {name: value for name, value in os.environ.items() if name != "AUTOPAR_LAB_MARKS"}
+    """For an owner: no marks of this process, which may itself run in a lab; aborted, it says where it stood."""
+    inherited = {name: value for name, value in os.environ.items() if name != "AUTOPAR_LAB_MARKS"}
+    return {**inherited, "PYTHONFAULTHANDLER": "1"}

@@ -45,9 +45,14 @@ def _owner(kind: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that brings up a lab, with a rank on each."""
     before = bridges()
     argv = [sys.executable, "-c", OWNER, kind, str(folder)]
-    with subprocess.Popen(argv, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL) as owner:
+    said = folder.with_name(f"{folder.name}.stderr")
+    with said.open("wb") as file, subprocess.Popen(argv, cwd=ROOT, env=environment(), stderr=file) as owner:
         try:
             yield owner
+        except subprocess.TimeoutExpired:  # Its fault handler writes where it stands.
+            owner.send_signal(signal.SIGABRT)
+            owner.wait(timeout=5)
+            pytest.fail(f"the owner did not end:\n{said.read_text()}")
         finally:
             owner.kill()
     await_nothing_left(owner.pid)
