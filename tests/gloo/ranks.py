@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes as start
 
 # Ranks are forked from a process that has imported all this, and nothing more: it takes them seconds each.
 multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._functorch.aot_autograd", "autopar.api"])
@@ -30,7 +30,7 @@ def run_worlds(function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]
     `args`: for each world size, what the function is given behind it."""
     ports = {n: free_port() for n in args}
     with tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
-        mp.start_processes(_process, (ports, folder, function, dict(args)), nprocs=max(args), start_method="forkserver")
+        start(_process, (ports, folder, function, dict(args)), nprocs=max(args), start_method="forkserver")
         return {n: [json.loads((Path(folder) / f"{n}-{r}").read_text()) for r in range(n)] for n in args}
 
 
