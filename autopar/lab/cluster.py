@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from autopar.lab import guard
 from autopar.lab.build import build, set_rates
 from autopar.lab.host import Host, this_machine
+from autopar.lab.interrupts import exit_on_signals
 from autopar.lab.namespaces import (
     LabUnavailable,
     cleanup_stale,
@@ -122,7 +121,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_exit_on_signals())
+            stack.enter_context(exit_on_signals())
             stack.callback(self.down)
             self.up()
             self._on_exit = stack.pop_all()
@@ -171,21 +170,3 @@ def _note(scale: float) -> str:
 
 def _placement(cluster: ClusterSpec) -> list[int]:
     return [i for i, host in enumerate(cluster.all_hosts) for _ in host.devices]
-
-
-@contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    changed = []
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, leave)
-                changed.append(number)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
