@@ -41,6 +41,7 @@ def plan(
     mode: Literal["step", "module"] = "step",
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
+    late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     time_budget_s: float = 10.0,
     seed: int = 0,
@@ -58,7 +59,7 @@ def plan(
     flat = module_batch(model, batch) if mode == "module" and loss_fn is None else flatten(batch)
     graph = training_graph(model, flat, loss_fn, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
-    context = context_for(cluster.world_size, optimizer, scope, clip_grad_norm, mode == "step")
+    context = context_for(cluster.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
     return _plan(graph, cluster, context, optimizer, strategy, fidelity, time_budget_s, seed, progress)
 
 
@@ -80,6 +81,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     plan: Plan | None = None,
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
+    late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     weight: Callable[[Any], float] | None = None,
     unused_parameters: Unused = "error",
@@ -103,6 +105,9 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
         strategy: a plan by name instead of a search.
         fidelity: what the search may choose from; "rounded" allows 16-bit gradients on the wire.
+        late_parameters: allows plans that leave updated parameters on their way while the next step's forward pass
+            begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
+            average of weights does, call `program.synchronize()` before.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
         unused_parameters: "error", or "freeze" those that get no gradient.
@@ -128,7 +133,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
                 + "; ".join(ClusterSpec.model_validate(plan.cluster.spec).difference(cluster_spec)[:5])
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
-    said = f"{type(optimizer).__name__} as optimizer, clip_grad_norm={clip_grad_norm}, {unused_parameters=}"
+    said = f"{type(optimizer).__name__} as optimizer, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}"
     _check_alike(model, loss_fn, group, said, plan)
     batch = example_batch(model) if example_inputs is None else example_inputs
     mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
@@ -136,7 +141,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     _make_equal(model, loss_fn, group)
     graph = training_graph(model, flat, loss_fn if mode == "step" else None, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
-    context = context_for(group.world_size, optimizer, scope, clip_grad_norm, mode == "step")
+    context = context_for(group.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
     if plan is None:
 
         def search() -> Plan:

@@ -296,7 +296,7 @@ def _rank(rank: int, job: Job) -> None:
         plan=plan,
         strategy=job.strategy,
         clip_grad_norm=job.clip_grad_norm,
-        **job.settings,
+        **{"late_parameters": True, **job.settings},  # parameters are compared once they are there
     )
     seen: list[tuple[Fragment, torch.Tensor]] = []
     program.observe(lambda fragment, gradient: seen.append((fragment, gradient.clone())))

@@ -36,9 +36,9 @@ class MemoryModel:
         """Peak bytes of each rank."""
         n = program.context.world_size
         live = self.live + self._gradients(program)
-        made, freed = self._buffers(program, n)
+        made, freed, carried = self._buffers(program, n)
         positions = np.array([p.position for p in program.placed], dtype=np.int64)
-        before = np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
+        before = carried + np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
         # Between two placed primitives the graph's own peak counts, on top of the buffers held there.
         cuts = np.unique(np.concatenate([[0], positions + 1]))
         cuts = cuts[cuts < len(live)]
@@ -69,16 +69,21 @@ class MemoryModel:
         np.add.at(change, until + 1, -self._size)
         return np.asarray(np.cumsum(change)[: len(self.live)])
 
-    def _buffers(self, program: StepProgram, n: int) -> tuple[Bytes, Bytes]:
-        """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]."""
+    def _buffers(self, program: StepProgram, n: int) -> tuple[Bytes, Bytes, Bytes]:
+        """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]. And what is
+        there from the step before, by rank."""
         count = len(program.placed)
         made, freed = np.zeros((count, n), np.int64), np.zeros((count, n), np.int64)
         root: dict[int, int] = {}
         last: dict[int, int] = {}
         born: dict[int, int] = {}
+        received: dict[int, int] = {}
         sent = sent_values(program.primitives)
         for i, placed in enumerate(program.placed):
             p = placed.primitive
+            if p.late and p.kind in (Kind.WAIT, Kind.STORE):  # of the step before
+                received.setdefault(p.inputs[0], i)
+                continue
             source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
             size = allocated(p, source, n, p.index in sent)
             if size is not None:
@@ -88,9 +93,14 @@ class MemoryModel:
             root[p.index] = root.get(source.index, p.index) if reused and source is not None else p.index
             for used in (p.index, *p.inputs):
                 last[root.get(used, used)] = i
+        carried = np.zeros(n, np.int64)
         for index, i in born.items():
-            freed[last[index]] += made[i]
-        return made, freed
+            if program.primitives[index].late:  # begun in one step, and completed in the next
+                carried += made[i]
+                freed[received[index]] += made[i]
+            else:
+                freed[last[index]] += made[i]
+        return made, freed, carried
 
 
 def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int | Bytes | None:

@@ -4,8 +4,8 @@ What is modelled: each rank runs its part of the program in order on one compute
 last rank has issued it and its channel is free, for a backend finishes the collectives of one process group in the
 order of submission; those of other groups run beside it and share the links with it; a wait blocks the compute
 stream. While a collective runs, compute beside it may be slowed down, since the backend takes processor time from it.
-The slowest rank decides the step. gloo's second thread of a group, which lets the next collective begin early, is not
-modelled.
+The slowest rank decides the step. Where a step leaves transfers to the next one, several are run, and the last is
+taken. gloo's second thread of a group, which lets the next collective begin early, is not modelled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from autopar.cost_models.base import Span
 from autopar.cost_models.channels import Channels, Job
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.strategies.lowering import StepProgram
+
+STEADY_STEPS = 3
+"""Where steps overlap, the last of so many is taken: the first has nothing to wait for, and sends less beside its
+backward pass than those behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +66,27 @@ def simulate(
 ) -> Outcome:
     """Runs the placed primitives, `prices[i]` the price of `program.placed[i]`. Deterministic."""
     ranks = representatives(prices, streams.device_of_rank)
-    state = _State(ranks, streams, channel, timeline)
-    for placed, price in zip(program.placed, prices, strict=True):
-        state.compute_until(placed.position)
-        primitive = placed.primitive
-        if primitive.kind is Kind.WAIT:
-            state.wait(primitive)
-        if price.device_s:
-            state.work(primitive, price)
-        if primitive.kind in COLLECTIVES:
-            state.issue(primitive, price)
-        elif price.transfer_s:
-            state.issue(primitive, price)
-            state.wait_for(state.channels.end_of(primitive.index))
-    state.compute_until(len(streams.prefix_s[0]) - 2)
-    state.channels.finish()
+    state = _State(ranks, streams, channel, len(program.primitives), timeline)
+    for _ in range(STEADY_STEPS if any(p.primitive.late for p in program.placed) else 1):
+        state.begin_step()
+        for placed, price in zip(program.placed, prices, strict=True):
+            state.compute_until(placed.position)
+            primitive = placed.primitive
+            if primitive.kind is Kind.WAIT:
+                state.wait(primitive)
+            if price.device_s:
+                state.work(primitive, price)
+            if primitive.kind in COLLECTIVES:
+                state.issue(primitive, price)
+            elif price.transfer_s:
+                state.issue(primitive, price)
+                state.wait_for(state.channels.end_of(state.number(primitive.index)))
+        state.compute_until(len(streams.prefix_s[0]) - 2)
     slowest = max(range(len(ranks)), key=state.now.__getitem__)
     return Outcome(
-        step_time_s=state.now[slowest],
+        step_time_s=state.now[slowest] - state.began_s,
         compute_s=state.busy[slowest],
-        communication_s=state.channels.busy_s,
+        communication_s=state.sent_s(),
         slowest_rank=ranks[slowest],
         spans=state.timeline_spans(),
     )
@@ -100,10 +105,14 @@ def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> l
 class _State:
     """The clocks. Lists are indexed by representative, not by rank."""
 
-    def __init__(self, ranks: list[int], streams: Streams, channel: str, timeline: bool) -> None:
+    def __init__(self, ranks: list[int], streams: Streams, channel: str, primitives: int, timeline: bool) -> None:
         self.ranks = ranks
         self.channel = channel
+        self.primitives = primitives
         self.timeline = timeline
+        self.step = -1
+        self.began_s = 0.0
+        self.sent_before_s = 0.0
         self.spans: list[Span] = []
         self.prefix = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
         self.backward_start = streams.backward_start
@@ -115,6 +124,28 @@ class _State:
         # For each representative the first stretch of slowed compute that may still lie ahead.
         self.ahead = [0] * len(ranks)
         self.labels: dict[int, str] = {}
+
+    def begin_step(self) -> None:
+        """The next step; what is late of the one before is still in flight."""
+        self.step += 1
+        self.done = 0
+        self.began_s = max(self.now)
+        self.channels.advance(self.began_s)
+        self.sent_before_s = self.channels.busy_s
+        self.busy = [0.0] * len(self.ranks)
+        self.spans.clear()
+
+    def number(self, primitive: int, steps_ago: int = 0) -> int:
+        """Of a transfer, by the index of its primitive: each step has its own."""
+        return primitive + self.primitives * (self.step - steps_ago)
+
+    def sent_s(self) -> float:
+        """How long something was in flight during the step."""
+        if self.step == 0:
+            self.channels.finish()
+        else:
+            self.channels.advance(max(self.now))
+        return self.channels.busy_s - self.sent_before_s
 
     def compute_until(self, position: int) -> None:
         """Runs the graph's nodes up to and including `position`."""
@@ -139,23 +170,29 @@ class _State:
         """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
         taken = tuple(price.taken[r] for r in self.ranks) if price.taken else ()
         channel = (primitive.teams, primitive.lane)
-        self.channels.issue(Job(primitive.index, channel, max(self.now), price.transfer_s, price.loads, taken))
+        number = self.number(primitive.index)
+        self.channels.issue(Job(number, channel, max(self.now), price.transfer_s, price.loads, taken))
         if self.timeline:
-            self.labels[primitive.index] = label(primitive)
+            self.labels[number] = label(primitive)
 
     def timeline_spans(self) -> list[Span]:
         """All bars: those of compute, and those of each channel, which is named where there are several."""
         if not self.timeline:
             return []
+        self.channels.finish()
         names: dict[Hashable, str] = {}
+        ended_s = max(self.now)
         for job, end in self.channels.done:
-            name = names.setdefault(job.channel, f"{self.channel} {len(names) + 1}" if names else self.channel)
-            self.spans.append(Span(name, self.labels[job.index], job.start_s or 0.0, end))
-        return self.spans
+            start, end = max(job.start_s or 0.0, self.began_s), min(end, ended_s)
+            if start < end or self.step == 0:
+                name = names.setdefault(job.channel, f"{self.channel} {len(names) + 1}" if names else self.channel)
+                self.spans.append(Span(name, self.labels[job.index], start, end))
+        return [s._replace(start_s=s.start_s - self.began_s, stop_s=s.stop_s - self.began_s) for s in self.spans]
 
     def wait(self, primitive: Primitive) -> None:
         """Blocks every compute stream until the collective that the primitive waits for has ended."""
-        self.wait_for(self.channels.end_of(primitive.inputs[0]))
+        if self.step or not primitive.late:
+            self.wait_for(self.channels.end_of(self.number(primitive.inputs[0], steps_ago=int(primitive.late))))
 
     def wait_for(self, end: float) -> None:
         self.now = [max(t, end) for t in self.now]

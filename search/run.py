@@ -10,7 +10,7 @@ from autopar.cost_models import AnalyticCostModel, CostModel
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import Budget, Candidate, Problem, Progress, Searcher, SearchResult, choose
-from autopar.search.builders import BUILDERS, ROUNDED_SUFFIX, builder_named
+from autopar.search.builders import builder_named, names
 from autopar.search.evaluate import Evaluator, overflow_bytes
 from autopar.search.journal import Journal
 from autopar.search.local import LocalSearch
@@ -142,15 +142,13 @@ def _problem(
 def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
     """Every builder's plan that is allowed and can be used here, priced; by name. With one rank they are all one."""
     problem = evaluate.problem
-    names = list(BUILDERS)
-    if problem.allows("rounded"):
-        names += [name + ROUNDED_SUFFIX for name in BUILDERS]
+    found = names(problem.allows("rounded"), problem.context.late_parameters)
     if problem.context.world_size == 1:
-        names = names[:1]
+        found = found[:1]
     seeds = {}
-    for name in names:
+    for name in found:
         candidate = evaluate(name, builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
-        if candidate is not None:
+        if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
             seeds[name] = candidate
     return seeds
 

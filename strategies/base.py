@@ -50,6 +50,8 @@ class Context:
     """Whether gradients are clipped by their global norm before the update."""
     hosts: tuple[int, ...] = ()
     """On which host each rank is; empty where every rank has one of its own."""
+    late_parameters: bool = False
+    """Whether updated parameters may still be on their way between one step and the next."""
     sparse_update: bool = False
     """Whether the optimizer leaves an element alone whose gradient is zero, and can be given the others only."""
 
@@ -107,6 +109,11 @@ class Group:
     def ready(self) -> int:
         """Position in the graph's compute at which the last of the group's gradients is complete."""
         return max(m.parameter.ready for m in self.members)
+
+    @property
+    def first_use(self) -> int:
+        """Position of the first node in the graph's compute that reads one of the parameters."""
+        return min(m.parameter.first_use for m in self.members)
 
     @property
     def known(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, Primitive, Teams, all_teams
 from autopar.ir.training_graph import Parts
@@ -235,11 +235,29 @@ class Emitter:
             resident=resident,
         )
 
-    def store(self, value: Value) -> None:
-        """Writes updated parameters that were received into the parameters of every rank."""
-        assert value.updated and value.replicated and not value.pending, "store needs replicated parameters"
-        if self.world_size > 1:
-            self._emit(Kind.STORE, value, value.group, value.elements, value.dtype, stage=value.stage)
+    def store(self, value: Value, group: Group, *, late: bool = False) -> None:
+        """Writes updated parameters that are being received into the parameters of every rank. `late`: in the next
+        step's forward pass, before it reads the first of them."""
+        assert value.updated and value.replicated, "store needs replicated parameters"
+        if self.world_size == 1:
+            return
+        assert value.pending, "store waits for the parameters itself"
+        position = None
+        if late:
+            self.primitives[value.index] = replace(self.primitives[value.index], late=True)
+            position = group.first_use - 1
+        stage = value.stage + 1
+        for kind in (Kind.WAIT, Kind.STORE):
+            value = self._emit(
+                kind,
+                value,
+                value.group,
+                value.elements,
+                value.dtype,
+                stage=stage,
+                position=position,
+                late=late,
+            )
 
     def _collective(
         self,
@@ -301,6 +319,7 @@ class Emitter:
         work: str = "",
         position: int | None = None,
         resident: bool = False,
+        late: bool = False,
     ) -> Value:
         is_collective = recorded_splits is not None
         if source is not None and not is_collective and splits is None:
@@ -339,6 +358,7 @@ class Emitter:
                 work=work,
                 position=position,
                 resident=resident,
+                late=late,
             )
         )
         return value

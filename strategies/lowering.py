@@ -126,6 +126,11 @@ def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Opti
     except ValidationError as e:
         first = e.errors()[0]
         raise PlanError(f"{strategy.name}, option {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+    if getattr(options, "late", False) and not context.late_parameters:
+        raise PlanError(
+            f"{strategy.name} leaves parameters on their way between steps, which is not allowed here: pass "
+            "late_parameters=True, and read parameters behind program.synchronize()"
+        )
     owner = getattr(options, "owner", None)
     if owner is not None and owner >= context.world_size:
         raise PlanError(f"{strategy.name}: owner is rank {owner}, there are {context.world_size} ranks")
@@ -186,7 +191,11 @@ def _place(
         else:
             position = issued = max(issued, group.ready)
         placed.append(Placed(p, position))
-    late = sorted(
-        (p for p in primitives if p.stage > 0 and p.position is None), key=lambda p: (p.stage, p.group, p.index)
-    )
-    return [*placed, *(Placed(p, end) for p in late)]
+    behind = sorted((p for p in primitives if p.stage > 0 and p.position is None), key=lambda p: _turn(p, groups))
+    return [*placed, *(Placed(p, end) for p in behind)]
+
+
+def _turn(p: Primitive, groups: Sequence[Group]) -> tuple[int, ...]:
+    """Sorts what lies behind the backward pass: group by group, as their sums come in. What the next step waits for
+    goes last, in the order in which it is needed."""
+    return (p.stage, p.late, groups[p.group].first_use if p.late else 0, p.group, p.index)

@@ -19,6 +19,8 @@ class ParameterServerOptions(Options):
     """The rank that holds the optimizer state of the group and updates it."""
     wire: WireDtype = "same"
     """Number format of the gradients on the wire; parameters come back in their own."""
+    late: bool = False
+    """Whether parameters may come back in the next step, beside its forward pass."""
 
 
 class ParameterServer(Strategy):
@@ -32,11 +34,12 @@ class ParameterServer(Strategy):
         return None
 
     def options(self, context: Context) -> Sequence[ParameterServerOptions]:
-        return [ParameterServerOptions(owner=r) for r in range(context.world_size)]
+        late = (False, True) if context.late_parameters else (False,)
+        return [ParameterServerOptions(owner=r, late=x) for x in late for r in range(context.world_size)]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, ParameterServerOptions)
         gradients = emit.pack(group, options.wire)
         summed = emit.wait(emit.reduce(gradients, options.owner))
         parameters = emit.update(summed, group)
-        emit.store(emit.wait(emit.broadcast(parameters)))
+        emit.store(emit.broadcast(parameters), group, late=options.late)

@@ -20,6 +20,8 @@ class PartitionedParameterServerOptions(Options):
     """How much of the bucket each rank owns, in any unit; empty for equal shares. 0 means that a rank owns nothing."""
     wire: WireDtype = "same"
     """Number format of the gradients on the wire; parameters come back in their own."""
+    late: bool = False
+    """Whether parameters may come back in the next step, beside its forward pass."""
 
     @field_validator("shares")
     @classmethod
@@ -44,7 +46,8 @@ class PartitionedParameterServer(Strategy):
         return None
 
     def options(self, context: Context) -> Sequence[PartitionedParameterServerOptions]:
-        return [PartitionedParameterServerOptions()]
+        late = (False, True) if context.late_parameters else (False,)
+        return [PartitionedParameterServerOptions(late=x) for x in late]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, PartitionedParameterServerOptions)
@@ -52,7 +55,7 @@ class PartitionedParameterServer(Strategy):
         gradients = emit.pack(group, options.wire)
         shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)))
         parameters = emit.update(shard, group)
-        emit.store(emit.wait(emit.all_gather(parameters)))
+        emit.store(emit.all_gather(parameters), group, late=options.late)
 
 
 def split_by_share(elements: int, shares: Sequence[float]) -> tuple[int, ...]:

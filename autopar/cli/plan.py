@@ -41,6 +41,11 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
     help="How far a plan may depart from the single-process result.",
 )
 @click.option(
+    "--late-parameters",
+    is_flag=True,
+    help="Allow plans that leave updated parameters on their way while the next step begins.",
+)
+@click.option(
     "--time-budget",
     type=click.FloatRange(min=0, min_open=True),
     default=10.0,
@@ -61,6 +66,7 @@ def command(
     output: Path | None,
     strategy: str | None,
     fidelity: str,
+    late_parameters: bool,
     time_budget: float,
     optimizer: str | None,
     as_json: bool,
@@ -89,6 +95,7 @@ def command(
             optimizer=chosen,
             mode="module" if chosen is None else "step",
             fidelity=cast("Fidelity", fidelity),
+            late_parameters=late_parameters,
             strategy=strategy,
             time_budget_s=time_budget,
             progress=lambda what, priced, best_s: ticker(f"{what}: {priced} plans priced, best {duration(best_s)}"),

@@ -104,6 +104,9 @@ class Primitive:
     resident: bool = False
     """`UPDATE`: of rows that nobody else holds between steps either: rank r has rows r, r+n, r+2n, ... of its group's
     parameters."""
+    late: bool = False
+    """Of a collective, its `WAIT` and its `STORE`: begun as one step ends, and completed in the next one, behind the
+    `position` of the latter two."""
     touched: int | None = None
     """`UPDATE`: how many elements it is expected to touch, where it passes over the others."""
 

@@ -6,6 +6,7 @@ lives on. In `start` and `run` ranks depend on each other, so one that fails end
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import json
@@ -49,21 +50,30 @@ KEPT = 4
 """Captured models, and pricers of virtual ones, that a rank keeps."""
 
 Request = dict[str, Any]
-Start = Callable[[], Callable[[int], Callable[[], torch.Tensor]]]
-"""Prepares a trial together with the other ranks; returns what makes, from a step's number, that step."""
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A trial that can be run."""
+
+    step: Callable[[int], Callable[[], torch.Tensor]]
+    """Makes, from a step's number, that step."""
+    synchronize: Callable[[], None]
+    """Receives what the last step has left on its way."""
 
 
 @dataclass
 class _Loaded:
     """A trial that this rank is ready for."""
 
-    start: Start
+    start: Callable[[], _Started]
+    """Prepares it together with the other ranks."""
     order_hash: str
-    step: Callable[[int], Callable[[], torch.Tensor]] | None = None
+    started: _Started | None = None
 
 
 class _Model:
-    """A workload's model, its captured graph, and its state before any training."""
+    """A workload's model, before any training, and its captured graph."""
 
     def __init__(self, said: dict[str, Any], rank: int) -> None:
         module, _, name = said["workload"].partition(":")
@@ -72,7 +82,6 @@ class _Model:
         self.model: nn.Module = self.workload.model()
         batch = flatten(self.workload.batch(0, rank))
         self.graph = training_graph(self.model, batch, self.workload.loss_fn)
-        self.initial = {k: v.clone() for k, v in self.model.state_dict().items()}
 
 
 class _Cache(OrderedDict[str, Any]):
@@ -135,24 +144,26 @@ class Rank:
     def start(self, request: Request) -> dict[str, Any]:
         """Makes a loaded trial ready together with the other ranks: `slot`."""
         loaded = self._loaded[request["slot"]]
-        loaded.step = loaded.start()
+        loaded.started = loaded.start()
         memory.reset_peak()
         return {}
 
     def run(self, request: Request) -> dict[str, Any]:
         """Takes steps `first` to `first + count` of the trial in `slot`, one behind the other."""
-        make = self._loaded[request["slot"]].step
-        assert make is not None, "a trial is started before it is run"
-        steps = [make(i) for i in range(request["first"], request["first"] + request["count"])]
+        trial = self._loaded[request["slot"]].started
+        assert trial is not None, "a trial is started before it is run"
+        steps = [trial.step(i) for i in range(request["first"], request["first"] + request["count"])]
         losses, ends_s = [], []
         gc.collect()
         gc.disable()
+        trial.synchronize()
         dist.barrier()
         counted, began_cpu_s = self._counted(), time.process_time()
         start_s = time.perf_counter()
         for step in steps:
             losses.append(step())
             ends_s.append(time.perf_counter())
+        trial.synchronize()  # what is late was sent for these steps
         dist.barrier()
         sent, received = (b - a for a, b in zip(counted, self._counted(), strict=True))
         cpu_s = time.process_time() - began_cpu_s
@@ -184,7 +195,12 @@ class Rank:
         graph, measured_s = self._graphs.get_or_make(path, lambda: _tables(path))
         plan.check_model(graph.model)
         cluster = ClusterSpec.model_validate(plan.cluster.spec)
-        context = Context(self.group.world_size, clips=clip is not None, sparse_update=said["sparse_update"])
+        context = Context(
+            self.group.world_size,
+            clips=clip is not None,
+            late_parameters=True,
+            sparse_update=said["sparse_update"],
+        )
         program = lower_plan(plan.groups, graph, context.on(cluster))
         key = json.dumps([path, plan.cluster.digest, said["optimizer"]])
 
@@ -195,9 +211,9 @@ class Rank:
             self._pricers.get_or_make(key, pricer), program, self.group.rank, dilation=said["dilation"]
         )
 
-        def start() -> Callable[[int], Callable[[], torch.Tensor]]:
+        def start() -> _Started:
             virtual = VirtualProgram(graph, program, times, self.group, clip)
-            return lambda number: virtual.step
+            return _Started(lambda number: virtual.step, virtual.synchronize)
 
         return _Loaded(start, program.order_hash)
 
@@ -206,15 +222,16 @@ class Rank:
         # Two trials that are run in turn train a model each.
         key = json.dumps([said, request["slot"]])
         held: _Model = self._models.get_or_make(key, lambda: _Model(said, self.group.rank))
-        workload, model = held.workload, held.model
+        workload = held.workload
         plan.check_model(held.graph.model)
-        optimizer = workload.optimizer(model)
-        context = context_for(self.group.world_size, optimizer, optimizer_scope(optimizer), clip, True)
+        like = workload.optimizer(held.model)
+        context = context_for(self.group.world_size, like, optimizer_scope(like), clip, True, late_parameters=True)
         cluster = ClusterSpec.model_validate(plan.cluster.spec)
         order_hash = lower_plan(plan.groups, held.graph, context.on(cluster)).order_hash
 
-        def start() -> Callable[[int], Callable[[], torch.Tensor]]:
-            model.load_state_dict(held.initial)
+        def start() -> _Started:
+            model = copy.deepcopy(held.model)
+            optimizer = workload.optimizer(model)
             memory.release()
             self._base_bytes = memory.resident_bytes() - _bytes(model)
             program = Program(model, plan, self.group, optimizer, Settings(workload.loss_fn, clip), context)
@@ -225,7 +242,7 @@ class Rank:
                 batch = workload.batch(number, self.group.rank)
                 return lambda: program.step(batch)
 
-            return step
+            return _Started(step, program.synchronize)
 
         return _Loaded(start, order_hash)
 

@@ -54,6 +54,7 @@ def context_for(
     scope: Scope,
     clip_grad_norm: float | None,
     updates: bool,
+    late_parameters: bool = False,
 ) -> Context:
     """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet."""
     return Context(
@@ -62,6 +63,7 @@ def context_for(
         elementwise_update=scope == "element",
         clips=clip_grad_norm is not None,
         sparse_update=leaves_zeros_alone(optimizer),
+        late_parameters=late_parameters and updates,
     )
 
 

@@ -18,6 +18,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight, batch_weight
 from autopar.runtime import collectives
 from autopar.runtime.fragments import Fragment
+from autopar.runtime.late import LateParameters
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.parts import added
@@ -89,6 +90,7 @@ class Program:
         if isinstance(settings.loss_fn, nn.Module):
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
         self._resident = ResidentRows(model, self._parameters, group)
+        self._late = LateParameters(model)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._compiled: dict[Any, _Compiled] = {}
@@ -139,7 +141,7 @@ class Program:
         key = signature_key(self.model, batch)
         if key in self._compiled:
             return self._compiled[key]
-        with self._resident.traceable():
+        with self._resident.traceable(), self._late.traceable():
             graph = training_graph(self.model, batch, self.settings.loss_fn, unused=self.settings.unused_parameters)
         return self.adopt(key, graph)
 
@@ -157,6 +159,13 @@ class Program:
         self._observe(step)
         return compiled
 
+    def synchronize(self) -> None:
+        """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
+        leave them; to be called, on any rank, before parameters are read or changed otherwise than by the next step,
+        by running the model, or by saving it."""
+        with self._group.guard("parameters on their way"):
+            self._late.arrive()
+
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
 
@@ -172,6 +181,7 @@ class Program:
         Only plans that spread parameters over the ranks need it (`program.plan.explain()` says so); a model whose rows
         are elsewhere refuses to run outside of a step.
         """
+        self.synchronize()
         return self._resident.gathered()
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,6 +234,7 @@ class Program:
             parameters=self._parameters,
             shards=self._resident.shards,
             part=self._part,
+            late=self._late.of,
             max_norm=self.settings.clip_grad_norm,
         )
 

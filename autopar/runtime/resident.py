@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.errors import PlanError, SignatureError
 from autopar.runtime import collectives
+from autopar.runtime.before_use import BeforeUse
 from autopar.runtime.fragments import rows_of_rank
 from autopar.runtime.process_group import Group
 
@@ -23,10 +24,9 @@ class ResidentRows:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: Group) -> None:
         self.shards: dict[str, torch.Tensor] = {}
         """By parameter: rows r, r+n, r+2n, ... on rank r of n."""
-        self._model = model
         self._parameters = parameters
         self._group = group
-        self._guards: list[torch.utils.hooks.RemovableHandle] = []
+        self._before_use = BeforeUse(model, self._refuse)
 
     def spread(self, names: Iterable[str]) -> None:
         """Keeps this rank's rows of these parameters, and gives the others' memory back."""
@@ -35,7 +35,8 @@ class ResidentRows:
             if name not in self.shards:
                 self.shards[name] = self._parameters[name].detach()[rows].clone()
                 self._empty(name)
-        self._refuse_to_run()
+        if self.shards:
+            self._before_use.on()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -46,7 +47,7 @@ class ResidentRows:
         for name in sorted(self.shards):
             self._parameters[name].data = self._whole(name)
         try:
-            with self._unguarded():
+            with self._before_use.off():
                 yield
         finally:
             rows = rows_of_rank(self._group.rank, self._group.world_size)
@@ -63,28 +64,13 @@ class ResidentRows:
                 self._parameters[name], memory_format=torch.contiguous_format
             )
         try:
-            with self._unguarded():
+            with self._before_use.off():
                 yield
         finally:
             for name in self.shards:
                 self._empty(name)
 
-    @contextlib.contextmanager
-    def _unguarded(self) -> Iterator[None]:
-        for guard in self._guards:
-            guard.remove()
-        self._guards.clear()
-        try:
-            yield
-        finally:
-            self._refuse_to_run()
-
-    def _refuse_to_run(self) -> None:
-        if self.shards and not self._guards:
-            self._guards.append(self._model.register_forward_pre_hook(self._refuse))
-            self._guards.append(self._model.register_state_dict_pre_hook(self._refuse))  # type: ignore[no-untyped-call]
-
-    def _refuse(self, *_: object) -> None:
+    def _refuse(self) -> None:
         shown = ", ".join(f"'{n}'" for n in sorted(self.shards))
         raise PlanError(
             f"the rows of {shown} are spread over the ranks, so the model can neither run nor be saved by itself: use "

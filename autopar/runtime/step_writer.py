@@ -128,7 +128,8 @@ class LocalWriter(Writer):
 
     def _primitive(self, p: Primitive) -> None:
         """Only what the graph cannot be computed without."""
-        if p.group in self.program.resident and p.kind in (*COLLECTIVES, Kind.LOCAL, Kind.WAIT):
+        resident = p.group in self.program.resident and p.kind in (*COLLECTIVES, Kind.LOCAL, Kind.WAIT)
+        if resident or (p.late and p.kind is Kind.WAIT):
             super()._primitive(p)
 
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:

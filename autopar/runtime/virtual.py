@@ -35,6 +35,7 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime import parts
+from autopar.runtime.late import LateParameters
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
 from autopar.runtime.writer import Target, Written
@@ -110,7 +111,8 @@ class VirtualProgram:
         Rendezvous(group).agree("order of collectives", program.order_hash)
         self.program = program
         self._group = group
-        self.module = virtual_step(graph, program, times, group, clip_grad_norm)
+        self._late = LateParameters(torch.nn.Module())
+        self.module = virtual_step(graph, program, times, group, self._late, clip_grad_norm)
         self._device = Device(max((p.bytes for p in program.primitives), default=0))
 
     def step(self) -> torch.Tensor:
@@ -123,14 +125,23 @@ class VirtualProgram:
             self._device.reach()
         return loss
 
+    def synchronize(self) -> None:
+        """Receives what is still on its way from the last step."""
+        self._late.arrive()
+
 
 def virtual_step(
-    graph: TrainingGraph, program: StepProgram, times: DeviceTimes, group: Group, clip_grad_norm: float | None = None
+    graph: TrainingGraph,
+    program: StepProgram,
+    times: DeviceTimes,
+    group: Group,
+    late: LateParameters,
+    clip_grad_norm: float | None,
 ) -> torch.fx.GraphModule:
     """The step as a module from a `Device` and the weights of `StepWriter.write` to the loss."""
     if program.context.clips != (clip_grad_norm is not None):
         raise ValueError("the plan was lowered with clipping, or the step is to be written with it, and not both")
-    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm)
+    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm, late.of)
     return VirtualWriter(graph, program, target, times).write()
 
 
@@ -203,7 +214,7 @@ class VirtualWriter(StepWriter):
     def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
         return []
 
-    def _store(self, p: Primitive, value: Written) -> Written:
+    def _stores(self, p: Primitive) -> None:
         return None
 
 

@@ -21,6 +21,7 @@ from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
 from autopar.runtime import collectives, head_writer, parts, row_writer
 from autopar.runtime.fragments import Fragment, fragments, own_rows, pack
+from autopar.runtime.late import Late
 from autopar.runtime.modules import Clip, Store, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group as ProcessGroup
@@ -46,6 +47,9 @@ class Target:
     part: Callable[[int, tuple[Fragment, ...]], OptimizerPart]
     """The optimizer over fragments of a sync group; called once per group, with its index."""
     max_norm: float | None = None
+    late: Callable[[int, Store | None], Late] | None = None
+    """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
+    `None` where nothing is."""
 
 
 class Writer:
@@ -152,7 +156,11 @@ class Writer:
             self.whole_step(p)
             return
         value = self.values.get(p.inputs[0]) if p.inputs else None
+        if p.late and p.kind is Kind.STORE:  # written by the wait in front of it
+            return
         self.values[p.index] = getattr(self, f"_{p.kind.value}")(p, value)
+        if p.late and p.kind is not Kind.WAIT:
+            self.call_module(f"late_{p.group}", self._late(p), (self.values[p.index],))
 
     def _pack(self, p: Primitive, value: Written) -> Written:
         group = self._group(p)
@@ -294,7 +302,13 @@ class Writer:
             return None
         return self.target.group.name if p is None else self.target.group.channel(p.teams, p.lane)
 
+    def _late(self, p: Primitive) -> Late:
+        assert self.target.late is not None, "only a program with an optimizer has parameters on their way"
+        return self.target.late(p.group, self._stores(p))
+
     def _wait(self, p: Primitive, value: Written) -> Written:
+        if p.late:
+            return self.call_module(f"late_{p.group}", self._late(p), ())
         done = self.call(collectives.wait, (value,))
         source = self.program.primitives[p.inputs[0]]
         return self.sum_parts(p, done) if source.kind is Kind.REDUCE_SCATTER else done
@@ -317,19 +331,20 @@ class Writer:
         raise NotImplementedError("only a program without an optimizer delivers gradients")
 
     def _store(self, p: Primitive, value: Written) -> Written:
-        source = self._owner_of(p)
-        if source == self.target.rank:
+        store = self._stores(p)
+        return None if store is None else self.call_module(f"store_{p.group}", store, (value,))
+
+    def _stores(self, p: Primitive) -> Store | None:
+        """What writes a received value into the parameters; `None` where this rank has sent it."""
+        if self._owner_of(p) == self.target.rank:
             return None
-        module = Store(fragments(self._group(p), self.target.parameters))
-        return self.call_module(f"store_{p.group}", module, (value,))
+        return Store(fragments(self._group(p), self.target.parameters))
 
     def _owner_of(self, p: Primitive) -> int | None:
         """The rank that already holds what is stored: the owner, where the value came by broadcast."""
-        while p.inputs:
+        while p.kind is not Kind.BROADCAST and p.inputs:
             p = self.program.primitives[p.inputs[0]]
-            if p.kind is Kind.BROADCAST:
-                return p.owner
-        return None
+        return p.owner if p.kind is Kind.BROADCAST else None
 
     def _clip(self, p: Primitive, value: Written) -> Written:
         assert self.target.max_norm is not None

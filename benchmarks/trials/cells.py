@@ -89,7 +89,7 @@ class Cell:
             self.graph,
             cluster,
             Topology(cluster),
-            Context(cluster.world_size, sparse_update=self.workload.sparse_update).on(cluster),
+            Context(cluster.world_size, late_parameters=True, sparse_update=self.workload.sparse_update).on(cluster),
             AnalyticCostModel(self.workload.optimizer),
             "rounded",
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.errors import PlanError
 from autopar.search.base import Problem
-from autopar.search.builders import BUILDERS, ROUNDED_SUFFIX, builder_named
+from autopar.search.builders import builder_named, names
 from autopar.search.builders.common import by_readiness, issue_order
 from autopar.search.moves import Groups, Neighbourhood
 from autopar.spec.plan import ParameterSlice, SyncGroup, partition_problems
@@ -29,7 +29,7 @@ class PlanSource:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.near = Neighbourhood(problem)
-        self.names = [*BUILDERS, *(name + ROUNDED_SUFFIX for name in BUILDERS)]
+        self.names = names(rounded=True, late=problem.context.late_parameters)
         self._spices: tuple[Callable[[Groups, random.Random], Groups | None], ...] = (
             self._unequal_shares,
             self._sliced,

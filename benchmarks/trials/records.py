@@ -201,7 +201,8 @@ class Dataset:
     def program(self, trial: Trial) -> StepProgram:
         """The lowered plan, whose `order_hash` is that of the trial."""
         cluster, sparse_update = self.cluster(trial), self.graphs[trial.graph].sparse_update
-        context = Context(cluster.world_size, clips=trial.clip_grad_norm is not None, sparse_update=sparse_update)
+        clips = trial.clip_grad_norm is not None
+        context = Context(cluster.world_size, clips=clips, late_parameters=True, sparse_update=sparse_update)
         return lower_plan(self.groups(trial), self.graph(trial), context.on(cluster))
 
     def repeats(self) -> Mapping[str, list[Trial]]:

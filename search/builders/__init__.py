@@ -1,12 +1,13 @@
 """Plan builders: AutoDist's eight, and what a person would write by hand. The search starts from them.
 
 `BUILDERS` names those that are exact. A name with `+bf16` behind it is the same plan with bfloat16 on the wire,
-which `fidelity="rounded"` allows.
+which `fidelity="rounded"` allows; with `+late`, one whose parameters come back in the next step, which
+`late_parameters=True` allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.errors import PlanError, did_you_mean
 from autopar.ir.training_graph import Parameter
@@ -17,12 +18,13 @@ from autopar.search.builders.parallax import parallax
 from autopar.search.builders.parameter_server import partitioned_ps, ps, ps_load_balancing, uneven_partitioned_ps
 from autopar.search.builders.structured import structured
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import SyncGroup
+from autopar.spec.plan import OptionValue, SyncGroup
 from autopar.strategies import Context, strategy_named
 
-__all__ = ["AUTODIST", "BUILDERS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse"]
+__all__ = ["AUTODIST", "BUILDERS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse", "names"]
 
 ROUNDED_SUFFIX = "+bf16"
+LATE_SUFFIX = "+late"
 
 AUTODIST: dict[str, Builder] = {
     "PS": ps,
@@ -66,30 +68,55 @@ BUILDERS: dict[str, Builder] = {
 
 
 def builder_named(name: str) -> Builder:
-    """Looks a builder up, `+bf16` allowed; raises `PlanError` with the nearest name where there is none."""
-    exact = name.removesuffix(ROUNDED_SUFFIX)
-    if exact not in BUILDERS:
+    """Looks a builder up, with any of the suffixes; raises `PlanError` with the nearest name where there is none."""
+    plain, *suffixes = name.split("+")
+    if plain not in BUILDERS or not {f"+{s}" for s in suffixes} <= SUFFIXES.keys():
         raise PlanError(
-            f"no plan builder is called '{name}'{did_you_mean(exact, BUILDERS)} known: {', '.join(BUILDERS)}, "
-            f"each also with {ROUNDED_SUFFIX}"
+            f"no plan builder is called '{name}'{did_you_mean(plain, BUILDERS)} known: {', '.join(BUILDERS)}, "
+            f"each also with {' or '.join(SUFFIXES)}"
         )
-    return BUILDERS[exact] if exact == name else _rounded(BUILDERS[exact])
+    builder = BUILDERS[plain]
+    for suffix in suffixes:
+        builder = _changed(builder, SUFFIXES[f"+{suffix}"])
+    return builder
 
 
-def _rounded(builder: Builder) -> Builder:
-    """The same groups with bfloat16 on the wire, where the strategy and the dtype have something to narrow."""
+def names(rounded: bool, late: bool) -> list[str]:
+    """All builders, with each suffix that is allowed."""
+    found = list(BUILDERS)
+    for suffix, allowed in ((ROUNDED_SUFFIX, rounded), (LATE_SUFFIX, late)):
+        found += [name + suffix for name in found if allowed]
+    return found
+
+
+def _changed(builder: Builder, change: Callable[[SyncGroup, Parameter], SyncGroup]) -> Builder:
+    """The same groups, each changed, where there are several ranks."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         groups = builder(parameters, context, cluster)
         if context.world_size == 1:
             return groups
-        wide = {p.name for p in parameters if p.spec.dtype in ("float32", "float64")}
-        return tuple(_narrow(g) if g.members[0].name in wide else g for g in groups)
+        table = {p.name: p for p in parameters}
+        return tuple(change(g, table[g.members[0].name]) for g in groups)
 
     return build
 
 
-def _narrow(group: SyncGroup) -> SyncGroup:
-    if "wire" not in strategy_named(group.strategy).options_type.model_fields:
+def _rounded(group: SyncGroup, first: Parameter) -> SyncGroup:
+    """With bfloat16 on the wire, where the dtype has something to narrow."""
+    return _with(group, "wire", "bfloat16") if first.spec.dtype in ("float32", "float64") else group
+
+
+def _late(group: SyncGroup, first: Parameter) -> SyncGroup:
+    """With parameters that come back in the next step."""
+    return _with(group, "late", True)
+
+
+def _with(group: SyncGroup, option: str, value: OptionValue) -> SyncGroup:
+    """With an option, where the strategy has it."""
+    if option not in strategy_named(group.strategy).options_type.model_fields:
         return group
-    return group.model_copy(update={"options": {**group.options, "wire": "bfloat16"}})
+    return group.model_copy(update={"options": {**group.options, option: value}})
+
+
+SUFFIXES = {ROUNDED_SUFFIX: _rounded, LATE_SUFFIX: _late}

@@ -152,12 +152,15 @@ def group(world_size: int) -> Group:
 
 def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Context) -> Plan:
     """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model; `parts` sends
-    what gradients are made of, for all that have structure; `heads` shares the classes of heads out; `shares` the rows
-    of tables as well."""
+    what gradients are made of, for all that have structure; `late` leaves parameters to the next step; `heads` shares
+    the classes of heads out; `shares` the rows of tables as well."""
     cluster = ClusterSpec.local(world_size)
     if strategy in ("heads", "shares"):
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _in_shares(graph, strategy == "shares")})
+    if strategy == "late":
+        plan = build_plan("AllReduce", graph, cluster, context)
+        return plan.model_copy(update={"groups": _late(graph, world_size)})
     if strategy == "parts":
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _by_structure(graph)})
@@ -207,6 +210,18 @@ def _in_shares(graph: TrainingGraph, with_tables: bool) -> tuple[SyncGroup, ...]
     )
 
 
+def _late(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
+    """Parameters that come back in the next step: from all ranks, from one, and some that do not."""
+    by_use = sorted(graph.parameters, key=lambda p: p.ready)
+    options: tuple[dict[str, Any], ...] = ({"late": True}, {"owner": world_size - 1, "late": True}, {})
+    names = ("partitioned_parameter_server", "parameter_server", "partitioned_parameter_server")
+    return tuple(
+        SyncGroup(strategy=name, options=chosen, members=_whole(by_use[i::3]))
+        for i, (name, chosen) in enumerate(zip(names, options, strict=True))
+        if by_use[i::3]
+    )
+
+
 def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
     return tuple(ParameterSlice(name=p.name) for p in parameters)
 
@@ -216,7 +231,7 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
     net, make, loss_fn = build(case.model)
     make_optimizer, clip, k = TRAININGS[case.training]
     optimizer = make_optimizer(net.parameters())
-    context = context_for(world_size, optimizer, "element", clip, True)
+    context = context_for(world_size, optimizer, "element", clip, True, late_parameters=True)
     graph = captured(case.model, SAMPLES[case.samples][rank])
     plan = plan_for(case.strategy, graph, world_size, context)
     program = Program(net, plan, group(world_size), optimizer, Settings(loss_fn, clip), context)

@@ -13,7 +13,7 @@ from tests.gloo.equality import TRAININGS, Case, run_cases
 from tests.gloo.ranks import run_worlds
 
 MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")
-STRATEGIES = ("ddp", "zero1", "mixed", "hierarchical", *AUTODIST)
+STRATEGIES = ("ddp", "zero1", "mixed", "late", "hierarchical", *AUTODIST)
 TRAINED = [t for t in TRAININGS if t != "plain"]
 CASES = [
     Case(model, strategy, training, ("equal", "unequal")[(i + i // len(TRAINED)) % 2])

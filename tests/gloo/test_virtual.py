@@ -18,6 +18,7 @@ CASES = [
         "PSLoadBalancing",
         "UnevenPartitionedPS",
         "zero1",
+        "zero1+late",
         "Parallax",
         "structured",
         "sharded_head",

@@ -83,7 +83,7 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
     n, max_norm = group.world_size, MAX_NORM if clips else None
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    context = context_for(n, optimizer, "element", max_norm, True).on(CLUSTER)
+    context = context_for(n, optimizer, "element", max_norm, True, late_parameters=True).on(CLUSTER)
     plan = build_plan(name, graph, CLUSTER, context)
 
     real = Program(model, plan, group, optimizer, _settings(max_norm), context)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(una
 
 RANKS = 2
 CLUSTER = ClusterSpec.loads("{hosts: [{name: host, count: 2, devices: 1 x cpu}], network: {bandwidth: 1 Gbit/s}}")
-CONTEXT = Context(RANKS).on(CLUSTER)
+CONTEXT = Context(RANKS, late_parameters=True).on(CLUSTER)
 STEPS = 4
 
 
@@ -51,7 +51,7 @@ def _trial(pool: Pool, graph: TrainingGraph, how: str = "well", name: str = "ddp
     return pool.trial(TrialSpec(_plan(graph, name), real, steps=STEPS))
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero1+late"])
 def test_real_and_virtual_compute_send_the_declared_bytes(pool: Pool, graph: TrainingGraph, name: str) -> None:
     real = _trial(pool, graph, name=name)
     virtual = pool.trial(TrialSpec(_plan(graph, name), VirtualCompute(graph), steps=STEPS))

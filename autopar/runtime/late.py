@@ -1,0 +1,63 @@
+"""Parameters on their way between two steps: sent as one step ends, received in the next one's forward pass, just
+before it reads them, or when somebody else wants to.
+
+Receiving is each rank's own matter, for the collective is under way already. So whoever runs or saves the model in
+between need not ask the other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from autopar.runtime import collectives
+from autopar.runtime.before_use import BeforeUse
+from autopar.runtime.modules import Store
+
+
+class Late(nn.Module):
+    """What is on its way of one sync group."""
+
+    def __init__(self, store: Store | None) -> None:
+        super().__init__()
+        self.store = store
+        """`None` where the rank has the parameters already, and only completes the collective."""
+        self._flat: torch.Tensor | None = None
+
+    def forward(self, flat: torch.Tensor | None = None) -> None:
+        """Keeps the result of a collective that was begun; without one, waits for what is kept, and stores it."""
+        if flat is None and self._flat is not None:
+            found = collectives.wait(self._flat)
+            if self.store is not None:
+                self.store(found)
+        self._flat = flat
+
+
+class LateParameters:
+    """All groups of a program, whichever of its graphs begins or completes a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups: dict[int, Late] = {}
+        self._before_use = BeforeUse(model, self.arrive)
+
+    def of(self, group: int, store: Store | None) -> Late:
+        """A sync group's, by its index: the same for every graph."""
+        if group not in self._groups:
+            self._groups[group] = Late(store)
+            self._before_use.on()
+        return self._groups[group]
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Completes what is on its way."""
+        for late in self._groups.values():
+            late()
+
+    @contextlib.contextmanager
+    def traceable(self) -> Iterator[None]:
+        """While it is open, the model runs without looking what is on its way: only shapes are looked at."""
+        with self._before_use.off():
+            yield
