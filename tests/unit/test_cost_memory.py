@@ -24,7 +24,7 @@ def peaks(
         SyncGroup(strategy=strategy, members=(ParameterSlice(name=name),), options=options)
         for name, _ in reversed(LAYERS)
     ]
-    program = lower_plan(groups, graph, Context(n))
+    program = lower_plan(groups, graph, Context(n, late_parameters=True))
     return MemoryModel(graph).peaks(program, optimizer_cost(optimizer))
 
 
@@ -59,3 +59,10 @@ def test_activations_count_at_their_fullest() -> None:
 
 def test_adamw_is_assumed_to_keep_two_tensors() -> None:
     assert ADAMW.state_tensors == 2
+
+
+def test_parameters_on_their_way_are_held_through_the_forward_pass() -> None:
+    """All four weights, received and not yet stored, beside what the forward pass holds."""
+    at_once, late = (peaks("partitioned_parameter_server", live_bytes=10**9, late=x) for x in (False, True))
+    assert max(late) >= max(at_once)
+    assert max(late) - 10**9 >= (4 + 2 + 4) * WEIGHT

@@ -101,3 +101,22 @@ def test_ranks_that_do_the_same_are_simulated_once() -> None:
     assert representatives([same], [0, 0, 0, 0]) == [0]
     assert representatives([same, owner], [0, 0, 0, 0]) == [0, 1]
     assert representatives([same, owner], [0, 0, 1, 0]) == [0, 1, 2]
+
+
+def test_what_the_next_step_receives_is_hidden_by_its_forward_pass() -> None:
+    """Of 3 s behind the backward pass, the next step's first node, before the wait, hides 1 s."""
+    placed = [
+        Placed(Primitive(0, Kind.WAIT, 0, (1,), 1, "float32", 1, position=0, late=True), 0),
+        Placed(Primitive(1, Kind.ALL_GATHER, 0, (), 1, "float32", 1, late=True), 3),
+    ]
+    step = StepProgram(Context(2), (), tuple(p.primitive for p in placed), tuple(placed))
+    prices = [local(0.25), transfer(3.0)]
+    outcome = run(step, prices)
+    assert outcome.step_time_s == pytest.approx(3 + 0.25 + 3)
+    assert outcome.compute_s == pytest.approx(4.25)
+    assert outcome.communication_s == pytest.approx(3.0)
+    assert [(s.start_s, s.stop_s) for s in outcome.spans if s.lane == "gloo"] == [(0.0, 3.0)]
+    # With all of the forward pass in front of the wait, another second.
+    late = Placed(placed[0].primitive, 1)
+    again = StepProgram(Context(2), (), step.primitives, (late, placed[1]))
+    assert run(again, prices).step_time_s == pytest.approx(2 + 0.25 + 3)
