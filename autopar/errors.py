@@ -11,7 +11,8 @@ AutoparError
  |- InfeasibleError           no plan satisfies the constraints
  |- CollectiveError           ranks disagree, or a rank is late or gone
  |- LabUnavailable            this machine cannot emulate a cluster (`autopar.lab`)
- `- VerificationError         the distributed program differs from the single process
+ |- VerificationError         the distributed program differs from the single process
+ `- ConformanceError          a strategy breaks a promise (`autopar.testing`)
 
 Each message says what, where, what was expected, and what to do. Everything here derives
 from `ValueError` or `RuntimeError` as well, so that code unaware of autopar can catch it.
@@ -65,6 +66,10 @@ class CollectiveError(AutoparError, RuntimeError):
 
 class VerificationError(AutoparError, RuntimeError):
     """The distributed program does not compute what the single process computes."""
+
+
+class ConformanceError(AutoparError, RuntimeError):
+    """A strategy breaks a promise that every strategy makes."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

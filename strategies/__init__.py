@@ -34,6 +34,7 @@ __all__ = [
     "Strategy",
     "SufficientFactors",
     "Value",
+    "register",
     "strategy_named",
 ]
 
@@ -57,3 +58,12 @@ def strategy_named(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise PlanError(f"unknown strategy '{name}'{did_you_mean(name, STRATEGIES)} known: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]
+
+
+def register(strategy: Strategy) -> None:
+    """Makes a strategy of your own known: plans may name it, and the search tries it where it applies. To be called in
+    every process that makes or runs such plans. Raises `PlanError` where another strategy has its name."""
+    known = STRATEGIES.get(strategy.name)
+    if known is not None and type(known) is not type(strategy):
+        raise PlanError(f"there is a strategy '{strategy.name}' already: {type(known).__qualname__}")
+    STRATEGIES[strategy.name] = strategy

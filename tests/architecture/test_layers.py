@@ -20,6 +20,7 @@ ORDER = [
     "api",
     "verification",
     "lab",
+    "testing",
     "report",
     "cli",
 ]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar import ClusterSpec, Plan
-from autopar.ir.batch import call_model, flatten
+from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.optimizer import context_for
@@ -22,23 +22,16 @@ from autopar.runtime.program import Program, Settings, signature_key
 from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
+from autopar.testing import classes, lookups
+from autopar.testing.tasks import Task
+from autopar.testing.training import SAMPLES, TRAININGS, batches, differences
 from benchmarks.zoo import find, huggingface, plain
 from benchmarks.zoo.batches import CLASSES
 from benchmarks.zoo.resnet import ResNet
-from tests.gloo import classes, lookups
 
 STEPS = 10
 CLASSES_OF = {"classes": 13, "few-classes": 3, "smoothed": 13}
 """Of models with a head."""
-SAMPLES = {"equal": (2, 2, 2, 2), "unequal": (3, 1, 4, 2)}
-TRAININGS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float | None, int]] = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 1),
-    "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-3), None, 1),
-    "clipped": (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05, 1),
-    "plain": (lambda p: torch.optim.SGD(p, lr=0.05), None, 1),
-    "accumulated": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), None, 2),
-}
-"""Optimizer, gradient clipping, micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -54,26 +47,39 @@ class Case:
         return f"{self.model}-{self.strategy}-{self.training}-{self.samples}"
 
 
-def build(name: str) -> tuple[nn.Module, Callable[[int, int], Any], Any]:
-    """A model in float64, its batches by (samples, seed), and its loss function."""
-    torch.manual_seed(7)
+@cache
+def task(name: str) -> Task:
+    """A model in float64, its batches and its loss."""
     if name == "gpt2":  # its own loss is computed in float32, whatever the model's dtype
         entry = find(huggingface.ENTRIES, "gpt2")
-        model = entry.build()
-        return model.double().train(), lambda n, s: _with_ignored(entry.batch(n, s), s), language_loss
+        return Task(
+            name,
+            _seeded(entry.build),
+            lambda n, s: _with_ignored(entry.batch(n, s), s),
+            language_loss,
+            lambda target: classes.weight(target[:, 1:]),
+        )
     if name == "resnet":  # shallow: over the few pixels of a deep stage, batch norm of three samples is ill-conditioned
         images = find(plain.ENTRIES, "resnet18")
-        model = ResNet((1, 1), width=8, classes=CLASSES)
-        return model.double().train(), lambda n, s: _double(images.batch(n, s)), images.loss_fn
+        model = _seeded(lambda: ResNet((1, 1), width=8, classes=CLASSES))
+        return Task(name, model, lambda n, s: _double(images.batch(n, s)), images.loss_fn)
     if name in CLASSES_OF:
         number = CLASSES_OF[name]
-        model = classes.Classes(number, bias=name == "classes")
+        model = _seeded(lambda: classes.Classes(number, bias=name == "classes"))
         loss = classes.smoothed_loss if name == "smoothed" else classes.loss
-        return model.double().train(), lambda n, s: classes.batch(n, s, number), loss
+        return Task(name, model, lambda n, s: classes.batch(n, s, number), loss, classes.weight)
     if name == "lookups":
-        return lookups.Lookups().double().train(), lookups.batch, F.mse_loss
+        return Task(name, _seeded(lookups.Lookups), lookups.batch, F.mse_loss)
     entry = find(plain.ENTRIES, name)
-    return entry.build().double().train(), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn
+    return Task(name, _seeded(entry.build), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn)
+
+
+def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        return make().double().train()
+
+    return build
 
 
 def language_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -93,55 +99,11 @@ def _double(batch: Any) -> Any:
     return flat.rebuild(tuple(t.double() if t.is_floating_point() else t for t in flat.tensors))
 
 
-def batches(make: Callable[[int, int], Any], step: int, rank: int, case: Case) -> list[Any]:
-    """A rank's micro-batches of a step."""
-    k = TRAININGS[case.training][2]
-    return [make(SAMPLES[case.samples][rank], 1000 * step + 10 * rank + i) for i in range(k)]
-
-
-@cache
-def reference(model: str, training: str, samples: str, world_size: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The same training in one eager process: parameters after the last step, and the loss of every step.
-
-    Each rank's batch goes through the model for itself, weighted by what its loss is a mean over. That is the global
-    batch's mean, and leaves batch normalization to each rank's batch, as documented.
-    """
-    net, make, loss_fn = build(model)
-    make_optimizer, clip, _ = TRAININGS[training]
-    optimizer = make_optimizer(net.parameters())
-    case = Case(model, "", training, samples)
-    losses = []
-    for step in range(STEPS):
-        parts = [b for r in range(world_size) for b in batches(make, step, r, case)]
-        weights = [_weight(model, b[1]) for b in parts]
-        optimizer.zero_grad()
-        total = 0.0
-        for part, weight in zip(parts, weights, strict=True):
-            output, target = call_model(net, part, True)
-            if weight == 0:  # a mean over nothing
-                continue
-            loss = loss_fn(output, target) * (weight / sum(weights))
-            loss.backward()
-            total += loss.item()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        losses.append(total)
-    return {n: p.detach() for n, p in net.named_parameters()}, losses
-
-
-def _weight(model: str, target: torch.Tensor) -> float:
-    """What a batch's loss is a mean over."""
-    if model == "gpt2":
-        return classes.weight(target[:, 1:])
-    return classes.weight(target) if model in CLASSES_OF else len(target)
-
-
 @cache
 def captured(model: str, samples: int) -> TrainingGraph:
     """The graph of a model for a batch size; the same for every plan."""
-    net, make, loss_fn = build(model)
-    return training_graph(net, flatten(make(samples, 0)), loss_fn)
+    made = task(model)
+    return training_graph(made.model(), flatten(made.batch(samples, 0)), made.loss_fn)
 
 
 @cache
@@ -228,26 +190,16 @@ def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
 
 def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
     """The largest differences between a plan's training and one process's, on this rank."""
-    net, make, loss_fn = build(case.model)
-    make_optimizer, clip, k = TRAININGS[case.training]
-    optimizer = make_optimizer(net.parameters())
-    context = context_for(world_size, optimizer, "element", clip, True, late_parameters=True)
+    made, how = task(case.model), TRAININGS[case.training]
+    model = made.model()
+    optimizer = how.optimizer(model.parameters())
+    context = context_for(world_size, optimizer, "element", how.clip, True, late_parameters=True)
     graph = captured(case.model, SAMPLES[case.samples][rank])
     plan = plan_for(case.strategy, graph, world_size, context)
-    program = Program(net, plan, group(world_size), optimizer, Settings(loss_fn, clip), context)
-    program.adopt(signature_key(net, flatten(batches(make, 0, rank, case)[0])), graph)
-    losses = []
-    for step in range(STEPS):
-        mine = batches(make, step, rank, case)
-        loss = program.step(micro_batches=mine) if k > 1 else program.step(mine[0])
-        losses.append(loss.item())
-    expected, expected_losses = reference(case.model, case.training, case.samples, world_size)
-    with program.gathered():
-        found = {n: p.detach() for n, p in net.named_parameters()}
-    return {
-        "parameters": max(float((p - expected[n]).abs().max()) for n, p in found.items()),
-        "loss": max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
-    }
+    program = Program(model, plan, group(world_size), optimizer, Settings(made.loss_fn, how.clip), context)
+    first = batches(made, case.training, case.samples, 0, rank)[0]
+    program.adopt(signature_key(model, flatten(first)), graph)
+    return differences(program, made, case.training, case.samples, rank, world_size, STEPS)
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, float]]:

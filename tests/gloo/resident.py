@@ -16,7 +16,7 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
-from tests.gloo import classes
+from autopar.testing import classes
 
 CLASSES = 13
 SAMPLES = (3, 1, 2)

@@ -1,75 +1,77 @@
-"""The strategy that CONTRIBUTING.md shows trains as one process does."""
+"""The strategy that CONTRIBUTING.md shows keeps its promises; one that does not is found out."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.lab import launch, this_machine
+import pytest
+
+from autopar.errors import ConformanceError, PlanError
+from autopar.strategies import STRATEGIES
+from autopar.testing import Conformance, check_strategy
 
 GUIDE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
-
-TRAIN = """
-import os, re, sys
-from pathlib import Path
-from types import ModuleType
-
-import torch
-
-import autopar
-from autopar.spec.plan import ModelFingerprint, ParameterSlice, ParameterSpec, Plan, SyncGroup
-from autopar.strategies import STRATEGIES
-
-example = ModuleType("two_phase")
-exec(re.search(r"```python\\n(.*?)```", Path(sys.argv[1]).read_text(), re.DOTALL)[1], example.__dict__)
-STRATEGIES["two_phase"] = example.TwoPhase()
-
-rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FORGETFUL = """
+from autopar.strategies.base import Options, Strategy
 
 
-def fresh():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+class Forgetful(Strategy):
+    name = "forgetful"
+    summary = "sums on rank 0, which updates, and tells nobody"
 
+    def options(self, context):
+        return [Options()]
 
-def loss_fn(output, target):
-    return torch.nn.functional.mse_loss(output, target)
-
-
-random = torch.Generator().manual_seed(1)
-batches = [
-    [tuple(torch.randn(3, n, generator=random, dtype=torch.float64) for n in (5, 3)) for _ in range(ranks)]
-    for _ in range(4)
-]
-
-model, optimizer = fresh()
-table = tuple(ParameterSpec(name=n, shape=tuple(p.shape), dtype="float64") for n, p in model.named_parameters())
-plan = Plan(
-    name="example",
-    model=ModelFingerprint(name="Sequential", parameters=table),
-    cluster=autopar.ClusterSpec.local(ranks).fingerprint,
-    groups=(
-        SyncGroup(strategy="two_phase", members=tuple(ParameterSlice(name=p.name) for p in table[2:])),
-        SyncGroup(strategy="two_phase", members=tuple(ParameterSlice(name=p.name) for p in table[:2])),
-    ),
-)
-program = autopar.optimize(model, example_inputs=batches[0][rank], loss_fn=loss_fn, optimizer=optimizer, plan=plan)
-for batch in batches:
-    program.step(batch[rank])
-
-alone, optimizer = fresh()
-for batch in batches:
-    optimizer.zero_grad()
-    inputs, targets = (torch.cat(parts) for parts in zip(*batch))
-    loss_fn(alone(inputs), targets).backward()
-    optimizer.step()
-
-pairs = zip(model.parameters(), alone.parameters(), strict=True)
-print(max((a - b).abs().max().item() for a, b in pairs))
+    def lower(self, group, options, emit):
+        emit.update(emit.wait(emit.reduce(emit.pack(group), 0)), group)
 """
 
 
-def test_the_example_trains_as_one_process_does() -> None:
-    differences = launch([this_machine()] * 3, [sys.executable, "-c", TRAIN, str(GUIDE)], timeout_s=240)
-    assert max(float(d) for d in differences) < 1e-10
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose modules can be imported, here and by the ranks; what they register is forgotten."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = dict(STRATEGIES)
+    yield tmp_path
+    STRATEGIES.clear()
+    STRATEGIES.update(before)
+    for name in ("two_phase", "forgetful"):
+        sys.modules.pop(name, None)
+
+
+def test_the_example_keeps_its_promises(modules: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert example is not None
+    (modules / "two_phase.py").write_text(example[1])
+    lines: list[str] = []
+    found = check_strategy("two_phase:TwoPhase", worlds=(1, 2, 3), progress=lines.append)
+    found.raise_if_broken()
+    assert {f.kind for f in found.findings} >= {"equality", "order", "parity"}
+    assert "two_phase on 3 ranks: dense" in lines
+    assert "keeps its promises" in str(found)
+
+
+def test_one_that_does_not_is_found_out(modules: Path) -> None:
+    (modules / "forgetful.py").write_text(FORGETFUL)
+    found = check_strategy("forgetful:Forgetful", worlds=(2,))
+    assert {f.kind for f in found.broken} == {"equality"}
+    assert all("differs by" in f.said for f in found.broken)
+    with pytest.raises(ConformanceError, match="forgetful: does not keep its promises"):
+        found.raise_if_broken()
+
+
+def test_what_is_no_strategy_is_said_at_once(modules: Path) -> None:
+    with pytest.raises(PlanError, match="did you mean 'all_reduce'"):
+        check_strategy("all_reduced")
+    with pytest.raises(PlanError, match=r"Expected package\.module:Class"):
+        check_strategy("autopar.strategies:AllReduced")
+    with pytest.raises(PlanError, match="is no strategy"):
+        check_strategy("autopar.strategies:Context")
+
+
+def test_nothing_looked_at_is_not_a_promise_kept() -> None:
+    with pytest.raises(ConformanceError, match="applies to nothing"):
+        Conformance("none", ()).raise_if_broken()

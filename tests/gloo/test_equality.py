@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from autopar.search import AUTODIST
-from tests.gloo.equality import TRAININGS, Case, run_cases
+from autopar.testing.training import TRAININGS
+from tests.gloo.equality import Case, run_cases
 from tests.gloo.ranks import run_worlds
 
 MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")

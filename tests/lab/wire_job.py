@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.ir.primitives import wire_bytes
 from autopar.runtime.process_group import join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
-
-STEPS = 5
-SAMPLES, WORDS = 60, 500
-
-
-class Net(nn.Module):
-    """Two linear layers, of which the second scores classes, and a table of which each sample looks five rows up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(500, 1001), nn.Linear(1001, 500)
-        self.table = nn.Embedding(WORDS, 1001)
-
-    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.first(x) + self.table(words).sum(1))
-        scores: torch.Tensor = self.second(hidden)
-        return scores
-
-
-def sent_in_namespace() -> int:
-    """Bytes that all processes of this namespace have sent over its loopback."""
-    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+from autopar.testing.wire import SAMPLES, WIDE, seen_and_declared
 
 
 def _group(strategy: str, names: list[str], wire: str) -> SyncGroup:
@@ -54,11 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = Net()
-    words = torch.randint(0, WORDS // 2, (SAMPLES, 5))
-    batch = ((torch.randn(SAMPLES, 500), words), torch.randint(0, 500, (SAMPLES,)))
-    graph = training_graph(model, flatten(batch), nn.functional.cross_entropy)
+    model, batch = WIDE.model(), WIDE.batch(SAMPLES, 0)
+    graph = training_graph(model, flatten(batch), WIDE.loss_fn)
     context = Context(n)
     base = build_plan("AllReduce", graph, ClusterSpec.local(n), context)
     members = base.groups[0].members
@@ -101,19 +73,9 @@ def main() -> None:
         plan = base.model_copy(update={"groups": groups})
         mine = copy.deepcopy(model)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.01)
-        program = Program(mine, plan, group, optimizer, Settings(nn.functional.cross_entropy), context)
-        compiled = program.adopt(signature_key(mine, flatten(batch)), graph)
-        program.step(batch)
-        dist.barrier()
-        looks = []
-        for _ in range(STEPS):
-            before = sent_in_namespace()
-            dist.barrier()
-            program.step(batch)
-            dist.barrier()
-            looks.append(sent_in_namespace() - before)
-        seen = statistics.median(looks)  # on a busy machine TCP now and then sends a segment twice
-        declared = sum(sum(wire_bytes(p, n)[0]) for p in compiled.program.primitives)
+        program = Program(mine, plan, group, optimizer, Settings(WIDE.loss_fn), context)
+        program.adopt(signature_key(mine, flatten(batch)), graph)
+        seen, declared = seen_and_declared(program, batch)
         found[name] = {"seen": seen, "declared": declared}
     if rank == 0:
         sys.stdout.write(json.dumps(found))

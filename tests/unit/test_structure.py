@@ -9,7 +9,7 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
-from tests.gloo import lookups
+from autopar.testing import lookups
 
 
 def _graph(samples: int = 4, seed: int = 1) -> TrainingGraph:

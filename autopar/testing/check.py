@@ -1,0 +1,77 @@
+"""Starts the ranks of a conformance check, and puts together what they have found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autopar.lab import Job, private_namespace, this_machine, unavailable_reason
+from autopar.lab.host import Host
+from autopar.strategies import Strategy
+from autopar.testing.findings import Conformance, Finding
+from autopar.testing.load import load
+from autopar.testing.rank import LOOKS_AT, MARK
+
+WORLDS = (1, 2, 3, 4, 5)
+_TIMEOUT_S = 1800.0
+
+
+def check_strategy(
+    strategy: str | type[Strategy],
+    worlds: Sequence[int] = WORLDS,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Conformance:
+    """Looks whether a strategy keeps its promises (`autopar.testing.findings.PROMISES`), on as many ranks as `worlds`
+    says, all on this machine; takes a minute or a few. `progress` is told what is looked at.
+
+    `strategy`: its name, its class, or where that is: `package.module:MyStrategy`. The class must be importable by
+    other processes. Raises `PlanError` where there is no such strategy; what it breaks is in the result.
+    """
+    where = strategy if isinstance(strategy, str) else f"{strategy.__module__}:{strategy.__qualname__}"
+    name = load(where).name
+    reason = unavailable_reason()
+    if reason is not None:
+        findings = _found(this_machine(), where, worlds, False, progress)
+        return Conformance(name, findings, (f"bytes on the wire were not counted: {reason}",))
+    with private_namespace() as host:
+        return Conformance(name, _found(host, where, worlds, True, progress))
+
+
+def _found(
+    host: Host, where: str, worlds: Sequence[int], with_bytes: bool, progress: Callable[[str], None]
+) -> tuple[Finding, ...]:
+    told = {"strategy": where, "worlds": list(worlds), "port": 23450, "bytes": with_bytes}
+    argv = [sys.executable, "-m", "autopar.testing.rank", json.dumps(told)]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    with Job([host] * max(worlds), argv, env) as job:
+        said = job.wait(_TIMEOUT_S, _Following(job, progress))
+    merged: dict[tuple[str, str], Finding] = {}
+    for rank, text in enumerate(said):
+        line = next(line for line in text.splitlines() if line.startswith(MARK))
+        for entry in json.loads(line.removeprefix(MARK)):
+            finding = Finding(**entry)
+            if not finding.kept:
+                finding = Finding(finding.kind, finding.case, False, f"rank {rank} {finding.said}")
+            first = merged.setdefault((finding.kind, finding.case), finding)
+            if first.kept and not finding.kept:
+                merged[finding.kind, finding.case] = finding
+    return tuple(merged.values())
+
+
+class _Following:
+    """Passes on what rank 0, which takes part in everything, says that it looks at."""
+
+    def __init__(self, job: Job, progress: Callable[[str], None]) -> None:
+        self._job = job
+        self._progress = progress
+        self._told = 0
+
+    def __call__(self) -> None:
+        lines = self._job.output(0, "stderr").read_text(errors="replace").splitlines()
+        for line in lines[self._told :]:
+            if line.startswith(LOOKS_AT):
+                self._progress(line.removeprefix(LOOKS_AT))
+        self._told = len(lines)

@@ -1,0 +1,218 @@
+"""A rank of a conformance check; started by `autopar.testing.check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.cost_models.analytic import StepPricer
+from autopar.errors import AutoparError
+from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph
+from autopar.ir.tables import GraphTables
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.optimizer import context_for
+from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.program import Program, Settings, signature_key
+from autopar.runtime.virtual import DeviceTimes, VirtualProgram
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.topology import Topology
+from autopar.strategies import Strategy
+from autopar.testing.cases import Use, uses
+from autopar.testing.findings import Finding, Kind
+from autopar.testing.load import load
+from autopar.testing.recorder import Recorder
+from autopar.testing.tasks import TASKS, Task
+from autopar.testing.training import SAMPLES, TRAININGS, batches, differences, reference
+from autopar.testing.wire import SAMPLES as WIDE_SAMPLES
+from autopar.testing.wire import WIDE, seen_and_declared
+from autopar.verification import ROUNDED_TOLERANCE
+
+STEPS = 4
+PATIENCE_S = 60.0
+MARK = "autopar-conformance "
+"""In front of what is found, on a line of its own: strategies may print, too."""
+LOOKS_AT = "autopar-conformance looks at "
+"""The same on stderr, of what comes next."""
+EQUAL, BYTES = 1e-10, 0.03
+
+
+class Rank:
+    """Looks at one strategy, on one number of ranks."""
+
+    def __init__(self, strategy: Strategy, group: Group) -> None:
+        self.strategy = strategy
+        self.group = group
+        self.findings: list[Finding] = []
+        self._graphs: dict[tuple[str, int], TrainingGraph] = {}
+        self._turn = group.world_size
+
+    def look(self, with_bytes: bool) -> None:
+        """Everything that can be seen on this many ranks."""
+        for task in TASKS.values():
+            sys.stderr.write(f"{LOOKS_AT}{self.strategy.name} on {self.group.world_size} ranks: {task.name}\n")
+            sys.stderr.flush()
+            for use in self._uses(task, SAMPLES["equal"][self.group.rank]):
+                case = f"{task.name}, {use.options}, {self.group.world_size} ranks"
+                if use.fidelity != "exact":
+                    if use.wire in ROUNDED_TOLERANCE and self.group.world_size > 1:
+                        self._rounding(task, use, case)
+                    continue
+                self._equality(task, use, case)
+                if self.group.world_size > 1:
+                    self._issued(task, use, case)
+        if with_bytes and self.group.world_size > 1:
+            for use in self._uses(WIDE, WIDE_SAMPLES):
+                self._bytes(use, f"{use.options}, {self.group.world_size} ranks")
+
+    def _uses(self, task: Task, samples: int) -> Iterator[Use]:
+        context = context_for(
+            self.group.world_size, self._optimizer(task, "sgd"), "element", None, True, late_parameters=True
+        )
+        try:
+            yield from uses(self.strategy, self._graph(task, samples), context)
+        except (AutoparError, AssertionError) as e:
+            case = f"{task.name}, {self.group.world_size} ranks"
+            self.findings.append(Finding("equality", case, False, f"cannot be lowered: {e}"))
+
+    def _equality(self, task: Task, use: Use, case: str) -> None:
+        """Two of the trainings each time, with equal and with unequal batches."""
+        names = [t for t in TRAININGS if t != "plain" or task.name == "tables"]
+        for samples in SAMPLES:
+            self._turn += 1
+            training = names[self._turn % len(names)]
+
+            def look(training: str = training, samples: str = samples) -> str | None:
+                rank, n = self.group.rank, self.group.world_size
+                program = self._program(task, use, training, SAMPLES[samples][rank])
+                found = differences(program, task, training, samples, rank, n, STEPS)
+                return None if max(found.values()) <= EQUAL else f"differs by {found}"
+
+            self._see("equality", f"{case}, {training}, {samples} batches", look)
+
+    def _rounding(self, task: Task, use: Use, case: str) -> None:
+        """A step of SGD is the gradient, times its rate."""
+
+        def look() -> str | None:
+            program = self._program(task, use, "plain", SAMPLES["unequal"][self.group.rank])
+            program.step(batches(task, "plain", "unequal", 0, self.group.rank)[0])
+            before = dict(task.model().named_parameters())
+            expected, _ = reference(task, "plain", "unequal", self.group.world_size, 1)
+            with program.gathered():
+                found = {n: p.detach().clone() for n, p in program.model.named_parameters()}
+            worst = 0.0
+            for name, value in expected.items():
+                moved = float((value - before[name].detach()).abs().max())
+                worst = max(worst, float((found[name] - value).abs().max()) / moved if moved else 0.0)
+            limit = ROUNDED_TOLERANCE[use.wire]
+            if 0 < worst <= limit:
+                return None
+            return f"is off by {worst:.1e} of the largest gradient, expected more than 0 and at most {limit:.1e}"
+
+        self._see("rounding", case, look)
+
+    def _issued(self, task: Task, use: Use, case: str) -> None:
+        """What real and virtual compute issue, and whether ranks agree."""
+
+        def look() -> str | None:
+            rank, samples = self.group.rank, SAMPLES["equal"][self.group.rank]
+            batch = task.batch(samples, 0)
+            program = self._program(task, use, "sgd", samples)
+            compiled = program.compile_for(batch)
+            recorder = Recorder(compiled.step)
+            compiled.step = recorder.run  # type: ignore[assignment]
+            program.step(batch)
+            program.synchronize()
+
+            # All that virtual compute is given has been through JSON, as on its way to a rank.
+            tables = GraphTables.model_validate_json(
+                GraphTables.of(self._graph(task, samples)).model_dump_json()
+            ).graph()
+            cluster = ClusterSpec.local(self.group.world_size)
+            times = DeviceTimes.of(StepPricer(tables, Topology(cluster)), compiled.program, rank)
+            virtual = VirtualProgram(tables, compiled.program, times, self.group)
+            again = Recorder(virtual.module)
+            virtual.module = again.run  # type: ignore[assignment]
+            virtual.step()
+            virtual.synchronize()
+            if recorder.calls != again.calls:
+                return f"issued {recorder.calls}, virtual compute {again.calls}"
+            return None
+
+        def agree() -> str | None:
+            samples = SAMPLES["unequal"][self.group.rank]
+            compiled = self._program(task, use, "sgd", samples).compile_for(
+                batches(task, "sgd", "unequal", 0, self.group.rank)[0]
+            )
+            said = Rendezvous(self.group).exchange(case, compiled.program.order_hash)
+            return None if len(set(said)) == 1 else f"orders differ: {said}"
+
+        self._see("parity", case, look)
+        self._see("order", case, agree)
+
+    def _bytes(self, use: Use, case: str) -> None:
+        def look() -> str | None:
+            program = self._program(WIDE, use, "plain", WIDE_SAMPLES)
+            seen, declared = seen_and_declared(program, WIDE.batch(WIDE_SAMPLES, 0))
+            off = abs(seen / declared - 1)
+            return None if off <= BYTES else f"{seen:.0f} bytes were seen, {declared} declared: {off:.1%} off"
+
+        self._see("bytes", case, look)
+
+    def _program(self, task: Task, use: Use, training: str, samples: int) -> Program:
+        how = TRAININGS[training]
+        model = task.model()
+        optimizer = how.optimizer(model.parameters())
+        context = context_for(self.group.world_size, optimizer, "element", how.clip, True, late_parameters=True)
+        program = Program(model, use.plan, self.group, optimizer, Settings(task.loss_fn, how.clip), context)
+        program.adopt(signature_key(model, flatten(task.batch(samples, 0))), self._graph(task, samples))
+        return program
+
+    def _optimizer(self, task: Task, training: str) -> torch.optim.Optimizer:
+        return TRAININGS[training].optimizer(task.model().parameters())
+
+    def _graph(self, task: Task, samples: int) -> TrainingGraph:
+        key = task.name, samples
+        if key not in self._graphs:
+            self._graphs[key] = training_graph(task.model(), flatten(task.batch(samples, 0)), task.loss_fn)
+        return self._graphs[key]
+
+    def _see(self, kind: Kind, case: str, look: Callable[[], Any]) -> None:
+        """Writes down what is wrong, where something is, errors included."""
+        try:
+            wrong = look()
+        except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as e:
+            wrong = f"{type(e).__name__}: {e}"
+        self.findings.append(Finding(kind, case, wrong is None, wrong or ""))
+
+
+def main(strategy: Strategy, port: int, worlds: list[int], with_bytes: bool) -> list[Finding]:
+    """Looks at a strategy on each number of ranks that this rank is part of, one after the other."""
+    torch.set_num_threads(1)
+    rank, findings = int(os.environ["RANK"]), []
+    for i, world_size in enumerate(worlds):
+        if rank >= world_size:
+            continue
+        os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(port + i))
+        if world_size > 1:
+            dist.init_process_group("gloo")
+        looks = Rank(strategy, join(PATIENCE_S))
+        looks.look(with_bytes)
+        findings += looks.findings
+        if world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    return findings
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    found = main(load(told["strategy"]), told["port"], told["worlds"], told["bytes"])
+    sys.stdout.write(f"{MARK}{json.dumps([asdict(f) for f in found])}\n")

@@ -1,0 +1,89 @@
+"""Training under a plan, and the same training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from autopar.ir.batch import call_model
+from autopar.runtime.program import Program
+from autopar.testing.tasks import Task
+
+
+@dataclass(frozen=True)
+class Training:
+    """How parameters are updated."""
+
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    clip: float | None = None
+    micro_batches: int = 1
+
+
+TRAININGS: dict[str, Training] = {
+    "sgd": Training(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "adamw": Training(lambda p: torch.optim.AdamW(p, lr=1e-3)),
+    "clipped": Training(lambda p: torch.optim.AdamW(p, lr=1e-3), clip=0.05),
+    "plain": Training(lambda p: torch.optim.SGD(p, lr=0.05)),
+    "accumulated": Training(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), micro_batches=2),
+}
+SAMPLES = {"equal": (2, 2, 2, 2, 2), "unequal": (3, 1, 4, 2, 1)}
+"""Of each rank's batches."""
+
+
+def batches(task: Task, training: str, samples: str, step: int, rank: int) -> list[Any]:
+    """A rank's micro-batches of a step."""
+    count = TRAININGS[training].micro_batches
+    return [task.batch(SAMPLES[samples][rank], 1000 * step + 10 * rank + i) for i in range(count)]
+
+
+@cache
+def reference(
+    task: Task, training: str, samples: str, world_size: int, steps: int
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Training in one eager process: parameters after the last step, and the loss of every step.
+
+    Each rank's batch goes through the model for itself, weighted by what its loss is a mean over. That is the global
+    batch's mean, and leaves batch normalization to each rank's batch, as documented.
+    """
+    model, how = task.model(), TRAININGS[training]
+    optimizer = how.optimizer(model.parameters())
+    losses = []
+    for step in range(steps):
+        parts = [b for r in range(world_size) for b in batches(task, training, samples, step, r)]
+        weights = [task.weight(b[1]) for b in parts]
+        optimizer.zero_grad()
+        total = 0.0
+        for part, weight in zip(parts, weights, strict=True):
+            output, target = call_model(model, part, True)
+            if weight == 0:  # a mean over nothing
+                continue
+            loss = task.loss_fn(output, target) * (weight / sum(weights))
+            loss.backward()
+            total += loss.item()
+        if how.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
+        optimizer.step()
+        losses.append(total)
+    return {n: p.detach() for n, p in model.named_parameters()}, losses
+
+
+def differences(
+    program: Program, task: Task, training: str, samples: str, rank: int, world_size: int, steps: int
+) -> dict[str, float]:
+    """Trains under a plan; the largest differences from one process, on this rank."""
+    losses = []
+    for step in range(steps):
+        mine = batches(task, training, samples, step, rank)
+        loss = program.step(micro_batches=mine) if len(mine) > 1 else program.step(mine[0])
+        losses.append(loss.item())
+    expected, expected_losses = reference(task, training, samples, world_size, steps)
+    with program.gathered():
+        found = {n: p.detach() for n, p in program.model.named_parameters()}
+    return {
+        "parameters": max(float((p - expected[n]).abs().max()) for n, p in found.items()),
+        "loss": max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
+    }

@@ -1,0 +1,72 @@
+"""Bytes on the wire, of a model wide enough that gradients are most of them."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.ir.primitives import wire_bytes
+from autopar.runtime.program import Program
+from autopar.testing.tasks import Batch, Task
+
+STEPS = 5
+SAMPLES, WORDS = 60, 500
+
+
+class _Wide(nn.Module):
+    """Two linear layers, of which the second scores classes, and a table of which each sample looks five rows up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(500, 1001), nn.Linear(1001, 500)
+        self.table = nn.Embedding(WORDS, 1001)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x) + self.table(words).sum(1))
+        scores: torch.Tensor = self.second(hidden)
+        return scores
+
+
+def _model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _Wide()
+
+
+def _batch(samples: int, seed: int) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, WORDS // 2, (samples, 5), generator=draw)
+    return (torch.randn(samples, 500, generator=draw), words), torch.randint(0, 500, (samples,), generator=draw)
+
+
+WIDE = Task("wide", _model, _batch, F.cross_entropy)
+
+
+def seen_and_declared(program: Program, batch: Any) -> tuple[float, int]:
+    """Bytes that a step sends, over all ranks: seen at the loopback of a namespace that holds these ranks alone, and
+    declared by the lowering. By all ranks together."""
+    n = program.world_size
+    program.step(batch)
+    program.synchronize()
+    dist.barrier()
+    looks = []
+    for _ in range(STEPS):
+        before = _sent()
+        dist.barrier()
+        program.step(batch)
+        program.synchronize()
+        dist.barrier()
+        looks.append(_sent() - before)
+    lowered = program.compile_for(batch).program
+    # On a busy machine TCP now and then sends a segment twice.
+    return statistics.median(looks), sum(sum(wire_bytes(p, n)[0]) for p in lowered.primitives)
+
+
+def _sent() -> int:
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
