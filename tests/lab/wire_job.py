@@ -1,9 +1,11 @@
-"""A rank of the wire-byte test: runs each plan for some steps between two looks at the namespace's byte counter."""
+"""A rank of the wire-byte test: for each number of ranks, runs each plan for some steps between two looks at the
+namespace's byte counter."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
+from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.process_group import join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.search import build_plan
@@ -25,13 +28,9 @@ def _group(strategy: str, names: list[str], wire: str) -> SyncGroup:
     return SyncGroup(strategy=strategy, members=tuple(ParameterSlice(name=n) for n in names), options={"wire": wire})
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, n = dist.get_rank(), dist.get_world_size()
-    model, batch = WIDE.model(), WIDE.batch(SAMPLES, 0)
-    graph = training_graph(model, flatten(batch), WIDE.loss_fn)
-    context = Context(n)
+def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, float]]:
+    """Of every strategy and wire format, on n ranks: bytes seen and declared."""
+    model, batch, context = WIDE.model(), WIDE.batch(SAMPLES, 0), Context(n)
     base = build_plan("AllReduce", graph, ClusterSpec.local(n), context)
     members = base.groups[0].members
     assert len(base.groups) == 1
@@ -77,10 +76,24 @@ def main() -> None:
         program.adopt(signature_key(mine, flatten(batch)), graph)
         seen, declared = seen_and_declared(program, batch)
         found[name] = {"seen": seen, "declared": declared}
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    graph = training_graph(WIDE.model(), flatten(WIDE.batch(SAMPLES, 0)), WIDE.loss_fn)
+    found = {}
+    for i, n in enumerate(map(int, sys.argv[1:])):
+        if rank >= n:
+            continue
+        os.environ.update(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n), MASTER_PORT=str(port + i))
+        dist.init_process_group("gloo")
+        found[n] = bytes_of_plans(n, graph)
+        dist.barrier()
+        dist.destroy_process_group()
     if rank == 0:
         sys.stdout.write(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""What the cost model says of a trial of the lab, and the physical features of the plan that it ran."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.base import Estimate
+from autopar.cost_models.collectives import GLOO
+from autopar.cost_models.device_work import sent_values
+from autopar.ir.primitives import COLLECTIVES, Kind
+from autopar.spec.topology import Topology
+from autopar.strategies.lowering import StepProgram
+from benchmarks.trials.records import Dataset, Trial
+
+SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Said:
+    """A trial with what is said of it."""
+
+    trial: Trial
+    predicted_s: float
+    """In the lab, as the trial's own times are."""
+    ddp_s: float | None
+    features: dict[str, float]
+    choice: tuple[str, ...]
+    """Plans that were run under the same conditions: one of them would have been chosen."""
+    workload: str
+    cluster: str
+
+
+class Lab:
+    """Predicts trials. What plans of one workload and cluster share is computed once."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+        self._pricers: dict[tuple[str, str, float, str], StepPricer] = {}
+
+    def say(self, trial: Trial) -> Said:
+        """The lab runs `dilation` times slower than the cluster; what a collective costs beside its bytes does not. So
+        the cluster is simulated, with these costs made smaller by as much, and the outcome is made longer. Latencies
+        are not emulated, and virtual compute is not slowed down by the communication beside it."""
+        data = self.data
+        program, pricer = data.program(trial), self._pricer(trial)
+        estimate = pricer.estimate(program)
+        workload, cluster = data.workload(trial), data.cluster_name(trial)
+        return Said(
+            trial,
+            trial.dilation * estimate.step_time_s,
+            None,
+            features(program, estimate, pricer, trial.dilation),
+            (workload, cluster, trial.compute, str(trial.dilation), str(trial.clip_grad_norm)),
+            workload,
+            cluster,
+        )
+
+    def _pricer(self, trial: Trial) -> StepPricer:
+        key = trial.graph, trial.cluster, trial.dilation, trial.compute
+        if key not in self._pricers:
+            d = trial.dilation
+            backend = replace(GLOO, call_s=GLOO.call_s / d, hop_s=GLOO.hop_s / d, issue_s=GLOO.issue_s / d)
+            if trial.compute == "virtual":
+                backend = replace(backend, host_bytes_per_s=float("inf"))
+            made = StepPricer(
+                self.data.graph(trial),
+                Topology(self.data.cluster(trial)),
+                self.data.optimizer(trial),
+                backend=backend,
+            )
+            made.network.latency_s = 0.0
+            self._pricers[key] = made
+        return self._pricers[key]
+
+
+def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilation: float) -> dict[str, float]:
+    """Of a plan on a cluster: parts of the step, sizes in logarithms, balance. No names of models, hosts or ranks."""
+    step, n = estimate.step_time_s, pricer.network.world_size
+    sent = sent_values(program.primitives)
+    kinds = dict.fromkeys(COLLECTIVES, 0.0)
+    messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    sizes = [0.0]
+    for p in program.primitives:
+        price, transfer = pricer.price(p, program, p.index in sent)
+        if transfer is None:
+            device_s += max(price.device_s, default=0.0)
+            continue
+        kind = p.kind if p.kind in COLLECTIVES else Kind.ALL_REDUCE
+        messages += 1
+        kinds[kind] += price.transfer_s
+        channel_s += price.transfer_s
+        sizes.append(float(p.bytes))
+        small_s += price.transfer_s * (p.bytes < SMALL_BYTES)
+        late_s += price.transfer_s * p.late
+        second_lane_s += price.transfer_s * (p.lane > 0)
+    backend = pricer.network.backend
+    most, mean = max(estimate.sent_bytes), sum(estimate.sent_bytes) / n
+    most_in = max(estimate.received_bytes)
+    slowest = float(pricer.network.bandwidth.min()) / dilation if len(pricer.network.bandwidth) else 1.0
+    fastest = float(pricer.network.bandwidth.max()) / dilation if len(pricer.network.bandwidth) else 1.0
+    found = {
+        "log step": math.log(dilation * step),
+        "compute": estimate.compute_s / step,
+        "exposed": estimate.exposed_communication_s / step,
+        "channels busy": estimate.communication_s / step,
+        "transfers": channel_s / step,
+        "device work": device_s / step,
+        "fixed costs": messages * backend.call_s / step,
+        "issuing": messages * backend.issue_s / step,
+        "log messages": math.log(1 + messages),
+        "log mean message": math.log(1 + sum(sizes) / max(1, messages)),
+        "log largest message": math.log(1 + max(sizes)),
+        "small messages": small_s / step,
+        "late": late_s / step,
+        "second lane": second_lane_s / step,
+        "imbalance sent": most / mean if mean else 1.0,
+        "imbalance received": most_in / mean if mean else 1.0,
+        "log bytes": math.log(1 + most),
+        "ranks": float(n),
+        "log slowest link": math.log(slowest),
+        "links differ": math.log(fastest / slowest),
+        "clips": float(program.context.clips),
+    }
+    return {**found, **{f"{kind.value} time": seconds / step for kind, seconds in sorted(kinds.items())}}

@@ -1,0 +1,96 @@
+"""The lab's own trials: predicted without any of them, with the learned correction from others, and with a few of the
+cluster's own. What is tested was not learned from: workloads, clusters, or both at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from autopar.cost_models.correction import COVERAGE, Floats, learn
+from benchmarks.fidelity.figures import Quality
+from benchmarks.fidelity.lab import Lab, Said
+from benchmarks.harness import Report, Target
+from benchmarks.trials.card import folds
+from benchmarks.trials.records import Dataset
+
+OWN = 20
+"""Trials of a new cluster and workload that a planner may spend."""
+
+
+def fill(report: Report) -> None:
+    """Rows for each split, and the targets. Of trials that were repeated, all count; noisy ones do not."""
+    data = Dataset.load()
+    lab = Lab(data)
+    said = [lab.say(t) for t in data.trials if t.ok and not t.noise and t.compute == "virtual"]
+    if not said:
+        report.notes.append("No trials were collected yet: `python -m benchmarks.trials collect`.")
+        report.targets.append(Target("trials: number", 0, 1, "at least"))
+        return
+    names = tuple(said[0].features)
+    rows = np.array([[s.features[n] for n in names] for s in said])
+    plain = np.array([s.predicted_s for s in said])
+    truth = np.array([s.trial.step_time_s for s in said])
+    choices = [s.choice for s in said]
+    _row(report, "simulated, nothing learned", Quality.of(plain, truth, choices))
+    both: Quality | None = None
+    for name, split in SPLITS.items():
+        corrected, covered = _left_out(names, rows, plain, truth, said, split)
+        at = ~np.isnan(corrected)
+        both = Quality.of(corrected[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
+        _row(report, f"{name} not seen", both)
+        report.notes.append(f"{name} not seen: {covered:.0%} lie within the interval, which says {COVERAGE:.0%}.")
+    assert both is not None
+    report.targets += [
+        Target("trials, model and cluster not seen: MAPE", both.mape, 0.10),
+        Target("trials, model and cluster not seen: tau", both.tau, 0.85, "at least"),
+        Target("trials, model and cluster not seen: top-1 regret", both.regret, 0.04),
+    ]
+
+
+Split = Callable[[Sequence[Said]], Iterable[tuple[list[bool], list[bool]]]]
+"""Makes, from trials, pairs of which to learn from and which to test on."""
+
+
+def _workloads(said: Sequence[Said]) -> Iterable[tuple[list[bool], list[bool]]]:
+    for part in folds(s.workload for s in said):
+        yield [s.workload not in part for s in said], [s.workload in part for s in said]
+
+
+def _clusters(said: Sequence[Said]) -> Iterable[tuple[list[bool], list[bool]]]:
+    for part in folds(s.cluster for s in said):
+        yield [s.cluster not in part for s in said], [s.cluster in part for s in said]
+
+
+def _both(said: Sequence[Said]) -> Iterable[tuple[list[bool], list[bool]]]:
+    for known, tested in _workloads(said):
+        for others, here in _clusters(said):
+            yield (
+                [a and b for a, b in zip(known, others, strict=True)],
+                [a and b for a, b in zip(tested, here, strict=True)],
+            )
+
+
+SPLITS: dict[str, Split] = {"workload": _workloads, "cluster": _clusters, "workload and cluster": _both}
+
+
+def _left_out(
+    names: Sequence[str], rows: Floats, plain: Floats, truth: Floats, said: Sequence[Said], split: Split
+) -> tuple[Floats, float]:
+    """Each trial's time, corrected by what was learned without it; and which part lies within the interval."""
+    corrected, inside = np.full(len(said), np.nan), np.zeros(len(said), bool)
+    for known_list, tested_list in split(said):
+        known, tested = np.array(known_list), np.array(tested_list)
+        if not tested.any():
+            continue
+        families = [(s.workload, s.cluster) for s, kept in zip(said, known, strict=True) if kept]
+        correction = learn(names, rows[known], plain[known], truth[known], families)
+        corrected[tested] = plain[tested] * np.exp(correction.residual(rows[tested]))
+        off = np.abs(np.log(truth[tested] / corrected[tested]))
+        inside[tested] = off <= correction.interval(rows[tested])
+    return corrected, float(inside[~np.isnan(corrected)].mean())
+
+
+def _row(report: Report, name: str, quality: Quality) -> None:
+    shown = ["" if x is None else f"{x:{form}}" for x, form in ((quality.tau, ".3f"), (quality.regret, ".1%"))]
+    report.rows.append(("trials", name, f"{quality.mape:.1%}", f"{quality.p95:.1%}", *shown))

@@ -1,0 +1,49 @@
+"""The figures that say how good predictions are, and what comes out on published measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.fidelity import autodist, nccl, vtrain
+from benchmarks.fidelity.figures import Choices, Quality, grouped
+from benchmarks.harness import Report
+
+
+def test_regret_is_what_the_choice_costs() -> None:
+    choices = Choices(np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.5, 1.2, 1.0, 2.0]))
+    assert choices.regret() == pytest.approx(0.5)
+    assert choices.regret(2) == pytest.approx(0.2)
+    assert choices.regret(3) == 0.0
+
+
+def test_order_is_looked_at_where_there_is_one() -> None:
+    assert Choices(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0])).tau() == 1.0
+    assert Choices(np.array([3.0, 2.0, 1.0]), np.array([1.0, 2.0, 4.0])).tau() == -1.0
+    assert Choices(np.array([1.0]), np.array([1.0])).tau() is None
+    # The first two differ by 1 %: noise may have decided between them.
+    assert Choices(np.array([2.0, 1.0, 3.0]), np.array([1.0, 1.01, 4.0])).pairs() == (2, 2)
+
+
+def test_figures_are_taken_within_choices() -> None:
+    """Times of two models differ tenfold; within each, the order is wrong."""
+    predicted, measured = np.array([1.0, 2.0, 10.0, 20.0]), np.array([2.0, 1.0, 20.0, 10.0])
+    quality = Quality.of(predicted, measured, ["a", "a", "b", "b"])
+    assert (quality.tau, quality.pairs) == (-1.0, 0.0)
+    assert (quality.regret, quality.worst_regret, quality.regret_of_3) == (1.0, 1.0, 0.0)
+    assert quality.mape == pytest.approx(0.75)
+    assert quality.bias == pytest.approx(0.25)
+    assert set(grouped(predicted, measured, ["a", "a", "b", "b"])) == {"a", "b"}
+
+
+def test_published_tables_are_whole() -> None:
+    assert sum(map(len, nccl.measured().values())) == 14336
+    assert len(vtrain.measured()) == 1440
+    assert {b.model for b in autodist.measured()} == set(autodist.PARAMETERS)
+
+
+@pytest.mark.parametrize("part", [nccl, autodist], ids=["nccl", "autodist"])
+def test_what_was_not_measured_is_predicted_from_what_was(part: object) -> None:
+    report = Report(name="fidelity", title="", columns=("data",))
+    part.fill(report)  # type: ignore[attr-defined]
+    assert report.targets and all(t.met for t in report.targets), [str(t) for t in report.targets]
