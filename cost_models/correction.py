@@ -104,7 +104,8 @@ class Correction(BaseModel):
         """The logarithm of the factor for each row of features."""
         each = np.stack([m.of(rows) for m in self.members])
         weight = self.belief * self.familiarity(rows, each)
-        return np.clip(weight * each.mean(0), -CLIP, CLIP)
+        found: Floats = np.clip(weight * each.mean(0), -CLIP, CLIP)
+        return found
 
     def interval(self, rows: Floats) -> Floats:
         """Half of the width of the interval, in logarithms: wider where less was learned."""
@@ -121,7 +122,8 @@ class Correction(BaseModel):
         beyond = np.maximum(np.maximum(low - rows, rows - high), 0) / span
         usual = max(USUAL * self.disagreement, 1e-9)
         agreement = np.minimum(1, (usual / np.maximum(each.std(0), usual)) ** 2)
-        return np.asarray(np.exp(-beyond.max(1) / FADE) * agreement)
+        known: Floats = np.exp(-beyond.max(1) / FADE) * agreement
+        return known
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json())

@@ -29,6 +29,7 @@ VOCABULARY = 51_200
 class Run:
     """One measured configuration."""
 
+    seconds: float
     gpus: int
     batch: int
     micro: int
@@ -39,7 +40,6 @@ class Run:
     tensor: int
     data: int
     pipeline: int
-    seconds: float
 
     @property
     def choice(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def measured() -> list[Run]:
     """All of them."""
     with SOURCE.open(newline="") as file:
         rows = list(csv.reader(file))[1:]
-    return [Run(*map(int, row[:10]), float(row[10]) / 1e3) for row in rows]
+    return [Run(float(row[10]) / 1e3, *map(int, row[:10])) for row in rows]
 
 
 def fill(report: Report) -> None:
