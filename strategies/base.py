@@ -23,9 +23,13 @@ from pydantic import BaseModel, ConfigDict
 from autopar.ir.training_graph import Parameter, Parts
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup
+from autopar.spec.topology import Topology
 
 if TYPE_CHECKING:
     from autopar.strategies.emitter import Emitter
+
+ALIKE = 1.05
+"""Rates whose greatest is at most so many times the smallest are taken as equal."""
 
 WireDtype = Literal["same", "float32", "bfloat16", "float16"]
 
@@ -50,6 +54,9 @@ class Context:
     """Whether gradients are clipped by their global norm before the update."""
     hosts: tuple[int, ...] = ()
     """On which host each rank is; empty where every rank has one of its own."""
+    rates: tuple[float, ...] = ()
+    """What each rank can send to other hosts, and receive from them, in bytes a second; empty where all can the same,
+    or nothing is known."""
     late_parameters: bool = False
     """Whether updated parameters may still be on their way between one step and the next."""
     sparse_update: bool = False
@@ -59,7 +66,19 @@ class Context:
         """The same on the hosts of a cluster."""
         places = cluster.ranks
         names = list(dict.fromkeys(p.host.name for p in places))
-        return replace(self, hosts=tuple(names.index(p.host.name) for p in places))
+        hosts = tuple(names.index(p.host.name) for p in places)
+        return replace(self, hosts=hosts, rates=_rates(Topology(cluster), hosts))
+
+
+def _rates(topology: Topology, hosts: Sequence[int]) -> tuple[float, ...]:
+    """`Context.rates`: of the best way to another host and back, the slower direction, divided by the ranks that share
+    the host's card."""
+    found = []
+    for rank, host in enumerate(hosts):
+        others = [r for r, other in enumerate(hosts) if other != host]
+        ways = [(topology.bandwidth_bytes_per_s(rank, r), topology.bandwidth_bytes_per_s(r, rank)) for r in others]
+        found.append(max(map(min, ways), default=0.0) / hosts.count(host))
+    return () if not found or max(found) <= ALIKE * min(found) else tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ class PartitionedParameterServer(Strategy):
 
     def options(self, context: Context) -> Sequence[PartitionedParameterServerOptions]:
         late = (False, True) if context.late_parameters else (False,)
-        return [PartitionedParameterServerOptions(late=x) for x in late]
+        shares = ((), balanced_shares(context.rates)) if context.rates else ((),)
+        return [PartitionedParameterServerOptions(shares=s, late=x) for x in late for s in shares]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, PartitionedParameterServerOptions)
@@ -56,6 +57,26 @@ class PartitionedParameterServer(Strategy):
         shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)))
         parameters = emit.update(shard, group)
         emit.store(emit.all_gather(parameters), group, late=options.late)
+
+
+def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
+    """How much each rank shall own, of 1 in all, so that the slowest is done as early as can be.
+
+    A rank that owns s of S bytes sends, and receives, (1 - s) S for its gradients or of the others' parameters, and
+    (n-1) s S for its own: together (1 + (n-2) s) S, over its own rate. Every rank has at least S to send; a slow one
+    then owns nothing, and those that do own something are done at the same time.
+    """
+    n = len(rates)
+    if n <= 2:
+        return tuple(round(r / sum(rates), 4) for r in rates)
+    owners = sorted(range(n), key=rates.__getitem__, reverse=True)
+    while True:
+        # (1 + (n-2) s_r) / rate_r = done, over all owners: their shares add up to 1.
+        done = (n - 2 + len(owners)) / sum(rates[r] for r in owners)
+        if done * rates[owners[-1]] >= 1:
+            break
+        owners.pop()
+    return tuple(round((done * rates[r] - 1) / (n - 2), 4) if r in owners else 0.0 for r in range(n))
 
 
 def split_by_share(elements: int, shares: Sequence[float]) -> tuple[int, ...]:

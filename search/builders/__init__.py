@@ -52,6 +52,7 @@ BUILDERS: dict[str, Builder] = {
     "all_reduce_one_bucket": by_hand.bucketed("all_reduce", None),
     "hierarchical": by_hand.bucketed("hierarchical_all_reduce", by_hand.DDP_BUCKET_BYTES),
     "zero1": by_hand.zero1,
+    "zero1_by_rate": by_hand.zero1_by_rate,
     "structured": structured("all_reduce"),
     "structured_zero1": structured("partitioned_parameter_server"),
     "sharded_head": structured("all_reduce", heads=True),
@@ -64,7 +65,8 @@ BUILDERS: dict[str, Builder] = {
 }
 """All builders that are exact. `structured`: rows of tables and factors of products where that is less to send;
 `sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too.
-`_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
+`zero1_by_rate`: ranks own as much as their links can bear. `_fused`: pieces of one owner in buckets of 25 MiB, not each
+for itself."""
 
 
 def builder_named(name: str) -> Builder:

@@ -47,16 +47,20 @@ def buckets(
     return closed + list(opened.values())
 
 
-def bucketed(strategy: str, bucket_bytes: int | None, first_bytes: int | None = None) -> Builder:
-    """A builder that puts buckets of this size through one strategy, with the plainest of its options; through
-    all-reduces where that has none here."""
+def bucketed(
+    strategy: str, bucket_bytes: int | None, first_bytes: int | None = None, option: str | None = None
+) -> Builder:
+    """A builder that puts buckets of this size through one strategy, with the plainest of its options, or the plainest
+    in which `option` is chosen; through all-reduces where that has none here."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
             return alone(parameters)
         used, options = "all_reduce", {}
-        if offered := strategy_named(strategy).options(context):
-            used, options = strategy, offered[0].model_dump(exclude_defaults=True)
+        offered = [o.model_dump(exclude_defaults=True) for o in strategy_named(strategy).options(context)]
+        if offered:
+            chosen = (o for o in offered if option in o)
+            used, options = strategy, next(chosen, offered[0])
         groups = (group(used, pieces, options) for pieces in buckets(parameters, bucket_bytes, first_bytes))
         return issue_order(groups, parameters)
 
@@ -65,3 +69,5 @@ def bucketed(strategy: str, bucket_bytes: int | None, first_bytes: int | None = 
 
 ddp = bucketed("all_reduce", DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES)
 zero1 = bucketed("partitioned_parameter_server", DDP_BUCKET_BYTES)
+zero1_by_rate = bucketed("partitioned_parameter_server", 4 * MIB, option="shares")
+"""Small buckets, so that parameters come back beside the gradients that are still to be sent."""
