@@ -185,7 +185,8 @@ class Emitter:
         were not looked up, only the others."""
         assert parts.replicated and not parts.pending, "form needs the parts of all ranks"
         n, width = self.world_size, DTYPE_BYTES[group.dtype]
-        touched = sum(_touched(m, n) if self.passes_over(m) else m.elements for m in group.members)
+        over = [self.passes_over(m) for m in group.members]
+        touched = sum(_touched(m, n) if passes else m.elements for m, passes in zip(group.members, over, strict=True))
         return self._emit(
             Kind.FORM,
             parts,
@@ -196,7 +197,8 @@ class Emitter:
             sums=self.everyone,
             flops=sum(2 * n * m.parts.rows * m.elements for m in group.members if m.parts.kind == "factors"),
             moved_bytes=parts.elements * (DTYPE_BYTES[parts.dtype] + 2 * width) + touched * width,
-            touched=touched,
+            # Whether rows are passed over, all ranks must see alike, however many each of them expects.
+            touched=touched if any(over) else None,
             also=(counts,),
         )
 

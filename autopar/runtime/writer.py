@@ -253,8 +253,8 @@ class Writer:
     def _form(self, p: Primitive, value: Written) -> Written:
         group = self._group(p)
         wire = getattr(torch, self.program.primitives[p.inputs[0]].dtype)
-        sparse = p.touched is not None and p.touched < p.elements
-        module = parts.Form(group, getattr(torch, p.dtype), wire, self.target.world_size, sparse)
+        passes_over = p.touched is not None
+        module = parts.Form(group, getattr(torch, p.dtype), wire, self.target.world_size, passes_over)
         whole = self.call_module(f"form_{p.group}", module, (value, self.values[p.inputs[1]]))
         return [self.call(operator.getitem, (whole, i)) for i in range(len(group.members))]
 

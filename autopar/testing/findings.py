@@ -10,7 +10,7 @@ from autopar.errors import ConformanceError
 
 Kind = Literal["equality", "rounding", "order", "parity", "bytes"]
 PROMISES: dict[Kind, str] = {
-    "equality": "trains as one process does, in float64, within 1e-10",
+    "equality": "trains as one process does, in float64, within 1e-10; all ranks alike to the last bit",
     "rounding": "with 16 bits on the wire, the first gradients are within the format's rounding",
     "order": "all ranks issue the same collectives, whatever their batches",
     "parity": "what is issued is what is priced, and what virtual compute issues",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -71,10 +72,20 @@ def reference(
     return {n: p.detach() for n, p in model.named_parameters()}, losses
 
 
-def differences(
+@dataclass(frozen=True)
+class Outcome:
+    """Of training under a plan, on one rank: the largest differences from one process."""
+
+    parameters: float
+    loss: float
+    digest: str
+    """Of all bits of the parameters, which all ranks must have alike, or they would drift apart."""
+
+
+def trained(
     program: Program, task: Task, training: str, samples: str, rank: int, world_size: int, steps: int
-) -> dict[str, float]:
-    """Trains under a plan; the largest differences from one process, on this rank."""
+) -> Outcome:
+    """Trains under a plan, and compares with one process."""
     losses = []
     for step in range(steps):
         mine = batches(task, training, samples, step, rank)
@@ -83,7 +94,11 @@ def differences(
     expected, expected_losses = reference(task, training, samples, world_size, steps)
     with program.gathered():
         found = {n: p.detach() for n, p in program.model.named_parameters()}
-    return {
-        "parameters": max(float((p - expected[n]).abs().max()) for n, p in found.items()),
-        "loss": max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
-    }
+        bits = hashlib.sha256()
+        for parameter in found.values():
+            bits.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+        return Outcome(
+            parameters=max(float((p - expected[n]).abs().max()) for n, p in found.items()),
+            loss=max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
+            digest=bits.hexdigest()[:16],
+        )

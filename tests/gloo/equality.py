@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.testing import classes, lookups
 from autopar.testing.tasks import Task
-from autopar.testing.training import SAMPLES, TRAININGS, batches, differences
+from autopar.testing.training import SAMPLES, TRAININGS, batches, trained
 from benchmarks.zoo import find, huggingface, plain
 from benchmarks.zoo.batches import CLASSES
 from benchmarks.zoo.resnet import ResNet
@@ -188,8 +188,8 @@ def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
     return tuple(ParameterSlice(name=p.name) for p in parameters)
 
 
-def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    """The largest differences between a plan's training and one process's, on this rank."""
+def run_case(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+    """How far a plan's training is from one process's, on this rank: an `Outcome`."""
     made, how = task(case.model), TRAININGS[case.training]
     model = made.model()
     optimizer = how.optimizer(model.parameters())
@@ -199,9 +199,9 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, float]:
     program = Program(model, plan, group(world_size), optimizer, Settings(made.loss_fn, how.clip), context)
     first = batches(made, case.training, case.samples, 0, rank)[0]
     program.adopt(signature_key(model, flatten(first)), graph)
-    return differences(program, made, case.training, case.samples, rank, world_size, STEPS)
+    return asdict(trained(program, made, case.training, case.samples, rank, world_size, STEPS))
 
 
-def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, float]]:
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
     """Runs all cases on this rank, in order."""
     return [run_case(rank, world_size, copy.copy(c)) for c in cases]

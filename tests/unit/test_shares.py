@@ -48,7 +48,7 @@ def test_rates_are_those_of_the_cluster() -> None:
 
 
 def test_a_slow_host_is_spared() -> None:
-    """It has all gradients to send and all parameters to receive, and does both at once: 2/3 of a ring's time, and a bucket."""
+    """It sends all gradients and receives all parameters, at once: 2/3 of a ring's time, and that of a bucket."""
     graph = training_graph()
     ring = build_plan("ddp", graph, SLOW_HOST, Context(4)).prediction
     spared = build_plan("zero1_by_rate", graph, SLOW_HOST, Context(4))
