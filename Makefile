@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo $(DEMO_FLAGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

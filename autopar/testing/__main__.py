@@ -7,6 +7,7 @@ import sys
 import click
 
 from autopar.errors import AutoparError
+from autopar.lab import JobFailed, JobTimeout
 from autopar.strategies import STRATEGIES
 from autopar.testing.check import WORLDS, check_strategy
 
@@ -23,7 +24,7 @@ def main(strategies: tuple[str, ...], ranks: tuple[int, ...]) -> None:
     for name in strategies or sorted(STRATEGIES):
         try:
             found = check_strategy(name, tuple(sorted(ranks)) or WORLDS, lambda line: click.echo(line, err=True))
-        except AutoparError as e:
+        except (AutoparError, JobFailed, JobTimeout) as e:
             raise click.ClickException(str(e)) from e
         click.echo(str(found))
         passed &= found.passed

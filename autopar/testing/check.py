@@ -28,7 +28,8 @@ def check_strategy(
     says, all on this machine; takes a minute or a few. `progress` is told what is looked at.
 
     `strategy`: its name, its class, or where that is: `package.module:MyStrategy`. The class must be importable by
-    other processes. Raises `PlanError` where there is no such strategy; what it breaks is in the result.
+    other processes. Raises `PlanError` where there is no such strategy, `JobFailed` or `JobTimeout` where a rank dies
+    or hangs under it; what it breaks besides is in the result.
     """
     where = strategy if isinstance(strategy, str) else f"{strategy.__module__}:{strategy.__qualname__}"
     name = load(where).name
@@ -43,7 +44,7 @@ def check_strategy(
 def _found(
     host: Host, where: str, worlds: Sequence[int], with_bytes: bool, progress: Callable[[str], None]
 ) -> tuple[Finding, ...]:
-    told = {"strategy": where, "worlds": list(worlds), "port": 23450, "bytes": with_bytes}
+    told = {"strategy": where, "worlds": list(worlds), "bytes": with_bytes}
     argv = [sys.executable, "-m", "autopar.testing.rank", json.dumps(told)]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     with Job([host] * max(worlds), argv, env) as job:

@@ -196,10 +196,10 @@ class Rank:
         self.findings.append(Finding(kind, case, wrong is None, wrong or ""))
 
 
-def main(strategy: Strategy, port: int, worlds: list[int], with_bytes: bool) -> list[Finding]:
+def main(strategy: Strategy, worlds: list[int], with_bytes: bool) -> list[Finding]:
     """Looks at a strategy on each number of ranks that this rank is part of, one after the other."""
     torch.set_num_threads(1)
-    rank, findings = int(os.environ["RANK"]), []
+    rank, port, findings = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), []
     for i, world_size in enumerate(worlds):
         if rank >= world_size:
             continue
@@ -217,5 +217,5 @@ def main(strategy: Strategy, port: int, worlds: list[int], with_bytes: bool) -> 
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    found = main(load(told["strategy"]), told["port"], told["worlds"], told["bytes"])
+    found = main(load(told["strategy"]), told["worlds"], told["bytes"])
     sys.stdout.write(f"{MARK}{json.dumps([asdict(f) for f in found])}\n")

@@ -80,11 +80,10 @@ class Case:
         from autopar.cost_models import AnalyticCostModel, optimizer_cost
         from autopar.ir.batch import flatten
         from autopar.ir.build import training_graph
-        from autopar.runtime.optimizer import optimizer_scope
-        from autopar.strategies.base import Context
+        from autopar.runtime.optimizer import context_for, optimizer_scope
 
         model = self.workload.model()
         graph = training_graph(model, flatten(self.workload.batch(0, 0)), self.workload.loss_fn)
         optimizer = self.workload.optimizer(model)
-        context = Context(self.cluster.world_size, elementwise_update=optimizer_scope(optimizer) == "element")
+        context = context_for(self.cluster.world_size, optimizer, optimizer_scope(optimizer), None, True)
         return graph, context, AnalyticCostModel(optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0]))

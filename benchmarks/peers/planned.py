@@ -28,14 +28,13 @@ class Planned(Peer):
 
     def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
         """As `autopar.optimize(plan=...)`, but captures a workload once for all of its plans."""
-        from autopar.runtime.optimizer import optimizer_scope
+        from autopar.runtime.optimizer import context_for, optimizer_scope
         from autopar.runtime.program import Program, Settings, signature_key
         from autopar.spec.plan import Plan
-        from autopar.strategies.base import Context
 
         model = workload.model()
         optimizer = workload.optimizer(model)
-        context = Context(world_size, elementwise_update=optimizer_scope(optimizer) == "element")
+        context = context_for(world_size, optimizer, optimizer_scope(optimizer), None, True)
         plan = Plan.load(options["plan"])
         program = Program(model, plan, _group(), optimizer, Settings(workload.loss_fn), context)
         program.adopt(signature_key(model, flatten(workload.batch(0, rank))), _graph(workload, rank))

@@ -60,11 +60,11 @@ def test_the_prediction_is_that_of_the_groups() -> None:
 
 
 def test_local_improvement_finds_what_no_seed_has() -> None:
-    """Where one card is slow, an even load is not the best."""
-    result = run(CLUSTERS["one slow card"], budget=Budget(evaluations=150))
+    """Where hosts have two ranks each, other buckets go through the levels better than those of any seed."""
+    result = run(CLUSTERS["two hosts of two"], budget=Budget(evaluations=150))
     seeds = [c for c in result.candidates if c.name in BUILDERS]
     assert result.plan.prediction is not None
-    assert result.plan.prediction.step_time_s < min(c.step_time_s for c in seeds)
+    assert result.plan.prediction.step_time_s < 0.95 * min(c.step_time_s for c in seeds)
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
