@@ -92,10 +92,11 @@ class Rank:
             def look(training: str = training, samples: str = samples) -> str | None:
                 rank, n = self.group.rank, self.group.world_size
                 program = self._program(task, use, training, SAMPLES[samples][rank])
-                found = trained(program, task, training, samples, rank, n, STEPS)
-                alike = set(Rendezvous(self.group).exchange("parameters", found.digest))
-                if max(found.parameters, found.loss) > EQUAL:
-                    return f"differs by {found.parameters:.1e} in parameters and {found.loss:.1e} in the loss"
+                outcome = trained(program, task, training, samples, STEPS)
+                alike = set(Rendezvous(self.group).exchange("parameters", outcome.digest))
+                off = outcome.differences(task, training, samples, n)
+                if max(off.values()) > EQUAL:
+                    return f"differs by {off['parameters']:.1e} in parameters and {off['loss']:.1e} in the loss"
                 return None if len(alike) == 1 else "has other parameters than other ranks, if only in their last bits"
 
             self._see("equality", f"{case}, {training}, {samples} batches", look)

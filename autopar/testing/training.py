@@ -74,31 +74,35 @@ def reference(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of training under a plan, on one rank: the largest differences from one process."""
+    """Of training under a plan, on one rank."""
 
-    parameters: float
-    loss: float
-    digest: str
-    """Of all bits of the parameters, which all ranks must have alike, or they would drift apart."""
+    losses: tuple[float, ...]
+    parameters: dict[str, torch.Tensor]
+    """After the last step, whole."""
+
+    @property
+    def digest(self) -> str:
+        """Of all losses and all bits of the parameters, which all ranks must have alike, or they would drift apart."""
+        bits = hashlib.sha256(repr(self.losses).encode())
+        for parameter in self.parameters.values():
+            bits.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+        return bits.hexdigest()[:16]
+
+    def differences(self, task: Task, training: str, samples: str, world_size: int) -> dict[str, float]:
+        """The largest differences from one process."""
+        expected, losses = reference(task, training, samples, world_size, len(self.losses))
+        return {
+            "parameters": max(float((p - expected[n]).abs().max()) for n, p in self.parameters.items()),
+            "loss": max(abs(a - b) for a, b in zip(self.losses, losses, strict=True)),
+        }
 
 
-def trained(
-    program: Program, task: Task, training: str, samples: str, rank: int, world_size: int, steps: int
-) -> Outcome:
-    """Trains under a plan, and compares with one process."""
+def trained(program: Program, task: Task, training: str, samples: str, steps: int) -> Outcome:
+    """Trains under a plan."""
     losses = []
     for step in range(steps):
-        mine = batches(task, training, samples, step, rank)
+        mine = batches(task, training, samples, step, program.rank)
         loss = program.step(micro_batches=mine) if len(mine) > 1 else program.step(mine[0])
         losses.append(loss.item())
-    expected, expected_losses = reference(task, training, samples, world_size, steps)
     with program.gathered():
-        found = {n: p.detach() for n, p in program.model.named_parameters()}
-        bits = hashlib.sha256()
-        for parameter in found.values():
-            bits.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
-        return Outcome(
-            parameters=max(float((p - expected[n]).abs().max()) for n, p in found.items()),
-            loss=max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)),
-            digest=bits.hexdigest()[:16],
-        )
+        return Outcome(tuple(losses), {n: p.detach().clone() for n, p in program.model.named_parameters()})
