@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autopar.cost_models import AnalyticCostModel, CostModel
@@ -105,12 +106,13 @@ def build_plan(
     Raises `PlanError` with the nearest name for an unknown one, with the reason where the builder's strategy cannot
     be used, and where `fidelity` is given and does not allow the plan.
     """
-    context = context.on(cluster)
+    problem = _problem(graph, cluster, context, fidelity or "exact", cost_model)
+    context = problem.context
     groups = builder_named(name)(graph.parameters, context, cluster)
     used = fidelity_of(groups, context)
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
         raise PlanError(f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")
-    problem = _problem(graph, cluster, context, used, cost_model)
+    problem = replace(problem, fidelity=used)
     program = lower_plan(groups, graph, context)
     estimate = problem.cost_model.predict(graph, program, problem.topology)
     candidate = Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))

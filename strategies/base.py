@@ -73,12 +73,15 @@ class Context:
 def _rates(topology: Topology, hosts: Sequence[int]) -> tuple[float, ...]:
     """`Context.rates`: of the best way to another host and back, the slower direction, divided by the ranks that share
     the host's card."""
-    found = []
-    for rank, host in enumerate(hosts):
-        others = [r for r, other in enumerate(hosts) if other != host]
-        ways = [(topology.bandwidth_bytes_per_s(rank, r), topology.bandwidth_bytes_per_s(r, rank)) for r in others]
-        found.append(max(map(min, ways), default=0.0) / hosts.count(host))
-    return () if not found or max(found) <= ALIKE * min(found) else tuple(found)
+    first = {host: hosts.index(host) for host in hosts}
+    shares = {}
+    for host, a in first.items():
+        others = [b for b in first.values() if b != a]
+        ways = [(topology.bandwidth_bytes_per_s(a, b), topology.bandwidth_bytes_per_s(b, a)) for b in others]
+        shares[host] = max(map(min, ways), default=0.0) / hosts.count(host)
+    if not shares or max(shares.values()) <= ALIKE * min(shares.values()):
+        return ()
+    return tuple(shares[host] for host in hosts)
 
 
 @dataclass(frozen=True, slots=True)

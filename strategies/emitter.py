@@ -100,14 +100,21 @@ class Emitter:
         """The owner's value, on every rank."""
         return self._collective(Kind.BROADCAST, value, owner=None, source_owner=value.owner)
 
-    def wait(self, value: Value, position: int | None = None) -> Value:
+    def wait(self, value: Value, position: int | None = None, *, late: bool = False) -> Value:
         """Completes a collective. Its wait lies after the backward pass, so that compute hides it; that of counts,
-        before it; or behind a position in the graph."""
+        before it; or behind a position in the graph, which `late` is one of the next step."""
         if not value.pending:
             return value
-        stage = value.stage + (position is None)
         return self._emit(
-            Kind.WAIT, value, value.group, value.elements, value.dtype, stage=stage, pending=False, position=position
+            Kind.WAIT,
+            value,
+            value.group,
+            value.elements,
+            value.dtype,
+            stage=value.stage + (position is None),
+            pending=False,
+            position=position,
+            late=late,
         )
 
     def local(
@@ -248,18 +255,17 @@ class Emitter:
         if late:
             self.primitives[value.index] = replace(self.primitives[value.index], late=True)
             position = group.first_use - 1
-        stage = value.stage + 1
-        for kind in (Kind.WAIT, Kind.STORE):
-            value = self._emit(
-                kind,
-                value,
-                value.group,
-                value.elements,
-                value.dtype,
-                stage=stage,
-                position=position,
-                late=late,
-            )
+        value = self.wait(value, position, late=late)
+        self._emit(
+            Kind.STORE,
+            value,
+            value.group,
+            value.elements,
+            value.dtype,
+            stage=value.stage,
+            position=position,
+            late=late,
+        )
 
     def _collective(
         self,

@@ -49,9 +49,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _not_lost(otherwise: Callable[[UnraisableHookArgs], object], lost: UnraisableHookArgs) -> None:
     error = lost.exc_value
-    number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
-    if isinstance(error, SystemExit) and error.code in [128 + n for n in _SIGNALS]:
-        number = next(n for n in _SIGNALS if error.code == 128 + n)
+    number: int | None = None
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.SIGINT
+    elif isinstance(error, SystemExit) and isinstance(error.code, int) and error.code - 128 in _SIGNALS:
+        number = error.code - 128
     if number is None:
         otherwise(lost)
     else:

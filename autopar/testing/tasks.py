@@ -58,11 +58,13 @@ class _Tied(nn.Module):
         return scores
 
 
-def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def seeded(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> Callable[[], nn.Module]:
+    """Builds the same model on every call, in training mode; others' random numbers stay what they are."""
+
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
-            return make().double().train()
+            return make().to(dtype).train()
 
     return build
 
@@ -75,15 +77,15 @@ def _vectors(samples: int, seed: int) -> Batch:
 TASKS: dict[str, Task] = {
     t.name: t
     for t in (
-        Task("dense", _seeded(_Dense), _vectors, F.mse_loss),
-        Task("tables", _seeded(lookups.Lookups), lookups.batch, F.mse_loss),
+        Task("dense", seeded(_Dense), _vectors, F.mse_loss),
+        Task("tables", seeded(lookups.Lookups), lookups.batch, F.mse_loss),
         Task(
             "classes",
-            _seeded(lambda: classes.Classes(13, bias=True)),
+            seeded(lambda: classes.Classes(13, bias=True)),
             lambda n, s: classes.batch(n, s, 13),
             classes.loss,
             classes.weight,
         ),
-        Task("tied", _seeded(_Tied), lambda n, s: classes.batch(n, s, 31), classes.loss, classes.weight),
+        Task("tied", seeded(_Tied), lambda n, s: classes.batch(n, s, 31), classes.loss, classes.weight),
     )
 }

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.ir.primitives import wire_bytes
 from autopar.runtime.program import Program
-from autopar.testing.tasks import Batch, Task
+from autopar.testing.tasks import Batch, Task, seeded
 
 STEPS = 5
 SAMPLES, WORDS = 60, 500
@@ -33,19 +33,13 @@ class _Wide(nn.Module):
         return scores
 
 
-def _model() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _Wide()
-
-
 def _batch(samples: int, seed: int) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     words = torch.randint(0, WORDS // 2, (samples, 5), generator=draw)
     return (torch.randn(samples, 500, generator=draw), words), torch.randint(0, 500, (samples,), generator=draw)
 
 
-WIDE = Task("wide", _model, _batch, F.cross_entropy)
+WIDE = Task("wide", seeded(_Wide, torch.float32), _batch, F.cross_entropy)
 
 
 def seen_and_declared(program: Program, batch: Any) -> tuple[float, int]:

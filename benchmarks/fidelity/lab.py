@@ -24,7 +24,6 @@ class Said:
     trial: Trial
     predicted_s: float
     """In the lab, as the trial's own times are."""
-    ddp_s: float | None
     features: dict[str, float]
     choice: tuple[str, ...]
     """Plans that were run under the same conditions: one of them would have been chosen."""
@@ -50,7 +49,6 @@ class Lab:
         return Said(
             trial,
             trial.dilation * estimate.step_time_s,
-            None,
             features(program, estimate, pricer, trial.dilation),
             (workload, cluster, trial.compute, str(trial.dilation), str(trial.clip_grad_norm)),
             workload,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from autopar import ClusterSpec, Plan
 from autopar.ir.batch import flatten
@@ -24,7 +22,7 @@ from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.testing import classes, lookups
-from autopar.testing.tasks import Task
+from autopar.testing.tasks import Task, seeded
 from autopar.testing.training import SAMPLES, TRAININGS, batches, trained
 from benchmarks.zoo import find, huggingface, plain
 from benchmarks.zoo.batches import CLASSES
@@ -55,32 +53,24 @@ def task(name: str) -> Task:
         entry = find(huggingface.ENTRIES, "gpt2")
         return Task(
             name,
-            _seeded(entry.build),
+            seeded(entry.build),
             lambda n, s: _with_ignored(entry.batch(n, s), s),
             language_loss,
             lambda target: classes.weight(target[:, 1:]),
         )
     if name == "resnet":  # shallow: over the few pixels of a deep stage, batch norm of three samples is ill-conditioned
         images = find(plain.ENTRIES, "resnet18")
-        model = _seeded(lambda: ResNet((1, 1), width=8, classes=CLASSES))
+        model = seeded(lambda: ResNet((1, 1), width=8, classes=CLASSES))
         return Task(name, model, lambda n, s: _double(images.batch(n, s)), images.loss_fn)
     if name in CLASSES_OF:
         number = CLASSES_OF[name]
-        model = _seeded(lambda: classes.Classes(number, bias=name == "classes"))
+        model = seeded(lambda: classes.Classes(number, bias=name == "classes"))
         loss = classes.smoothed_loss if name == "smoothed" else classes.loss
         return Task(name, model, lambda n, s: classes.batch(n, s, number), loss, classes.weight)
     if name == "lookups":
-        return Task(name, _seeded(lookups.Lookups), lookups.batch, F.mse_loss)
+        return Task(name, seeded(lookups.Lookups), lookups.batch, F.mse_loss)
     entry = find(plain.ENTRIES, name)
-    return Task(name, _seeded(entry.build), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn)
-
-
-def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        torch.manual_seed(7)
-        return make().double().train()
-
-    return build
+    return Task(name, seeded(entry.build), lambda n, s: _double(entry.batch(n, s)), entry.loss_fn)
 
 
 def language_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
