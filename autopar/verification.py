@@ -7,6 +7,7 @@ parameter are compared after each step. Dropout is switched off, as its random s
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -18,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 
 from autopar.api import optimize
 from autopar.errors import VerificationError
@@ -41,6 +42,7 @@ ROUNDED_TOLERANCE = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
 """For gradients with 16 bits on the wire: each is rounded once, and each partial sum once (unit roundoff 2^-9, 2^-12;
 a ring of up to 8 ranks)."""
 _PATIENCE_S = 600.0
+IMPORTED_ONCE = ["torch._dynamo", "torch._functorch.aot_autograd", "autopar.api"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def verify(
             _free_port(),
             settings,
         )
-        context: Any = mp.spawn(_process, (job,), nprocs=n + 1, join=False)  # type: ignore[no-untyped-call,attr-defined]
+        context: Any = start_processes(  # type: ignore[no-untyped-call]
+            _process, (job,), nprocs=n + 1, join=False, start_method=start_method()
+        )
         try:
             while not context.join(timeout=1.0):
                 pass
@@ -156,6 +160,15 @@ def verify(
     rows = tuple(_worst([StepDifference(**f["steps"][s]) for f in found]) for s in range(steps))
     limit = tolerance if tolerance is not None else found[0]["tolerance"]
     return Verification(n, dtype, limit, rows, tuple(found[0]["notes"]))
+
+
+def start_method() -> str:
+    """How processes are started: forked from one that has imported torch and nothing more, as that takes each of them
+    seconds; where there is no fork, spawned."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+    return "forkserver"
 
 
 def _in_dtype(plan: Plan, dtype: str) -> Plan:

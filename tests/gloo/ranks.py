@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes as start
+from torch.multiprocessing.spawn import start_processes
 
-# Ranks are forked from a process that has imported all this, and nothing more: it takes them seconds each.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch._functorch.aot_autograd", "autopar.api"])
+from autopar.verification import start_method
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -30,7 +28,7 @@ def run_worlds(function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]
     `args`: for each world size, what the function is given behind it."""
     ports = {n: free_port() for n in args}
     with tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
-        start(_process, (ports, folder, function, dict(args)), nprocs=max(args), start_method="forkserver")
+        start_processes(_process, (ports, folder, function, dict(args)), nprocs=max(args), start_method=start_method())
         return {n: [json.loads((Path(folder) / f"{n}-{r}").read_text()) for r in range(n)] for n in args}
 
 

@@ -60,8 +60,13 @@ def _lab(*args: object, check: bool = True) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def name(cluster: Path) -> Iterator[str]:
     yield cluster.stem
-    if any(keeper.name == cluster.stem for keeper in standing()):
-        _lab("down", cluster.stem)
+    if _stands(cluster.stem):
+        _lab("down", cluster.stem, check=False)  # it may be on its way out by itself
+        await_true(lambda: not _stands(cluster.stem), "the lab stays")
+
+
+def _stands(name: str) -> bool:
+    return any(keeper.name == name for keeper in standing())
 
 
 def _keeper(name: str) -> int:
@@ -99,7 +104,7 @@ def test_run_passes_a_failure_on(cluster: Path) -> None:
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_run_ends_with_all_that_it_started(cluster: Path, number: signal.Signals, code: int) -> None:
-    words = _words("run", cluster, "--", sys.executable, "-c", "import time; print('here'); time.sleep(600)")
+    words = _words("run", cluster, "--", sys.executable, "-c", "import time; print('here\\n', end=''); time.sleep(600)")
     with subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=-1, stderr=-3, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"

@@ -32,7 +32,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Lab.of(CLUSTER) as lab, Pool(lab, Limits(run_s=15.0)) as pool:
+    with Lab.of(CLUSTER) as lab, Pool(lab, Limits(run_s=8.0)) as pool:
         yield pool
 
 
@@ -83,7 +83,7 @@ def test_ranks_live_on_from_trial_to_trial_and_begin_from_the_same_weights(pool:
     [
         ("dies", "crashed", "rank 1"),
         ("raises", "crashed", "the data ran out"),
-        ("hangs", "hung", "were not done after 15 s"),
+        ("hangs", "hung", "were not done after 8 s"),
     ],
 )
 def test_the_pool_outlives_a_trial_that_fails(
