@@ -156,7 +156,8 @@ class StepPricer:
             return Price(device_s, uniform=_equal(device_s)), None
         transfer = self.network.transfer(work.primitive)
         uniform = _equal(device_s) and _equal(transfer.taken)
-        return Price(device_s, transfer.seconds, transfer.taken, uniform, transfer.loads), transfer
+        price = Price(device_s, transfer.seconds, transfer.taken, uniform, transfer.loads, transfer.at_once)
+        return price, transfer
 
     def _clip(self, primitive: Primitive, program: StepProgram) -> tuple[Price, Transfer | None]:
         device_s = tuple(round(clip_s(primitive, program, r, rates), 7) for r, rates in enumerate(self.rates))
@@ -165,7 +166,8 @@ class StepPricer:
             return Price(device_s, uniform=_equal(device_s)), None
         shared = Primitive(primitive.index, Kind.ALL_REDUCE, WHOLE_STEP, (), 1, "float64", primitive.stage)
         transfer = self.network.transfer(shared)
-        return Price(device_s, transfer.seconds, (), _equal(device_s), transfer.loads), transfer
+        price = Price(device_s, transfer.seconds, (), _equal(device_s), transfer.loads, transfer.at_once)
+        return price, transfer
 
 
 def _equal(values: Sequence[float]) -> bool:

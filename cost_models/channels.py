@@ -1,8 +1,9 @@
-"""Transfers in flight: channels that each finish one transfer after the other, and links that they share.
+"""Transfers in flight: channels that take up their transfers one after the other, and links that they share.
 
-A channel is what finishes its collectives in the order of submission: a process group's own threads, a communicator's
-stream. Transfers of different channels run at the same time; where a link would have to carry more than it can, all
-that cross it are slowed down alike, in the proportion by which it is overfull.
+A channel is what begins its collectives in the order of submission: a communicator's stream, which runs one at a time,
+or a process group's threads, which run as many as they are. Transfers run at the same time with those of other
+channels; where a link would have to carry more than it can, all that cross it are slowed down alike, in the proportion
+by which it is overfull.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 _NOTHING_S = 1e-12
 """What rounding leaves of a transfer that has ended."""
@@ -26,9 +28,11 @@ class Job:
     left_s: float
     """Of its time alone on the network."""
     loads: Sequence[float]
-    """Part of each link that it fills while it is alone."""
+    """Part of each link, and of what hosts can move, that it fills while it is alone."""
     taken: Sequence[float]
     """Part of its compute that it takes from each compute stream; empty for none."""
+    at_once: int = 1
+    """Transfers that its channel runs at the same time; alike for all of a channel."""
     start_s: float | None = None
 
 
@@ -46,7 +50,6 @@ class Channels:
         self.slowed: list[tuple[float, float, Sequence[float]]] = []
         """Stretches of time in which compute is slowed down: start, end, and the part taken of each stream."""
         self._queues: dict[Hashable, deque[Job]] = {}
-        self._finished: dict[Hashable, float] = {}
 
     def issue(self, job: Job) -> None:
         """Puts a transfer behind those of its channel."""
@@ -70,9 +73,9 @@ class Channels:
 
     def _step(self, until_s: float) -> None:
         """To the next event: a transfer begins or ends, or the time is reached."""
-        heads = [q[0] for q in self._queues.values() if q]
-        active = [j for j in heads if self._begins(j) <= self.now_s]
-        waiting = [self._begins(j) for j in heads if self._begins(j) > self.now_s]
+        heads = [job for q in self._queues.values() if q for job in islice(q, q[0].at_once)]
+        active = [j for j in heads if j.ready_s <= self.now_s]
+        waiting = [j.ready_s for j in heads if j.ready_s > self.now_s]
         stop = min(waiting, default=until_s)
         stop = min(stop, until_s)
         if not active:
@@ -90,13 +93,10 @@ class Channels:
                 job.start_s = self.now_s
             job.left_s -= step * rate
             if job.left_s <= _NOTHING_S:
-                self._queues[job.channel].popleft()
-                self._finished[job.channel] = self.ends[job.index] = stop
+                self._queues[job.channel].remove(job)
+                self.ends[job.index] = stop
                 self.done.append((job, stop))
         self.now_s = stop
-
-    def _begins(self, job: Job) -> float:
-        return max(job.ready_s, self._finished.get(job.channel, 0.0))
 
     def _slow(self, active: Sequence[Job], stop: float) -> None:
         takers = [j.taken for j in active if j.taken]

@@ -7,11 +7,13 @@ the fullest link decides; phases follow one another:
     time = call + rounds x (hop + latency of the longest path)
          + sum over phases of max over links of bytes / (fraction x bandwidth)
 
-Links are directed: what a host's card sends does not get in the way of what it receives.
+Links are directed: what a host's card sends does not get in the way of what it receives. Where the processors that
+compute also move the bytes, a host moves no more than its cores can, over all its ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -59,6 +61,8 @@ class Backend:
     """Bytes, sent and received together, that one processor core moves for it."""
     host_threads: int = 1
     """Cores that it can use for one collective."""
+    at_once: int = 1
+    """Collectives of one process group that it runs at the same time; exchanges in rounds follow one another."""
 
 
 GLOO = Backend(
@@ -82,6 +86,8 @@ GLOO = Backend(
     host_bytes_per_s=2e9,
     # The thread that runs the collective, and the one that reads and writes the sockets.
     host_threads=2,
+    # The threads of a process group, unless its options say otherwise (ProcessGroupGloo, torch 2.13).
+    at_once=2,
 )
 
 NCCL = Backend(
@@ -104,6 +110,15 @@ def backend_of(topology: Topology) -> Backend:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """A machine whose processors move the bytes of its ranks."""
+
+    ranks: tuple[int, ...]
+    bytes_per_s: float
+    """Sent and received together, by all its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """What one collective does."""
 
@@ -114,7 +129,9 @@ class Transfer:
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     loads: tuple[float, ...] = ()
-    """Part of each link that it fills, on average."""
+    """Part of each link, and behind those of what each host can move, that it fills, on average."""
+    at_once: int = 1
+    """Such collectives that its process group runs at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +149,8 @@ class _Flows:
 class Network:
     """Prices collectives over all ranks of one topology. The work that depends on no message is done once."""
 
-    def __init__(self, topology: Topology, backend: Backend | None = None) -> None:
+    def __init__(self, topology: Topology, backend: Backend | None = None, hosts: Sequence[Host] | None = None) -> None:
+        """`hosts` are, by default, those of the topology that compute on processors, each with its ranks' cores."""
         self.backend = backend or backend_of(topology)
         self.world_size = n = topology.world_size
         index: dict[str, int] = {}
@@ -153,9 +171,17 @@ class Network:
         self._cores = np.array(
             [p.device.flops_per_s().value / CORE_FLOPS if is_cpu(p.device) else 0.0 for p in topology.ranks]
         )
+        self.hosts = self._with_cores() if hosts is None else tuple(hosts)
         self.provenance: Provenance = max(
             (link.provenance for link in found), key=PROVENANCES.index, default="measured"
         )
+
+    def _with_cores(self) -> tuple[Host, ...]:
+        ranks: dict[str, list[int]] = {}
+        for rank, place in enumerate(self._topology.ranks):
+            if self._cores[rank]:
+                ranks.setdefault(place.host.name, []).append(rank)
+        return tuple(Host(tuple(r), self.backend.host_bytes_per_s * self._cores[r].sum()) for r in ranks.values())
 
     def _flows(self, teams: Teams) -> _Flows:
         """What depends on no message; once for each choice of teams."""
@@ -243,16 +269,18 @@ class Network:
         backend = self.backend
         phases = self.phases(primitive)
         wire_s = sum(float(np.max(traffic / self.bandwidth)) / backend.fraction[kind] for kind, traffic in phases)
-        host_s: Floats = (np.array(sent, dtype=float) + np.array(received)) / backend.host_bytes_per_s
-        # A collective cannot be faster than the library's own threads move its bytes.
+        moved: Floats = np.array(sent, dtype=float) + np.array(received)
+        host_s: Floats = moved / backend.host_bytes_per_s
+        # A collective cannot be faster than the library's own threads move its bytes, nor than all the host's cores.
+        hosts_s = [float(moved[list(host.ranks)].sum()) / host.bytes_per_s for host in self.hosts]
         size = max(len(primitive.team_of(r, self.world_size)) for r in range(self.world_size))
         rounds = self._rounds(primitive.kind, size, len(phases))
         start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
-        seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads)
-        loads = sum(traffic / self.bandwidth / backend.fraction[kind] for kind, traffic in phases) / seconds
-        return Transfer(
-            seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), tuple(np.asarray(loads).tolist())
-        )
+        seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
+        links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
+        loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
+        at_once = 1 if is_all_to_all(primitive, self.world_size) and size > 2 else backend.at_once
+        return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), loads, at_once)
 
     def _rounds(self, kind: Kind, team: int, phases: int) -> int:
         """Messages that follow one another, in a team of so many ranks."""

@@ -1,11 +1,11 @@
 """Event simulation of one step: compute streams of the ranks, and communication channels beside them.
 
 What is modelled: each rank runs its part of the program in order on one compute stream. A collective starts when the
-last rank has issued it and its channel is free, for a backend finishes the collectives of one process group in the
-order of submission; those of other groups run beside it and share the links with it; a wait blocks the compute
-stream. While a collective runs, compute beside it may be slowed down, since the backend takes processor time from it.
-The slowest rank decides the step. Where a step leaves transfers to the next one, several are run, and the last is
-taken. gloo's second thread of a group, which lets the next collective begin early, is not modelled.
+last rank has issued it and its channel is free, for a backend begins the collectives of one process group in the
+order of submission, and runs one of them, or as many as it has threads; those of other groups run beside it and share
+the links with it; a wait blocks the compute stream. While a collective runs, compute beside it may be slowed down,
+since the backend takes processor time from it. The slowest rank decides the step. Where a step leaves transfers to the
+next one, several are run, and the last is taken.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Price:
     uniform: bool = True
     """Whether all ranks' entries are equal."""
     loads: tuple[float, ...] = ()
-    """Part of each link that the transfer fills while it is alone."""
+    """Part of each link, and of what hosts can move, that the transfer fills while it is alone."""
+    at_once: int = 1
+    """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
 
 
 @dataclass
@@ -169,9 +171,9 @@ class _State:
     def issue(self, primitive: Primitive, price: Price) -> None:
         """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
         taken = tuple(price.taken[r] for r in self.ranks) if price.taken else ()
-        channel = (primitive.teams, primitive.lane)
+        channel = (primitive.teams, primitive.lane, price.at_once)
         number = self.number(primitive.index)
-        self.channels.issue(Job(number, channel, max(self.now), price.transfer_s, price.loads, taken))
+        self.channels.issue(Job(number, channel, max(self.now), price.transfer_s, price.loads, taken, price.at_once))
         if self.timeline:
             self.labels[number] = label(primitive)
 

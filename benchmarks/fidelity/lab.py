@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import Estimate
-from autopar.cost_models.collectives import GLOO
+from autopar.cost_models.collectives import GLOO, Host
 from autopar.cost_models.device_work import sent_values
 from autopar.ir.primitives import COLLECTIVES, Kind
 from autopar.spec.topology import Topology
@@ -15,6 +15,9 @@ from autopar.strategies.lowering import StepProgram
 from benchmarks.trials.records import Dataset, Trial
 
 SMALL_BYTES = 1 << 20
+CORE_BYTES_PER_S = 1.1e9
+"""What a core of the lab's machine moves for all hosts together, sent and received, through sockets, bridges and
+token buckets. [Empirical]"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Lab:
                 backend=backend,
             )
             made.network.latency_s = 0.0
+            cores = self.data.sessions[trial.session].cores
+            made.network.hosts = (Host(tuple(range(made.network.world_size)), d * cores * CORE_BYTES_PER_S),)
             self._pricers[key] = made
         return self._pricers[key]
 

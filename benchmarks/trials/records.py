@@ -106,6 +106,9 @@ class Trial(_Record):
     """Cores that other processes took meanwhile."""
     stolen_cores: float = 0.0
     load_average: float = 0.0
+    additions_us: float = 0.0
+    """What 100,000 additions in Python took just before: the machine's speed, which varies by itself. 0 where it was
+    not taken."""
     noise: str = ""
     """Why the step time may be off by more than 5 %, in the trial's own judgement."""
     wall_s: float = 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_models.channels import Channels, Job
@@ -17,6 +19,16 @@ def test_a_channel_finishes_in_order() -> None:
     channels.issue(_job(1, "a", 1.0, 3.0, (1.0,)))
     assert channels.end_of(1) == pytest.approx(5.0)
     assert channels.ends[0] == pytest.approx(2.0)
+
+
+def test_a_channel_of_several_threads_begins_in_order_and_runs_as_many_at_once() -> None:
+    channels = Channels()
+    for index, seconds in enumerate((4.0, 1.0, 2.0)):
+        channels.issue(replace(_job(index, "a", 0.0, seconds, (0.5,)), at_once=2))
+    # The third begins when the second has ended; no link is full.
+    assert channels.end_of(0) == pytest.approx(4.0)
+    assert channels.ends[1] == pytest.approx(1.0)
+    assert channels.end_of(2) == pytest.approx(3.0)
 
 
 def test_channels_on_different_links_do_not_disturb_each_other() -> None:

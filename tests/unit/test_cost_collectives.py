@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost_models.collectives import GLOO, NCCL, Network, backend_of
+from autopar.cost_models.collectives import GLOO, NCCL, Host, Network, backend_of
 from autopar.ir.primitives import COLLECTIVES, Kind, Primitive, wire_bytes
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
@@ -71,6 +71,20 @@ def test_ranks_of_a_host_share_its_card() -> None:
     # From rank 1 to both ranks of host-1; from rank 3 to both of host-0, one of which sends it on to rank 2.
     assert network.link_bytes(collective(Kind.BROADCAST, size, 4, owner=1))[card] == pytest.approx(2 * size)
     assert network.link_bytes(collective(Kind.BROADCAST, size, 4, owner=3))[card] == pytest.approx(size)
+
+
+def test_hosts_move_no_more_than_their_cores_can() -> None:
+    """Two ranks a host, on a network that is fast enough not to matter: each sends and receives 1.5 times the value."""
+    size = 64 * MIB
+    topology = Topology(cpu_hosts(2, "1000 Gbit/s", devices="2 x cpu"))
+    network = Network(topology)
+    assert [host.ranks for host in network.hosts] == [(0, 1), (2, 3)]
+    reduce = collective(Kind.ALL_REDUCE, size, 4)
+    one_machine = Network(topology, hosts=[Host((0, 1, 2, 3), 1e9)])
+    transfer = one_machine.transfer(reduce)
+    assert transfer.seconds == pytest.approx(4 * 3 * size / 1e9, rel=0.01)
+    assert transfer.loads[-1] == pytest.approx(1.0, abs=0.01)
+    assert len(transfer.loads) == len(network.links) + 1
 
 
 def test_the_slowest_card_decides() -> None:
