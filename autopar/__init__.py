@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import optimize as optimize
     from autopar.api import plan as plan
+    from autopar.calibration import calibrate as calibrate
     from autopar.errors import AutoparError as AutoparError
     from autopar.runtime.program import Program as Program
+    from autopar.spec.calibration import Calibration as Calibration
     from autopar.spec.cluster import ClusterSpec as ClusterSpec
     from autopar.spec.plan import Plan as Plan
     from autopar.verification import Verification as Verification
@@ -24,17 +26,30 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AutoparError": "autopar.errors",
+    "Calibration": "autopar.spec.calibration",
     "ClusterSpec": "autopar.spec.cluster",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
     "Verification": "autopar.verification",
+    "calibrate": "autopar.calibration",
     "optimize": "autopar.api",
     "plan": "autopar.api",
     "verify": "autopar.verification",
 }
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "ClusterSpec", "Plan", "Program", "Verification", "optimize", "plan", "verify"]
+__all__ = [
+    "AutoparError",
+    "Calibration",
+    "ClusterSpec",
+    "Plan",
+    "Program",
+    "Verification",
+    "calibrate",
+    "optimize",
+    "plan",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,16 @@ from autopar.runtime.collectives import may_fail
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import Scope, check_optimizer, context_for, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.profile import node_seconds
 from autopar.runtime.program import Program, Settings, signature_key
+from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
+from autopar.spec.topology import Topology
 from autopar.strategies.base import Context
+
+if TYPE_CHECKING:
+    from autopar.cost_models import CostModel
 
 Progress = Callable[[str, int, float], None]
 """Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
@@ -43,6 +49,8 @@ def plan(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    calibration: Calibration | None = None,
+    measure_compute: bool = False,
     time_budget_s: float = 10.0,
     seed: int = 0,
     unused_parameters: Unused = "error",
@@ -60,7 +68,9 @@ def plan(
     graph = training_graph(model, flat, loss_fn, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
     context = context_for(cluster.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
-    return _plan(graph, cluster, context, optimizer, strategy, fidelity, time_budget_s, seed, progress)
+    nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
+    cost_model = _cost_model(cluster, optimizer, calibration, nodes)
+    return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
 
 
 @overload
@@ -86,6 +96,8 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     weight: Callable[[Any], float] | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
+    calibration: Calibration | None = None,
+    measure_compute: bool = False,
     time_budget_s: float = 10.0,
     timeout_s: float = 300.0,
     seed: int = 0,
@@ -113,6 +125,9 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         unused_parameters: "error", or "freeze" those that get no gradient.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
             whose update depends on nothing else.
+        calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
+        measure_compute: times the model's forward and backward pass here, a few runs of them, and takes that for what
+            devices of this kind do; else they are computed from what the devices reach.
         timeout_s: how long a collective may wait for a late rank.
 
     Raises:
@@ -146,7 +161,9 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
 
         def search() -> Plan:
             cluster = _cluster(cluster_spec, group)
-            return _plan(graph, cluster, context, optimizer, strategy, fidelity, time_budget_s, seed, progress)
+            nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
+            cost_model = _cost_model(cluster, optimizer, calibration, nodes)
+            return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
 
         plan = _plan_on_rank_0(group, search)
     settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
@@ -172,22 +189,32 @@ def _cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
     return cluster
 
 
+def _cost_model(
+    cluster: ClusterSpec, optimizer: Optimizer | None, calibration: Calibration | None, nodes: dict[str, float] | None
+) -> CostModel:
+    """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind."""
+    from autopar.cost_models import ADAMW, AnalyticCostModel, optimizer_cost
+
+    if calibration is not None:
+        calibration.check_cluster(cluster.fingerprint)
+    updates = ADAMW if optimizer is None else optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
+    measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
+    return AnalyticCostModel(updates, measured_s, calibration=calibration)
+
+
 def _plan(
     graph: TrainingGraph,
     cluster: ClusterSpec,
     context: Context,
-    optimizer: Optimizer | None,
+    cost_model: CostModel,
     strategy: str | None,
     fidelity: Fidelity,
     time_budget_s: float,
     seed: int,
     progress: Progress | None,
 ) -> Plan:
-    from autopar.cost_models import AnalyticCostModel, optimizer_cost
     from autopar.search import Budget, build_plan, search
 
-    group = None if optimizer is None else optimizer.param_groups[0]
-    cost_model = AnalyticCostModel(optimizer_cost(type(optimizer).__name__, group)) if group else None
     if strategy is not None:
         return build_plan(strategy, graph, cluster, context, fidelity=fidelity, cost_model=cost_model)
     return search(

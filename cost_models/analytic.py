@@ -20,6 +20,7 @@ from autopar.cost_models.optimizers import ADAMW, OptimizerCost
 from autopar.cost_models.simulate import Price, Streams, simulate
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.spec.units import PROVENANCES, Provenance
 from autopar.strategies.lowering import StepProgram
@@ -36,15 +37,21 @@ class AnalyticCostModel(CostModel):
     """Prices a plan from the cluster's figures.
 
     `optimizer` is what updates cost; `measured_s` are measured times of the graph's nodes, which take precedence over
-    the roofline; `backend` replaces the communication library that the devices imply.
+    the roofline; `backend` replaces the communication library that the devices imply; a `calibration` of the cluster
+    takes the place of data sheets and guesses.
     """
 
     def __init__(
-        self, optimizer: OptimizerCost = ADAMW, measured_s: NodeTimes | None = None, backend: Backend | None = None
+        self,
+        optimizer: OptimizerCost = ADAMW,
+        measured_s: NodeTimes | None = None,
+        backend: Backend | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.measured_s = measured_s
         self.backend = backend
+        self.calibration = calibration
         self._pricer: StepPricer | None = None
 
     def predict(
@@ -55,7 +62,7 @@ class AnalyticCostModel(CostModel):
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
         """What is computed once for a graph on a topology; the last one is kept."""
         if self._pricer is None or self._pricer.graph is not graph or self._pricer.topology is not topology:
-            self._pricer = StepPricer(graph, topology, self.optimizer, self.measured_s, self.backend)
+            self._pricer = StepPricer(graph, topology, self.optimizer, self.measured_s, self.backend, self.calibration)
         return self._pricer
 
 
@@ -69,22 +76,24 @@ class StepPricer:
         optimizer: OptimizerCost = ADAMW,
         measured_s: NodeTimes | None = None,
         backend: Backend | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.graph = graph
         self.topology = topology
         self.optimizer = optimizer
-        self.network = Network(topology, backend)
+        self.network = Network(topology, backend, calibration=calibration)
         self.memory = MemoryModel(graph)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
-        rates = [Rates.of(device, dtype) for device in devices]
+        measured = {rates.kind: rates for rates in calibration.devices} if calibration else {}
+        rates = [Rates.of(device, dtype, measured.get(device.kind)) for device in devices]
         device_of_rank = [devices.index(place.device) for place in topology.ranks]
         self.rates = [rates[i] for i in device_of_rank]
         times = [(measured_s or {}).get(device.kind) for device in devices]
         self._nodes = [node_times(graph, r, t) for r, t in zip(rates, times, strict=True)]
         self._device_of_rank = device_of_rank
         self._streams: dict[frozenset[str], Streams] = {}
-        found = [compute_provenance(graph, [d], t) for d, t in zip(devices, times, strict=True)]
+        found = [compute_provenance(graph, [d], t, measured) for d, t in zip(devices, times, strict=True)]
         self._compute_provenance: Provenance = max(found, key=PROVENANCES.index)
         self._prices: dict[tuple[object, ...], tuple[Price, Transfer | None]] = {}
 

@@ -14,12 +14,13 @@ compute also move the bytes, a host moves no more than its cores can, over all i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_models.calibrated import Factors, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
 from autopar.ir.primitives import (
     COLLECTIVES,
@@ -32,6 +33,7 @@ from autopar.ir.primitives import (
     ring_reduce_bytes,
     wire_bytes,
 )
+from autopar.spec.calibration import Calibration
 from autopar.spec.devices import CORE_FLOPS
 from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
@@ -149,9 +151,16 @@ class _Flows:
 class Network:
     """Prices collectives over all ranks of one topology. The work that depends on no message is done once."""
 
-    def __init__(self, topology: Topology, backend: Backend | None = None, hosts: Sequence[Host] | None = None) -> None:
-        """`hosts` are, by default, those of the topology that compute on processors, each with its ranks' cores."""
-        self.backend = backend or backend_of(topology)
+    def __init__(
+        self,
+        topology: Topology,
+        backend: Backend | None = None,
+        hosts: Sequence[Host] | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """`hosts` are, by default, those of the topology that compute on processors, each with its ranks' cores. Where
+        there is a `calibration`, it corrects what collectives take."""
+        self.backend = _calibrated(backend or backend_of(topology), calibration, topology.world_size)
         self.world_size = n = topology.world_size
         index: dict[str, int] = {}
         found: list[Link] = []
@@ -175,6 +184,10 @@ class Network:
         self.provenance: Provenance = max(
             (link.provenance for link in found), key=PROVENANCES.index, default="measured"
         )
+        self._factors: Factors | None = None
+        if calibration is not None:
+            self._factors = Factors(calibration, n, lambda primitive: self.transfer(primitive).seconds)
+            self.provenance = "measured"
 
     def _with_cores(self) -> tuple[Host, ...]:
         ranks: dict[str, list[int]] = {}
@@ -280,6 +293,8 @@ class Network:
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
         at_once = 1 if is_all_to_all(primitive, self.world_size) and size > 2 else backend.at_once
+        if self._factors is not None:  # what is slower than its figures is as full as they say
+            seconds *= self._factors.of(primitive)
         return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), loads, at_once)
 
     def _rounds(self, kind: Kind, team: int, phases: int) -> int:
@@ -296,6 +311,18 @@ class Network:
             return (self.backend.device_taken,) * self.world_size if self.backend.device_taken else ()
         cores = np.where(self._cores > 0, np.maximum(self._cores, 1e-9), np.inf)
         return tuple(float(x) for x in np.minimum(1.0, host_s / seconds / cores))
+
+
+def _calibrated(backend: Backend, calibration: Calibration | None, world_size: int) -> Backend:
+    """What a backend takes from the compute beside it, as it was measured."""
+    if calibration is None:
+        return backend
+    moved = host_bytes_per_s(calibration, world_size)
+    if moved is not None and backend.host_bytes_per_s < float("inf"):
+        backend = replace(backend, host_bytes_per_s=moved)
+    if calibration.compute_beside is not None and backend.device_taken:
+        backend = replace(backend, device_taken=max(0.0, 1 - 1 / calibration.compute_beside))
+    return backend
 
 
 def is_all_to_all(primitive: Primitive, world_size: int) -> bool:

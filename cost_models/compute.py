@@ -8,10 +8,11 @@ reach stand below.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.calibration import DeviceRates
 from autopar.spec.machines import Device
 from autopar.spec.units import Figure, Provenance, guess, weakest
 
@@ -31,20 +32,24 @@ GPU_NODE_START_S = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does in practice: peaks times the fractions above."""
+    """What a device does in practice: as measured, or peaks times the fractions above."""
 
     flops_per_s: float
     bytes_per_s: float
     start_s: float
+    update_bytes_per_s: float
+    """In an optimizer's update."""
 
     @classmethod
-    def of(cls, device: Device, dtype: str) -> Rates:
+    def of(cls, device: Device, dtype: str, measured: DeviceRates | None = None) -> Rates:
         """Of a device, computing in `dtype`."""
-        return cls(
-            flops_per_s=FLOPS_FRACTION * device.flops_per_s(dtype).value,
-            bytes_per_s=MEMORY_FRACTION * device.memory_bytes_per_s.value,
-            start_s=CPU_NODE_START_S if is_cpu(device) else GPU_NODE_START_S,
-        )
+        flops_per_s = FLOPS_FRACTION * device.flops_per_s(dtype).value
+        if measured is not None:
+            flops_per_s = measured.flops_per_s.get(dtype, flops_per_s)
+            return cls(flops_per_s, measured.bytes_per_s, measured.start_s, measured.update_bytes_per_s)
+        bytes_per_s = MEMORY_FRACTION * device.memory_bytes_per_s.value
+        start_s = CPU_NODE_START_S if is_cpu(device) else GPU_NODE_START_S
+        return cls(flops_per_s, bytes_per_s, start_s, bytes_per_s)
 
     def node_s(self, flops: float, bytes_moved: float) -> float:
         """One node or kernel."""
@@ -53,6 +58,10 @@ class Rates:
     def copy_s(self, bytes_moved: float, kernels: float = 1.0) -> float:
         """Bytes read and written, by so many kernels; nothing takes no time."""
         return bytes_moved / self.bytes_per_s + kernels * self.start_s if bytes_moved else 0.0
+
+    def update_s(self, bytes_moved: float, kernels: float) -> float:
+        """The same, by an optimizer."""
+        return bytes_moved / self.update_bytes_per_s + kernels * self.start_s if bytes_moved else 0.0
 
 
 def is_cpu(device: Device) -> bool:
@@ -81,9 +90,15 @@ def _node_s(name: str, flops: int, bytes_moved: int, rates: Rates, measured_s: M
 
 
 def compute_provenance(
-    graph: TrainingGraph, devices: Sequence[Device], measured_s: Mapping[str, float] | None
+    graph: TrainingGraph,
+    devices: Sequence[Device],
+    measured_s: Mapping[str, float] | None,
+    measured: Collection[str] = (),
 ) -> Provenance:
-    """The weakest figure behind the compute time: measured where every node was, else the devices'."""
+    """The weakest figure behind the compute time: measured where every node was, or the kinds of devices were, as
+    `measured` names them; else the devices'."""
+    if all(d.kind in measured for d in devices):
+        return "measured"
     if measured_s and all(n.name in measured_s for n in graph.compute if n.flops or n.bytes_moved):
         return "measured"
     dtype = compute_dtype(graph)

@@ -138,7 +138,7 @@ class Work:
         touched = max(1.0, self.members * held / p.elements)
         if p.touched is not None:
             held = min(held, p.touched)
-        return rates.copy_s(held * width * tensors, 1 + UPDATE_START * touched)
+        return rates.update_s(held * width * tensors, 1 + UPDATE_START * touched)
 
 
 def clip_s(primitive: Primitive, program: StepProgram, rank: int, rates: Rates) -> float:

@@ -24,6 +24,7 @@ INTERRUPTED = 130
 # In the order of a user's work. The line is kept here, so that `autopar --help` imports no command.
 COMMANDS: Mapping[str, str] = {
     "doctor": "Show what this machine offers.",
+    "calibrate": "Measure a cluster, so that plans for it rest on what it does.",
     "plan": "Make a plan for a model and a cluster, without the cluster.",
     "explain": "Say in words what a plan does, and why.",
     "run": "Start a training script under torchrun with a plan.",

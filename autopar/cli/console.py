@@ -136,6 +136,13 @@ def output_option(function: F) -> F:
     return click.option("-o", "--output", metavar="FILE", callback=_writable, help="Write the result here.")(function)
 
 
+def calibration_option(function: F) -> F:
+    """Adds `--calibration FILE`, passed on as `calibration`."""
+    return click.option("--calibration", metavar="FILE", help="What `autopar calibrate` measured on the cluster.")(
+        function
+    )
+
+
 def _verbosity() -> int:
     ctx = click.get_current_context(silent=True)
     return int(ctx.meta.get(_VERBOSITY, 0)) if ctx else 0

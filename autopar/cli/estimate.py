@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar.cli.model_argument import ModelArgument
     from autopar.cost_models.base import Estimate
+    from autopar.spec.calibration import Calibration
     from autopar.spec.plan import Plan
 
 
-def estimate(plan: Plan, made: ModelArgument, optimizer: str | None) -> Estimate:
+def estimate(
+    plan: Plan, made: ModelArgument, optimizer: str | None, calibration: Calibration | None = None
+) -> Estimate:
     """What the analytic cost model says of a plan, for the model and the cluster that it was made for.
 
-    Raises `PlanMismatchError` where the model is another one.
+    Raises `PlanMismatchError` where the model is another one, `SpecError` where the calibration is of another cluster.
     """
     from autopar.cli.model_argument import chosen_optimizer
     from autopar.cost_models import AnalyticCostModel, optimizer_cost
@@ -31,8 +34,11 @@ def estimate(plan: Plan, made: ModelArgument, optimizer: str | None) -> Estimate
     batch = module_batch(made.model, inputs) if without and made.loss_fn is None else flatten(inputs)
     graph = training_graph(made.model, batch, made.loss_fn, "module" if without else "step")
     plan.check_model(graph.model)
-    context = context_for(plan.cluster.world_size, chosen, optimizer_scope(chosen), None, not without)
+    scope = optimizer_scope(chosen)
+    context = context_for(plan.cluster.world_size, chosen, scope, None, not without, late_parameters=True)
     cluster = ClusterSpec.model_validate(plan.cluster.spec)
     program = lower_plan(plan.groups, graph, context.on(cluster))
     cost = optimizer_cost(type(chosen).__name__, chosen.param_groups[0]) if chosen else optimizer_cost("AdamW")
-    return AnalyticCostModel(cost).predict(graph, program, Topology(cluster), timeline=True)
+    if calibration is not None:
+        calibration.check_cluster(cluster.fingerprint)
+    return AnalyticCostModel(cost, calibration=calibration).predict(graph, program, Topology(cluster), timeline=True)

@@ -11,6 +11,7 @@ import click
 
 from autopar.cli.console import (
     Ticker,
+    calibration_option,
     detail,
     json_option,
     output_option,
@@ -22,6 +23,7 @@ from autopar.cli.console import (
 from autopar.cli.model_argument import OPTIMIZERS, chosen_optimizer, load_model
 
 if TYPE_CHECKING:
+    from autopar.spec.calibration import Calibration
     from autopar.spec.cluster import ClusterSpec
     from autopar.spec.plan import Fidelity
 
@@ -58,6 +60,12 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
     type=click.Choice(OPTIMIZERS),
     help="Default: the factory's own, else adamw. none: a drop-in module that leaves synchronized gradients.",
 )
+@calibration_option
+@click.option(
+    "--measure-compute",
+    is_flag=True,
+    help="Time the model's passes on this machine, which stands for the cluster's devices of its kind.",
+)
 @json_option
 @standard_options
 def command(
@@ -69,6 +77,8 @@ def command(
     late_parameters: bool,
     time_budget: float,
     optimizer: str | None,
+    calibration: str | None,
+    measure_compute: bool,
     as_json: bool,
 ) -> None:
     """Make a plan for MODEL on a cluster. Neither the cluster nor a process group is needed.
@@ -76,6 +86,7 @@ def command(
     The plan in words goes to stdout; with --json, the plan itself.
     """
     spec = load_cluster(cluster)
+    measured = load_calibration(calibration)
     progress(f"importing {model}")
     from autopar.api import plan as make_plan
     from autopar.spec.wording import duration
@@ -97,6 +108,8 @@ def command(
             fidelity=cast("Fidelity", fidelity),
             late_parameters=late_parameters,
             strategy=strategy,
+            calibration=measured,
+            measure_compute=measure_compute,
             time_budget_s=time_budget,
             progress=lambda what, priced, best_s: ticker(f"{what}: {priced} plans priced, best {duration(best_s)}"),
         )
@@ -123,3 +136,10 @@ def load_cluster(argument: str) -> ClusterSpec:
             f"--cluster: there is no file '{argument}'; give a cluster description, or local:4 for four local ranks"
         )
     return ClusterSpec.load(argument)
+
+
+def load_calibration(path: str | None) -> Calibration | None:
+    """Reads `--calibration`. Raises `SpecError`."""
+    from autopar.spec.calibration import Calibration
+
+    return None if path is None else Calibration.load(path)

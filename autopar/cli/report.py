@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from autopar.cli.console import (
+    calibration_option,
     detail,
     json_option,
     output_option,
@@ -17,6 +18,7 @@ from autopar.cli.console import (
     standard_options,
 )
 from autopar.cli.model_argument import OPTIMIZERS, load_model
+from autopar.cli.plan import load_calibration
 
 
 @click.command("report")
@@ -24,6 +26,7 @@ from autopar.cli.model_argument import OPTIMIZERS, load_model
 @output_option
 @click.option("--model", metavar="MODEL", help="The model of the plan: adds the timeline and the figures by rank.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="With --model: as given to `autopar plan`.")
+@calibration_option
 @click.option("--trace", metavar="FILE", help="With --model: write the predicted timeline as a Chrome trace too.")
 @click.option(
     "--measured",
@@ -39,6 +42,7 @@ def command(
     output: Path | None,
     model: str | None,
     optimizer: str | None,
+    calibration: str | None,
     trace: str | None,
     measured: tuple[str, ...],
     open_page: bool,
@@ -58,7 +62,7 @@ def command(
     if model is not None:
         progress(f"importing {model} and simulating one step")
         with quiet_libraries():
-            estimate = simulate(loaded, load_model(model), optimizer)
+            estimate = simulate(loaded, load_model(model), optimizer, load_calibration(calibration))
     build_report(
         loaded,
         target,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from autopar.errors import PlanError, PlanMismatchError
+from autopar.errors import PlanError, PlanMismatchError, SpecError
+from autopar.spec.stored import Record, Stored
 
 SCHEMA_VERSION: Final = 1
 
@@ -26,11 +26,7 @@ FIDELITIES: tuple[Fidelity, ...] = ("exact", "rounded", "compressed", "stale", "
 OptionValue = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ParameterSpec(_Record):
+class ParameterSpec(Record):
     """What a plan must know of one parameter: enough to tell one model from another."""
 
     name: str
@@ -49,7 +45,7 @@ class ParameterSpec(_Record):
         return n
 
 
-class ModelFingerprint(_Record):
+class ModelFingerprint(Record):
     """The parameters of the model that the plan was made for."""
 
     name: str
@@ -78,7 +74,7 @@ class ModelFingerprint(_Record):
         return sorted(lines)
 
 
-class ClusterFingerprint(_Record):
+class ClusterFingerprint(Record):
     """The cluster that the plan was made for; `spec` is the whole description, so that differences can be named."""
 
     digest: str
@@ -88,7 +84,7 @@ class ClusterFingerprint(_Record):
     spec: dict[str, Any]
 
 
-class ParameterSlice(_Record):
+class ParameterSlice(Record):
     """A parameter, or the part of it between `start` and `stop` along dimension `dim`."""
 
     name: str
@@ -120,18 +116,18 @@ class ParameterSlice(_Record):
         return self.name if self.whole else f"{self.name}[{':, ' * self.dim}{self.start}:{self.stop}]"
 
 
-class SyncGroup(_Record):
+class SyncGroup(Record):
     """Parameters that are synchronized together, and how."""
 
     strategy: str
     """The name of a strategy, as listed by `autopar.strategies`."""
     members: tuple[ParameterSlice, ...] = Field(min_length=1)
-    options: dict[str, OptionValue] = {}
+    options: dict[str, OptionValue] = Field(default_factory=dict)
     reason: str = ""
     """Why the search chose this, for people."""
 
 
-class Prediction(_Record):
+class Prediction(Record):
     """What the cost model says of a plan. Times in seconds, sizes in bytes, per optimizer step."""
 
     step_time_s: float
@@ -148,7 +144,7 @@ class Prediction(_Record):
     """The weakest of the figures that it rests on."""
 
 
-class Alternative(_Record):
+class Alternative(Record):
     """Another plan that the search priced."""
 
     name: str
@@ -156,8 +152,13 @@ class Alternative(_Record):
     note: str = ""
 
 
-class Plan(_Record):
+class Plan(Stored):
     """How each parameter of one model is synchronized on one cluster."""
+
+    VERSION: ClassVar[int] = SCHEMA_VERSION
+    WHAT: ClassVar[str] = "plan"
+    COMMAND: ClassVar[str] = "autopar plan"
+    ERROR: ClassVar[type[SpecError]] = PlanError
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str = "searched"
@@ -181,43 +182,6 @@ class Plan(_Record):
         core = [g.model_dump(exclude={"reason"}) for g in self.groups]
         text = json.dumps([self.model.digest, self.cluster.world_size, core], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Reads a plan from JSON; raises `PlanError` with the place and the cause where it cannot."""
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            raise PlanError(f"{path}: cannot read the plan: {e}") from e
-        return cls.loads(text, str(path))
-
-    @classmethod
-    def loads(cls, text: str, source: str = "plan") -> Plan:
-        """Reads a plan from a JSON string; `source` is named in errors."""
-        try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as e:
-            raise PlanError(
-                f"{source}: not JSON ({e}): the file is truncated or is no plan; write it again with `autopar plan`"
-            ) from e
-        if not isinstance(data, dict):
-            raise PlanError(f"{source}: a plan is a JSON object, this is a {type(data).__name__}")
-        version = data.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise PlanError(
-                f"{source}: schema version {version!r}, this autopar reads version {SCHEMA_VERSION}: "
-                "make the plan again with `autopar plan`"
-            )
-        try:
-            return cls.model_validate(data)
-        except ValidationError as e:
-            first = e.errors()[0]
-            where = ".".join(str(x) for x in first["loc"]) or "plan"
-            raise PlanError(f"{source}: {where}: {first['msg']}") from e
 
     def check_model(self, model: ModelFingerprint) -> None:
         """Raises `PlanMismatchError`, with what differs, unless the plan was made for this model."""

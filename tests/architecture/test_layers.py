@@ -18,6 +18,7 @@ ORDER = [
     "search",
     "runtime",
     "api",
+    "calibration",
     "verification",
     "lab",
     "testing",

@@ -13,7 +13,7 @@ from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
 from tests.unit.synthetic import cpu_hosts, training_graph
 
-RATES = Rates(flops_per_s=1e9, bytes_per_s=1e8, start_s=1e-3)
+RATES = Rates(flops_per_s=1e9, bytes_per_s=1e8, start_s=1e-3, update_bytes_per_s=1e8)
 
 
 def test_a_node_takes_the_longer_of_arithmetic_and_memory() -> None:

@@ -1,0 +1,313 @@
+"""Measures what a cluster does: every collective that plans are made of, its links and its devices.
+
+All ranks of a job call `calibrate`, and get the same `Calibration`. Collectives are those of `autopar.runtime`, issued
+as a training step issues them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from statistics import fmean, median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.primitives import Kind, Teams, all_teams
+from autopar.runtime import collectives
+from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.spec.calibration import Calibration, Collective, CollectiveTimes, DeviceRates, LinkTimes
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.topology import Topology
+
+SIZES = tuple(4096 << 2 * i for i in range(8))
+"""Bytes, from 4 KiB to 64 MiB."""
+ALWAYS_BYTES = 1 << 20
+"""Up to this size everything is measured, however long it takes."""
+LEAST, MOST = 3, 15
+"""Repeats of each size."""
+BESIDE_BYTES = 4 << 20
+LINK_BYTES = 8 << 20
+COLLECTIVES_SHARE = 0.8
+"""Of the time budget."""
+KINDS: tuple[Collective, ...] = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "reduce",
+    "broadcast",
+    "all_to_all",
+)
+TEAM_KINDS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+"""What plans do within teams."""
+DTYPES = ("float32", "bfloat16")
+
+T = TypeVar("T")
+Issue = Callable[[], torch.Tensor]
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    cluster: ClusterSpec | None = None,
+    *,
+    time_budget_s: float = 180.0,
+    timeout_s: float = 300.0,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Measures `cluster`, by default what `ClusterSpec.detect()` sees; every rank of the job calls it.
+
+    `time_budget_s` decides how large the messages become: up to 64 MiB, and 1 MiB in any case. Raises
+    `PlanMismatchError` where the job has another number of ranks than the cluster, `CollectiveError` where a rank does
+    not come.
+    """
+    group = join(timeout_s)
+    if cluster is None:
+        cluster = ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect()
+    if cluster.world_size != group.world_size:
+        raise PlanMismatchError(
+            f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "
+            f"{group.world_size} ranks: start one rank a device, as torchrun does"
+        )
+    with group.guard("a calibration"):
+        return _Bench(cluster, group, time_budget_s, progress or (lambda said: None)).run()
+
+
+class _Bench:
+    """One calibration, on one rank."""
+
+    def __init__(self, cluster: ClusterSpec, group: Group, time_budget_s: float, progress: Progress) -> None:
+        self.cluster, self.group = cluster, group
+        self.rank, self.world_size = group.rank, group.world_size
+        self.topology = Topology(cluster)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.time_budget_s = time_budget_s
+        self._say = progress if group.rank == 0 else lambda said: None
+
+    def run(self) -> Calibration:
+        start = time.monotonic()
+        devices = self.devices()
+        found: list[CollectiveTimes] = []
+        links: tuple[LinkTimes, ...] = ()
+        two_at_once = compute_beside = None
+        if self.world_size > 1:
+            wanted = [(kind, ()) for kind in KINDS] + [(kind, teams) for teams in self.teams() for kind in TEAM_KINDS]
+            for kind, teams in wanted:
+                self._say(f"{kind.replace('_', '-')}{_among(teams)}")
+                found.append(self.collective(kind, teams, COLLECTIVES_SHARE * self.time_budget_s / len(wanted)))
+            self._say("links")
+            links = tuple(self.links())
+            self._say("two all-reduces at once, compute beside one")
+            two_at_once, compute_beside = self.at_once()
+        calibration = Calibration(
+            date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+            hardware=f"{platform.system()} {platform.release()}, {self.topology.ranks[0].device.kind}",
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            cluster=self.cluster.fingerprint,
+            backend="none" if self.group.pg is None else str(dist.get_backend_config(self.group.pg)),
+            collectives=tuple(found),
+            links=links,
+            devices=devices,
+            two_at_once=two_at_once,
+            compute_beside=compute_beside,
+            took_s=round(time.monotonic() - start, 1),
+        )
+        text = Rendezvous(self.group).from_rank_0("calibration", calibration.model_dump_json)
+        return Calibration.loads(text, "rank 0's calibration")
+
+    def teams(self) -> Iterator[Teams]:
+        """The ranks of each host, and those that have the same place on all hosts; where hosts have several, and all
+        as many."""
+        by_host: dict[str, list[int]] = {}
+        for rank, place in enumerate(self.topology.ranks):
+            by_host.setdefault(place.host.name, []).append(rank)
+        hosts = list(by_host.values())
+        if len(hosts) > 1 and len({len(ranks) for ranks in hosts}) == 1 and len(hosts[0]) > 1:
+            yield tuple(tuple(ranks) for ranks in hosts)
+            yield tuple(zip(*hosts, strict=True))
+
+    def collective(self, kind: Collective, teams: Teams, budget_s: float) -> CollectiveTimes:
+        """One collective, at as many sizes as there is time for."""
+        end = time.monotonic() + budget_s
+        rows: list[tuple[int, float, float]] = []
+        for size in SIZES:
+            # Four times the bytes take four times as long, at most, and are sent LEAST times and once more.
+            too_long = rows and time.monotonic() + 4 * rows[-1][1] * (LEAST + 1) > end
+            if size > ALWAYS_BYTES and any(self._told(bool(too_long))):
+                break
+            issue, size_bytes = self._issue(kind, teams, size)
+            first_s, _ = self._repeated(issue, 1)
+            seconds, processor_s = self._repeated(issue, max(LEAST, min(MOST, int(budget_s / 16 / first_s))))
+            rows.append((size_bytes, seconds, processor_s))
+        sizes, times, processor = zip(*rows, strict=True)
+        return CollectiveTimes(kind=kind, teams=teams, size_bytes=sizes, seconds=times, processor_s=processor)
+
+    def _issue(self, kind: Collective, teams: Teams, size_bytes: int) -> tuple[Issue, int]:
+        """What issues a collective of zeros, and how many bytes it has: as many as can be shared evenly, twice."""
+        team = next(t for t in all_teams(teams, self.world_size) if self.rank in t)
+        n, place = len(team), team.index(self.rank)
+        name = self.group.channel(teams, 0)
+        assert name is not None
+        part = size_bytes // 4 // (n * n) * n
+        whole, mine = (torch.zeros(elements, device=self.device) for elements in (n * part, part))
+        issue: dict[Kind, Issue] = {
+            Kind.ALL_REDUCE: lambda: collectives.all_reduce(whole, name),
+            Kind.REDUCE: lambda: collectives.reduce(whole, 0, name),
+            Kind.BROADCAST: lambda: collectives.broadcast(whole, 0, name),
+            Kind.REDUCE_SCATTER: lambda: collectives.reduce_scatter_equal(whole, n, place, name),
+            Kind.ALL_GATHER: lambda: collectives.all_gather_equal(mine, n, name),
+            Kind.ALL_TO_ALL: lambda: collectives.all_to_all(mine, [part // n] * n, [part // n] * n, name),
+        }
+        return issue[Kind(kind)], 4 * n * part
+
+    def _repeated(self, issue: Issue, count: int) -> tuple[float, float]:
+        """Seconds until the last rank had its result, the median; processor seconds of a rank, on average."""
+        mine = [self._once(issue) for _ in range(count)]
+        ranks = self._told(mine)
+        return (
+            median(max(rank[i][0] for rank in ranks) for i in range(count)),
+            fmean(processor_s for rank in ranks for _, processor_s in rank),
+        )
+
+    def _once(self, issue: Issue) -> tuple[float, float]:
+        self._meet()
+        processor_s, start = time.process_time(), time.perf_counter()
+        collectives.wait(issue())
+        self._synchronize()
+        return time.perf_counter() - start, time.process_time() - processor_s
+
+    def links(self) -> Iterator[LinkTimes]:
+        """Between rank 0 and the first rank of every other host, there and back; on one host, between two ranks."""
+        first: dict[str, int] = {}
+        for rank, place in enumerate(self.topology.ranks):
+            first.setdefault(place.host.name, rank)
+        for other in list(first.values())[1:] or [1]:
+            for sender, receiver in ((0, other), (other, 0)):
+                small_s, large_s = (self._sent(sender, receiver, size) for size in (4, LINK_BYTES))
+                rate = LINK_BYTES / max(large_s - small_s, 1e-9)
+                yield LinkTimes(sender=sender, receiver=receiver, bytes_per_s=rate, latency_s=small_s / 2)
+
+    def _sent(self, sender: int, receiver: int, size_bytes: int) -> float:
+        """Seconds until the sender hears that the message has arrived; the median."""
+        x, word = (torch.zeros(n // 4, device=self.device) for n in (size_bytes, 4))
+        times = []
+        for _ in range(LEAST + 1):
+            self._meet()
+            start = time.perf_counter()
+            if self.rank == sender:
+                dist.send(x, group=self.group.pg, group_dst=receiver)
+                dist.recv(word, group=self.group.pg, group_src=receiver)
+                self._synchronize()
+                times.append(time.perf_counter() - start)
+            elif self.rank == receiver:
+                dist.recv(x, group=self.group.pg, group_src=sender)
+                dist.send(word, group=self.group.pg, group_dst=sender)
+        return median(self._told(times)[sender][1:])
+
+    def at_once(self) -> tuple[float, float]:
+        """Two all-reduces in multiples of one, and compute beside one in multiples of its time alone."""
+        issue, other = (self._issue("all_reduce", (), BESIDE_BYTES)[0] for _ in range(2))
+
+        def both() -> torch.Tensor:
+            first, second = issue(), other()
+            collectives.wait(first)
+            return second
+
+        one_s, two_s = (self._repeated(what, LEAST + 2)[0] for what in (issue, both))
+        product_s, product = self._product(512 if self.device.type == "cpu" else 4096, torch.float32)
+        count = max(1, int(0.5 * one_s / product_s))
+
+        def compute(beside: bool) -> float:
+            self._meet()
+            sent = issue() if beside else None
+            start = time.perf_counter()
+            for _ in range(count):
+                product()
+            self._synchronize()
+            seconds = time.perf_counter() - start
+            if sent is not None:
+                collectives.wait(sent)
+            return seconds
+
+        pairs = [(compute(True), compute(False)) for _ in range(LEAST + 2)]
+        beside = median(median(with_s / alone_s for with_s, alone_s in rank) for rank in self._told(pairs))
+        return two_s / one_s, beside
+
+    def devices(self) -> tuple[DeviceRates, ...]:
+        """Of each kind of device: what a rank reaches while all others do the same, the median over ranks."""
+        self._say("devices")
+        large = 32 << 20 if self.device.type == "cpu" else 512 << 20
+        flops = {}
+        for dtype in DTYPES:
+            width = 512 if self.device.type == "cpu" else 4096
+            flops[dtype] = 2 * width**3 / self._product(width, getattr(torch, dtype))[0]
+        source, target = (torch.zeros(large // 4, device=self.device) for _ in range(2))
+        copied_s = self._timed(lambda: target.copy_(source))
+        parameter = torch.nn.Parameter(torch.zeros(large // 8, device=self.device))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        updated_s = self._timed(optimizer.step)
+        small = torch.zeros(16, device=self.device)
+
+        def many() -> None:
+            for _ in range(100):
+                small.add_(1.0)
+
+        mine = DeviceRates(
+            kind=self.topology.ranks[self.rank].device.kind,
+            flops_per_s=flops,
+            bytes_per_s=2 * large / copied_s,
+            # Parameter, gradient and two moments are read, all but the gradient written.
+            update_bytes_per_s=7 * large / 2 / updated_s,
+            start_s=self._timed(many) / 100,
+        )
+        found = [DeviceRates.model_validate_json(text) for text in self._told(mine.model_dump_json())]
+        return tuple(_middle([f for f in found if f.kind == kind]) for kind in dict.fromkeys(f.kind for f in found))
+
+    def _product(self, width: int, dtype: torch.dtype) -> tuple[float, Callable[[], torch.Tensor]]:
+        """Seconds of a product of two square matrices, and what computes it."""
+        a, b = (torch.ones(width, width, dtype=dtype, device=self.device) for _ in range(2))
+        return self._timed(lambda: a @ b), lambda: a @ b
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        """Seconds, the median; the ranks do it at the same time."""
+        times = []
+        for _ in range(LEAST + 3):
+            self._meet()
+            start = time.perf_counter()
+            work()
+            self._synchronize()
+            times.append(time.perf_counter() - start)
+        return median(times[1:])
+
+    def _meet(self) -> None:
+        """Waits for all ranks."""
+        if self.group.name is not None:
+            collectives.wait(collectives.all_reduce(torch.zeros(1, device=self.device), self.group.name))
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _told(self, mine: T) -> list[T]:
+        """Every rank's, by rank."""
+        return [json.loads(text) for text in Rendezvous(self.group).exchange("measurement", json.dumps(mine))]
+
+
+def _among(teams: Teams) -> str:
+    return f" among {len(teams)} x {len(teams[0])} ranks" if teams else ""
+
+
+def _middle(rates: list[DeviceRates]) -> DeviceRates:
+    return DeviceRates(
+        kind=rates[0].kind,
+        flops_per_s={dtype: median(r.flops_per_s[dtype] for r in rates) for dtype in rates[0].flops_per_s},
+        bytes_per_s=median(r.bytes_per_s for r in rates),
+        update_bytes_per_s=median(r.update_bytes_per_s for r in rates),
+        start_s=median(r.start_s for r in rates),
+    )

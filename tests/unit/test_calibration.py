@@ -1,0 +1,87 @@
+"""A calibration: kept as JSON, refused for another cluster, and believed by the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_models import AnalyticCostModel
+from autopar.cost_models.calibrated import measured
+from autopar.cost_models.collectives import Network
+from autopar.errors import SpecError
+from autopar.ir.primitives import Kind
+from autopar.search import build_plan
+from autopar.spec.calibration import Calibration, CollectiveTimes, DeviceRates
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+from tests.unit.synthetic import cpu_hosts, training_graph
+
+CLUSTER = cpu_hosts(4, devices="1 x cpu")
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+
+
+def calibration(factor: float = 1.0) -> Calibration:
+    """All-reduces that take `factor` times as long as the cluster's figures say."""
+    network = Network(Topology(CLUSTER))
+    draft = CollectiveTimes(kind="all_reduce", size_bytes=SIZES, seconds=(1.0,) * 4, processor_s=(0.0,) * 4)
+    seconds = tuple(factor * network.transfer(measured(draft, size, 4)).seconds for size in SIZES)
+    return Calibration(
+        date="2026-11-21 12:00",
+        hardware="none",
+        versions={},
+        cluster=CLUSTER.fingerprint,
+        backend="gloo",
+        collectives=(draft.model_copy(update={"seconds": seconds}),),
+    )
+
+
+def test_it_is_kept_as_json(tmp_path: Path) -> None:
+    kept = calibration()
+    kept.save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json") == kept
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(SpecError, match="is no calibration; write it again with `autopar calibrate`"):
+        Calibration.load(tmp_path / "c.json")
+    with pytest.raises(SpecError, match="as many times as sizes"):
+        Calibration.loads(kept.model_dump_json().replace('"seconds":[', '"seconds":[1.0,'))
+
+
+def test_it_is_refused_for_another_cluster() -> None:
+    with pytest.raises(SpecError, match="another cluster: 4 hosts"):
+        calibration().check_cluster(cpu_hosts(3).fingerprint)
+    calibration().check_cluster(CLUSTER.fingerprint)
+
+
+@pytest.mark.parametrize("size", [*SIZES, 300 << 10, 100, 256 << 20])
+def test_what_was_measured_is_believed_and_carried_over(size: int) -> None:
+    """To sizes between and beyond, and to collectives that were not measured."""
+    plain, known = Network(Topology(CLUSTER)), Network(Topology(CLUSTER), calibration=calibration(1.5))
+    assert known.provenance == "measured" != plain.provenance
+    for kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
+        primitive = replace(
+            measured(calibration().collectives[0], size, 4),
+            kind=kind,
+            owner=0 if kind is Kind.BROADCAST else None,
+        )
+        ratio = known.transfer(primitive).seconds / plain.transfer(primitive).seconds
+        assert ratio == pytest.approx(1.5, rel=1e-6)
+        assert known.transfer(primitive).loads == pytest.approx(plain.transfer(primitive).loads)
+
+
+def test_a_step_is_as_much_slower_as_its_collectives_and_its_devices() -> None:
+    graph = training_graph()
+    plan = build_plan("ddp", graph, CLUSTER, Context(4))
+    assert plan.prediction is not None and plan.prediction.provenance == "guessed"
+    slow = calibration(3.0)
+    rates = DeviceRates(kind="cpu", flops_per_s={"float32": 1e9}, bytes_per_s=1e8, update_bytes_per_s=1e8, start_s=1e-3)
+    network = build_plan("ddp", graph, CLUSTER, Context(4), cost_model=AnalyticCostModel(calibration=slow)).prediction
+    all_of_it = slow.model_copy(update={"devices": (rates,)})
+    both = build_plan("ddp", graph, CLUSTER, Context(4), cost_model=AnalyticCostModel(calibration=all_of_it)).prediction
+    assert network is not None and both is not None
+    assert network.exposed_communication_s > 2.5 * plan.prediction.exposed_communication_s
+    assert network.compute_s == plan.prediction.compute_s < both.compute_s
+    assert network.provenance == "guessed", "of its devices nothing was measured"
+    assert both.provenance == "measured"
+    assert both.relative_error < plan.prediction.relative_error
