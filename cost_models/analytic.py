@@ -20,7 +20,7 @@ from autopar.cost_models.optimizers import ADAMW, OptimizerCost
 from autopar.cost_models.simulate import Price, Streams, simulate
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
-from autopar.spec.calibration import Calibration
+from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
 from autopar.spec.units import PROVENANCES, Provenance
 from autopar.strategies.lowering import StepProgram
@@ -62,7 +62,9 @@ class AnalyticCostModel(CostModel):
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
         """What is computed once for a graph on a topology; the last one is kept."""
         if self._pricer is None or self._pricer.graph is not graph or self._pricer.topology is not topology:
-            self._pricer = StepPricer(graph, topology, self.optimizer, self.measured_s, self.backend, self.calibration)
+            network = Network(topology, self.backend, calibration=self.calibration)
+            rates = self.calibration.devices if self.calibration else ()
+            self._pricer = StepPricer(graph, topology, self.optimizer, self.measured_s, network, rates)
         return self._pricer
 
 
@@ -75,17 +77,18 @@ class StepPricer:
         topology: Topology,
         optimizer: OptimizerCost = ADAMW,
         measured_s: NodeTimes | None = None,
-        backend: Backend | None = None,
-        calibration: Calibration | None = None,
+        network: Network | None = None,
+        device_rates: Sequence[DeviceRates] = (),
     ) -> None:
+        """`device_rates`: as measured, of some kinds of devices."""
         self.graph = graph
         self.topology = topology
         self.optimizer = optimizer
-        self.network = Network(topology, backend, calibration=calibration)
+        self.network = network or Network(topology)
         self.memory = MemoryModel(graph)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
-        measured = {rates.kind: rates for rates in calibration.devices} if calibration else {}
+        measured = {rates.kind: rates for rates in device_rates}
         rates = [Rates.of(device, dtype, measured.get(device.kind)) for device in devices]
         device_of_rank = [devices.index(place.device) for place in topology.ranks]
         self.rates = [rates[i] for i in device_of_rank]

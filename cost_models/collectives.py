@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import permutations
 
 import numpy as np
@@ -184,9 +185,8 @@ class Network:
         self.provenance: Provenance = max(
             (link.provenance for link in found), key=PROVENANCES.index, default="measured"
         )
-        self._factors: Factors | None = None
+        self._calibration = calibration
         if calibration is not None:
-            self._factors = Factors(calibration, n, lambda primitive: self.transfer(primitive).seconds)
             self.provenance = "measured"
 
     def _with_cores(self) -> tuple[Host, ...]:
@@ -275,7 +275,23 @@ class Network:
         return np.asarray(sum(traffic for _, traffic in self.phases(primitive)))
 
     def transfer(self, primitive: Primitive) -> Transfer:
-        """The price of a collective; with one rank there is nothing to pay."""
+        """The price of a collective; with one rank there is nothing to pay. What is slower than its figures say fills
+        links as they say."""
+        computed = self._computed(primitive)
+        return (
+            computed
+            if self._factors is None
+            else replace(computed, seconds=computed.seconds * self._factors.of(primitive))
+        )
+
+    @cached_property
+    def _factors(self) -> Factors | None:
+        if self._calibration is None:
+            return None
+        return Factors(self._calibration, self.world_size, lambda primitive: self._computed(primitive).seconds)
+
+    def _computed(self, primitive: Primitive) -> Transfer:
+        """By the figures of the cluster and of the backend."""
         sent, received = wire_bytes(primitive, self.world_size)
         if self.world_size == 1:
             return Transfer(0.0, (), tuple(sent), tuple(received))
@@ -293,8 +309,6 @@ class Network:
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
         at_once = 1 if is_all_to_all(primitive, self.world_size) and size > 2 else backend.at_once
-        if self._factors is not None:  # what is slower than its figures is as full as they say
-            seconds *= self._factors.of(primitive)
         return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), loads, at_once)
 
     def _rounds(self, kind: Kind, team: int, phases: int) -> int:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import Estimate
-from autopar.cost_models.collectives import GLOO, Host
+from autopar.cost_models.collectives import GLOO, Host, Network
 from autopar.cost_models.device_work import sent_values
 from autopar.ir.primitives import COLLECTIVES, Kind
+from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
 from benchmarks.trials.records import Dataset, Trial
@@ -61,21 +62,34 @@ class Lab:
     def _pricer(self, trial: Trial) -> StepPricer:
         key = trial.graph, trial.cluster, trial.dilation, trial.compute
         if key not in self._pricers:
-            d = trial.dilation
-            backend = replace(GLOO, call_s=GLOO.call_s / d, hop_s=GLOO.hop_s / d, issue_s=GLOO.issue_s / d)
-            if trial.compute == "virtual":
-                backend = replace(backend, host_bytes_per_s=float("inf"))
-            made = StepPricer(
-                self.data.graph(trial),
-                Topology(self.data.cluster(trial)),
-                self.data.optimizer(trial),
-                backend=backend,
+            topology = Topology(self.data.cluster(trial))
+            network = self._network(trial, topology)
+            self._pricers[key] = StepPricer(
+                self.data.graph(trial), topology, self.data.optimizer(trial), network=network
             )
-            made.network.latency_s = 0.0
-            cores = self.data.sessions[trial.session].cores
-            made.network.hosts = (Host(tuple(range(made.network.world_size)), d * cores * CORE_BYTES_PER_S),)
-            self._pricers[key] = made
         return self._pricers[key]
+
+    def _network(self, trial: Trial, topology: Topology) -> Network:
+        d = trial.dilation
+        backend = replace(GLOO, call_s=GLOO.call_s / d, hop_s=GLOO.hop_s / d, issue_s=GLOO.issue_s / d)
+        if trial.compute == "virtual":
+            backend = replace(backend, host_bytes_per_s=float("inf"))
+        cores = self.data.sessions[trial.session].cores
+        machine = Host(tuple(range(topology.world_size)), d * cores * CORE_BYTES_PER_S)
+        known = self.data.calibrations.get((trial.cluster, d)) if trial.compute == "virtual" else None
+        calibration = None if known is None else slower(known.calibration, 1 / d)
+        network = Network(topology, backend, [machine], calibration)
+        network.latency_s = 0.0
+        return network
+
+
+def slower(calibration: Calibration, times: float) -> Calibration:
+    """Of a cluster that does everything in so many times the time."""
+    collectives = (
+        c.model_copy(update={"seconds": tuple(times * s for s in c.seconds), "processor_s": (0.0,) * len(c.seconds)})
+        for c in calibration.collectives
+    )
+    return calibration.model_copy(update={"collectives": tuple(collectives)})
 
 
 def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilation: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks.trials collect | pack | card`."""
+"""The command line: `python -m benchmarks.trials collect | calibrate | pack | card`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from benchmarks.trials.records import DATA, Dataset
 
 JOURNAL = Path("out") / "trials.jsonl"
+CALIBRATIONS = Path("out") / "calibrations.jsonl"
 CARD = DATA / "README.md"
 
 
@@ -47,6 +48,24 @@ def collect(
         taken = collector.run(minutes, workloads or None, clusters or None, most)
     elapsed_s = time.monotonic() - began
     click.echo(f"{taken} trials in {elapsed_s:.0f} s, {elapsed_s / max(1, taken):.1f} s each")
+
+
+@main.command()
+@click.option("--seconds", default=10.0, show_default=True, help="For each cluster at each speed.")
+@click.option("--trials", default=JOURNAL, show_default=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--out", default=CALIBRATIONS, show_default=True, type=click.Path(path_type=Path), help="The journal.")
+def calibrate(seconds: float, trials: Path, out: Path) -> None:
+    """Calibrate the lab as every cluster, at every speed, that trials have run it as."""
+    from autopar.lab import unavailable_reason
+    from benchmarks.trials.calibrate import calibrate_lab
+    from benchmarks.trials.journal import Journal
+
+    reason = unavailable_reason()
+    if reason is not None:
+        raise click.ClickException(f"nothing can be calibrated here: {reason}")
+    with Journal(out) as journal:
+        taken = calibrate_lab(Dataset.load(trials), journal, seconds, click.echo)
+    click.echo(f"{taken} calibrations")
 
 
 @main.command()

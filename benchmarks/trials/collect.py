@@ -27,6 +27,7 @@ from benchmarks.trials.groups import encode
 from benchmarks.trials.journal import Journal, digest
 from benchmarks.trials.records import Cluster, Graph, Session, Trial
 from benchmarks.trials.small import SMALL, named
+from benchmarks.trials.speed import additions_us
 
 CELLS_A_VISIT, NEW_TRIALS, REPEATS = 12, 3, 1
 """Of a visit: cells, and trials of each."""
@@ -71,12 +72,12 @@ class Collector:
             with Lab.of(chosen[0].case.cluster) as lab, Pool(lab, LIMITS) as pool:
                 for cell, drawn, repeat in self._visit(chosen, done):
                     lab.set_rates(cell.case.cluster, scale=1 / drawn.dilation)
-                    additions_us = _additions_us()
+                    speed = additions_us()
                     result = pool.trial(cell.spec(drawn))
                     if not began:
                         self._begin(pool)
                         began = True
-                    self._record(cell, drawn, repeat, result, additions_us)
+                    self._record(cell, drawn, repeat, result, speed)
                     taken += 1
                     if time.monotonic() > deadline or taken >= most:
                         break
@@ -168,7 +169,7 @@ class Collector:
         plan = encode(drawn.groups, [p.name for p in cell.graph.parameters])
         return digest(repr((cell.name, self._graph(cell.workload.name).digest, drawn.dilation, drawn.clip, plan)))
 
-    def _record(self, cell: Cell, drawn: Draw, repeat: int, result: TrialResult, additions_us: float) -> None:
+    def _record(self, cell: Cell, drawn: Draw, repeat: int, result: TrialResult, speed: float) -> None:
         load = result.load
         record = Trial(
             key=self._key(cell, drawn),
@@ -191,7 +192,7 @@ class Collector:
             others_cores=round(load.others_cores, 3) if load else 0.0,
             stolen_cores=round(load.stolen_cores, 3) if load else 0.0,
             load_average=round(load.average, 2) if load else 0.0,
-            additions_us=round(additions_us),
+            additions_us=speed,
             noise=result.noise,
             wall_s=round(result.wall_s, 2),
         )
@@ -201,18 +202,6 @@ class Collector:
 
 
 _RAISED = re.compile(r"^[\w.]*(Error|Exception|Failure|Mismatch)\b.*")
-
-
-def _additions_us() -> float:
-    """The machine's speed, from the fastest of three, as others may come between."""
-
-    def once() -> float:
-        start, x = time.perf_counter(), 0
-        for i in range(100_000):
-            x += i
-        return 1e6 * (time.perf_counter() - start)
-
-    return min(once() for _ in range(3))
 
 
 def _summary(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from benchmarks.trials.records import Cluster, Dataset, Graph, Session, Trial, read
+from benchmarks.trials.records import AnyRecord, Cluster, Dataset, Graph, read
 
 LIMIT_BYTES = 10_000_000
 """Of the compressed form, which is committed."""
@@ -37,7 +37,7 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def write(self, record: Session | Graph | Cluster | Trial) -> None:
+    def write(self, record: AnyRecord) -> None:
         """Appends a record; graphs and clusters that are there already are left out."""
         if isinstance(record, Graph) and record.digest in self.known.graphs:
             return

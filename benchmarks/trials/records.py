@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context
@@ -69,6 +70,19 @@ class Cluster(_Record):
     digest: str
     summary: str
     spec: dict[str, Any]
+
+
+class LabCalibration(_Record):
+    """What the lab did as a cluster at one speed."""
+
+    kind: Literal["calibration"] = "calibration"
+    cluster: str
+    """The digest of its cluster."""
+    dilation: float
+    """As a trial's. Times are those of the lab."""
+    additions_us: float
+    """As a trial's."""
+    calibration: Calibration
 
 
 class Trial(_Record):
@@ -123,11 +137,11 @@ class Trial(_Record):
         return self.status == "ok"
 
 
-Record = Annotated[Session | Graph | Cluster | Trial, Field(discriminator="kind")]
-_ANY: TypeAdapter[Session | Graph | Cluster | Trial] = TypeAdapter(Record)
+AnyRecord = Session | Graph | Cluster | LabCalibration | Trial
+_ANY: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discriminator="kind")])
 
 
-def read(path: Path) -> Iterator[Session | Graph | Cluster | Trial]:
+def read(path: Path) -> Iterator[AnyRecord]:
     """The records of a file, in order. A last line that was cut off is passed over; any other line that is no record
     raises ValueError with its number."""
     with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
@@ -147,6 +161,8 @@ class Dataset:
     sessions: dict[int, Session] = field(default_factory=dict)
     graphs: dict[str, Graph] = field(default_factory=dict)
     clusters: dict[str, Cluster] = field(default_factory=dict)
+    calibrations: dict[tuple[str, float], LabCalibration] = field(default_factory=dict)
+    """By cluster and dilation."""
     trials: list[Trial] = field(default_factory=list)
 
     @classmethod
@@ -158,7 +174,7 @@ class Dataset:
                 found.add(read(path))
         return found
 
-    def add(self, records: Iterable[Session | Graph | Cluster | Trial]) -> None:
+    def add(self, records: Iterable[AnyRecord]) -> None:
         """Takes records in."""
         for record in records:
             match record:
@@ -168,6 +184,8 @@ class Dataset:
                     self.graphs[record.digest] = record
                 case Cluster():
                     self.clusters[record.digest] = record
+                case LabCalibration():
+                    self.calibrations[record.cluster, record.dilation] = record
                 case Trial():
                     self.trials.append(record)
 
