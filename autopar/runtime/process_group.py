@@ -166,6 +166,8 @@ class Rendezvous:
         try:
             while not self.store.check([key]):
                 said = is_gone()
+                if self.store.check([key]):  # a rank that has ended since may have written it before
+                    break
                 if said is not None or time.monotonic() > end:
                     said = said or f"rank {rank} is late: it runs, but has not come within {self.group.timeout_s:g} s"
                     raise CollectiveError(f"rank {self.group.rank} waited to compare the {topic}: {said}")

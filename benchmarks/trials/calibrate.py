@@ -21,6 +21,7 @@ def calibrate_lab(data: Dataset, journal: Journal, budget_s: float, progress: Ca
     wanted = {(t.cluster, t.dilation) for t in data.trials if t.ok and t.compute == "virtual"}
     wanted -= journal.known.calibrations.keys()
     worker = [sys.executable, "-m", "benchmarks.trials.calibration_rank"]
+    same: dict[object, tuple[float, Calibration]] = {}
     taken = 0
     for cluster in sorted({c for c, _ in wanted}):
         record = data.clusters[cluster]
@@ -28,10 +29,21 @@ def calibrate_lab(data: Dataset, journal: Journal, budget_s: float, progress: Ca
         with Lab.of(spec) as lab, Job(lab.ranks, worker) as job:
             for dilation in sorted(d for c, d in wanted if c == cluster):
                 lab.set_rates(spec, scale=1 / dilation)
-                speed = additions_us()
-                answer = job.ask({"cluster": record.spec, "budget_s": budget_s}, TIMEOUT_S)[0]
-                found = Calibration.model_validate(answer)
+                # Clusters of other devices may be the same lab.
+                key = wiring(lab)
+                if key not in same:
+                    speed = additions_us()
+                    answer = job.ask({"cluster": record.spec, "budget_s": budget_s}, TIMEOUT_S)[0]
+                    same[key] = speed, Calibration.model_validate(answer)
+                    taken += 1
+                speed, found = same[key]
                 journal.write(LabCalibration(cluster=cluster, dilation=dilation, additions_us=speed, calibration=found))
-                taken += 1
                 progress(f"{record.cluster} at 1/{dilation:g} of its speed: {found.took_s:.0f} s")
     return taken
+
+
+def wiring(lab: Lab) -> object:
+    """What a lab is but for its devices: which ranks share a host, and the rates of hosts, to a percent."""
+    wires = lab.wiring
+    rates = [(wires.sends_bps(host), wires.receives_bps(host)) for host in wires.hosts]
+    return lab.placement, tuple(tuple(None if r is None else float(f"{r:.2g}") for r in pair) for pair in rates)
