@@ -17,6 +17,7 @@ from autopar.ir.build import Unused, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight, batch_weight
 from autopar.runtime import collectives
+from autopar.runtime.drift import StepTimes
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
 from autopar.runtime.modules import Observer, Update
@@ -98,6 +99,7 @@ class Program:
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._observer: Observer | None = None
         self._steps = 0
+        self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
     def rank(self) -> int:
@@ -111,6 +113,12 @@ class Program:
     def graph_module(self) -> torch.fx.GraphModule:
         """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`."""
         return next(iter(self._compiled.values())).step
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The median of the first steps that count, as measured on this rank; None before there are enough of them.
+        What was predicted is `plan.prediction.step_time_s`."""
+        return self._times.median_s
 
     def step(self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None) -> torch.Tensor:
         """One optimizer step on this rank's batch, or on several micro-batches as on one batch; returns the global
@@ -126,7 +134,7 @@ class Program:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
-        with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
+        with self._times.one(), torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             if len(batches) == 1:
                 loss = self._run_one(compiled[0], batches[0], originals[0])
             else:
