@@ -24,6 +24,8 @@ from autopar.runtime.process_group import Group, Rendezvous, join
 from autopar.spec.calibration import Calibration, Collective, CollectiveTimes, DeviceRates, LinkTimes
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
+from autopar.strategies.base import Context
+from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce, inner_teams
 
 SIZES = tuple(4096 << 2 * i for i in range(8))
 """Bytes, from 4 KiB to 64 MiB."""
@@ -43,8 +45,6 @@ KINDS: tuple[Collective, ...] = (
     "broadcast",
     "all_to_all",
 )
-TEAM_KINDS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-"""What plans do within teams."""
 DTYPES = ("float32", "bfloat16")
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class _Bench:
         links: tuple[LinkTimes, ...] = ()
         two_at_once = compute_beside = None
         if self.world_size > 1:
-            wanted = [(kind, ()) for kind in KINDS] + [(kind, teams) for teams in self.teams() for kind in TEAM_KINDS]
+            wanted = self.wanted()
             for kind, teams in wanted:
                 self._say(f"{kind.replace('_', '-')}{_among(teams)}")
                 found.append(self.collective(kind, teams, COLLECTIVES_SHARE * self.time_budget_s / len(wanted)))
@@ -119,16 +119,17 @@ class _Bench:
         text = Rendezvous(self.group).from_rank_0("calibration", calibration.model_dump_json)
         return Calibration.loads(text, "rank 0's calibration")
 
-    def teams(self) -> Iterator[Teams]:
-        """The ranks of each host, and those that have the same place on all hosts; where hosts have several, and all
-        as many."""
-        by_host: dict[str, list[int]] = {}
-        for rank, place in enumerate(self.topology.ranks):
-            by_host.setdefault(place.host.name, []).append(rank)
-        hosts = list(by_host.values())
-        if len(hosts) > 1 and len({len(ranks) for ranks in hosts}) == 1 and len(hosts[0]) > 1:
-            yield tuple(tuple(ranks) for ranks in hosts)
-            yield tuple(zip(*hosts, strict=True))
+    def wanted(self) -> list[tuple[Collective, Teams]]:
+        """Every collective among all ranks, and what plans do within teams: between the ranks of a host, or others
+        that follow one another, and across these teams."""
+        found: dict[tuple[Collective, Teams], None] = dict.fromkeys((kind, ()) for kind in KINDS)
+        context = Context(self.world_size).on(self.cluster)
+        for options in HierarchicalAllReduce().options(context):
+            inner = inner_teams(options.inner, context)
+            if inner is not None:
+                found["reduce_scatter", inner] = found["all_gather", inner] = None
+                found["all_reduce", tuple(zip(*inner, strict=True))] = None
+        return list(found)
 
     def collective(self, kind: Collective, teams: Teams, budget_s: float) -> CollectiveTimes:
         """One collective, at as many sizes as there is time for."""

@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from autopar.ir.primitives import Kind, Primitive, Teams, all_teams, wire_bytes
+from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, Teams, all_teams, wire_bytes
 from autopar.spec.calibration import Calibration, CollectiveTimes
 
 WIDTH = 4
@@ -25,6 +25,7 @@ class Factors:
 
     def __init__(self, calibration: Calibration, world_size: int, computed_s: Callable[[Primitive], float]) -> None:
         """`computed_s`: seconds of a collective by the cluster's figures."""
+        self._world_size = world_size
         self._tables: dict[tuple[Kind, Teams], tuple[list[float], list[float]]] = {}
         for times in calibration.collectives:
             sizes, factors = [], []
@@ -39,8 +40,15 @@ class Factors:
         for key in ((primitive.kind, primitive.teams), (primitive.kind, ()), (Kind.ALL_REDUCE, ())):
             if key in self._tables:
                 sizes, factors = self._tables[key]
-                return float(np.exp(np.interp(np.log(max(1, primitive.bytes)), sizes, factors)))
+                return float(np.exp(np.interp(np.log(max(1, self._size(primitive))), sizes, factors)))
         return 1.0
+
+    def _size(self, primitive: Primitive) -> int:
+        """What each team sums up may be a part of the value."""
+        if primitive.kind is not Kind.ALL_REDUCE:
+            return primitive.bytes
+        most = max(primitive.held_elements(rank) for rank in range(self._world_size))
+        return most * DTYPE_BYTES[primitive.dtype]
 
 
 def host_bytes_per_s(calibration: Calibration, world_size: int) -> float | None:

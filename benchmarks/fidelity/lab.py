@@ -28,6 +28,9 @@ class Said:
     trial: Trial
     predicted_s: float
     """In the lab, as the trial's own times are."""
+    serial_s: float
+    """The same by an alpha-beta model: compute, and each collective by its latency and its bytes, one after the other
+    with nothing hidden."""
     features: dict[str, float]
     choice: tuple[str, ...]
     """Plans that were run under the same conditions: one of them would have been chosen."""
@@ -53,6 +56,7 @@ class Lab:
         return Said(
             trial,
             trial.dilation * estimate.step_time_s,
+            trial.dilation * (estimate.compute_s + _sent_s(program, pricer)),
             features(program, estimate, pricer, trial.dilation),
             (workload, cluster, trial.compute, str(trial.dilation), str(trial.clip_grad_norm)),
             workload,
@@ -81,6 +85,11 @@ class Lab:
         network = Network(topology, backend, [machine], calibration)
         network.latency_s = 0.0
         return network
+
+
+def _sent_s(program: StepProgram, pricer: StepPricer) -> float:
+    transfers = (pricer.network.transfer(p) for p in program.primitives if p.kind in COLLECTIVES)
+    return sum(t.seconds for t in transfers)
 
 
 def slower(calibration: Calibration, times: float) -> Calibration:

@@ -4,10 +4,12 @@ cluster's own. What is tested was not learned from: workloads, clusters, or both
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import mean
 
 import numpy as np
 
 from autopar.cost_models.correction import COVERAGE, Floats, learn
+from benchmarks.fidelity.baselines import METHODS
 from benchmarks.fidelity.figures import Quality
 from benchmarks.fidelity.lab import Lab, Said
 from benchmarks.harness import Report, Target
@@ -33,6 +35,7 @@ def fill(report: Report) -> None:
     truth = np.array([s.trial.step_time_s for s in said])
     choices = [s.choice for s in said]
     _row(report, "simulated, nothing learned", Quality.of(plain, truth, choices))
+    _compare(report, names, rows, truth, said)
     both: Quality | None = None
     for name, split in SPLITS.items():
         corrected, covered = _left_out(names, rows, plain, truth, said, split)
@@ -46,6 +49,36 @@ def fill(report: Report) -> None:
         Target("trials, model and cluster not seen: tau", both.tau, 0.85, "at least"),
         Target("trials, model and cluster not seen: top-1 regret", both.regret, 0.04),
     ]
+
+
+def _compare(report: Report, names: Sequence[str], rows: Floats, truth: Floats, said: Sequence[Said]) -> None:
+    """Rows for what others do: nothing learned, or learned without the workload and the cluster."""
+    choices = [s.choice for s in said]
+    _row(report, "alpha-beta, nothing hidden", Quality.of(np.array([s.serial_s for s in said]), truth, choices))
+    always = [
+        found[0] / min(t for t, _ in plans) - 1
+        for plans in _by_choice(said).values()
+        if len(plans) > 1 and (found := [t for t, plan in plans if plan == "ddp"])
+    ]
+    if always:
+        report.rows.append(("trials", f"always DDP ({len(always)} choices)", "", "", "", f"{mean(always):.1%}"))
+    for name, (method, is_time) in METHODS.items():
+        predicted = np.full(len(said), np.nan)
+        for known_list, tested_list in _both(said):
+            known, tested = np.array(known_list), np.array(tested_list)
+            if tested.any():
+                families = [c for c, kept in zip(choices, known, strict=True) if kept]
+                predicted[tested] = method(names, rows[known], truth[known], families)(rows[tested])
+        at = ~np.isnan(predicted)
+        quality = Quality.of(predicted[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
+        _row(report, name, quality, is_time)
+
+
+def _by_choice(said: Sequence[Said]) -> dict[object, list[tuple[float, str]]]:
+    found: dict[object, list[tuple[float, str]]] = {}
+    for s in said:
+        found.setdefault(s.choice, []).append((s.trial.step_time_s, s.trial.plan))
+    return found
 
 
 Split = Callable[[Sequence[Said]], Iterable[tuple[list[bool], list[bool]]]]
@@ -91,6 +124,7 @@ def _left_out(
     return corrected, float(inside[~np.isnan(corrected)].mean())
 
 
-def _row(report: Report, name: str, quality: Quality) -> None:
+def _row(report: Report, name: str, quality: Quality, is_time: bool = True) -> None:
+    errors = (f"{quality.mape:.1%}", f"{quality.p95:.1%}") if is_time else ("", "")
     shown = ["" if x is None else f"{x:{form}}" for x, form in ((quality.tau, ".3f"), (quality.regret, ".1%"))]
-    report.rows.append(("trials", name, f"{quality.mape:.1%}", f"{quality.p95:.1%}", *shown))
+    report.rows.append(("trials", name, *errors, *shown))

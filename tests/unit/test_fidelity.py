@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fidelity import autodist, nccl, vtrain
+from benchmarks.fidelity.baselines import METHODS, linear_ranker
 from benchmarks.fidelity.figures import Choices, Quality, grouped
 from benchmarks.harness import Report
 
@@ -47,3 +48,23 @@ def test_what_was_not_measured_is_predicted_from_what_was(part: object) -> None:
     report = Report(name="fidelity", title="", columns=("data",))
     part.fill(report)  # type: ignore[attr-defined]
     assert report.targets and all(t.met for t in report.targets), [str(t) for t in report.targets]
+
+
+def test_baselines_learn_what_there_is_to_learn() -> None:
+    """Times are the product of two features' exponentials, and of what each choice has for itself."""
+    draw = np.random.default_rng(0)
+    choices = [i // 6 for i in range(240)]
+    rows = draw.normal(size=(240, 3))
+    own = draw.normal(size=40)[choices]
+    truth = np.exp(rows[:, 1] - 0.5 * rows[:, 2] + own)
+    names = ("log step", "a", "b")
+    for name, (method, is_time) in METHODS.items():
+        predicted = method(names, rows[:180], truth[:180], choices[:180])(rows[180:])
+        found = Quality.of(predicted, truth[180:], choices[180:])
+        assert found.tau is not None and found.tau > 0.6, name
+        assert not is_time or found.mape < 2.0, name
+
+
+def test_a_ranker_that_has_seen_no_difference_ranks_nothing() -> None:
+    predict = linear_ranker(("log step", "a"), np.ones((4, 2)), np.ones(4), [0, 0, 1, 1])
+    assert set(predict(np.ones((3, 2)))) == {1.0}
