@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.collectives import Backend, Network, Transfer
@@ -134,6 +135,12 @@ class StepPricer:
             prefixes = [[0.0, *accumulate(seconds)] for seconds in times]
             self._streams[nodes] = Streams(prefixes, self._device_of_rank, self.graph.backward_start)
         return self._streams[nodes]
+
+    def graph_s(self, replaced: frozenset[str]) -> npt.NDArray[np.float64]:
+        """Seconds of the graph's own nodes on each rank, less those that are replaced."""
+        kept = np.array([node.name not in replaced for node in self.graph.compute])
+        by_device = [float(np.asarray(seconds)[kept].sum()) for seconds in self._nodes]
+        return np.array([by_device[device] for device in self._device_of_rank])
 
     def alone_s(self, program: StepProgram) -> tuple[float, float]:
         """What a program's primitives take by themselves, with nothing beside them and no compute of the graph:

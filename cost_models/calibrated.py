@@ -1,14 +1,17 @@
 """What a calibration says of collectives that were not measured themselves: other sizes, other owners, other shares.
 
 The flows of a collective, and so its time by the cluster's figures, are known for any message. A calibration says how
-far these times are off for even messages of a few sizes; what lies between is taken from straight lines in logarithms,
-and what lies outside is off by as much as the nearest. So a link that is slower than its data sheet, a library that
-reaches less of it, or processors that cannot keep up are found once, and hold for every message.
+far these times are off for even messages of a few sizes. What lies between is taken from straight lines in logarithms,
+and what is smaller is off by as much as the smallest; what is larger takes as much longer than the largest as the
+formula says, times what that was off by between the last two sizes. So a link that is slower than its data sheet, a
+library that reaches less of it, or processors that cannot keep up are found once, and hold for every message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -16,32 +19,64 @@ import numpy as np
 from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, Teams, all_teams, wire_bytes
 from autopar.spec.calibration import Calibration, CollectiveTimes
 
+SLOPES = (0.5, 3.0)
+"""Between these lies how much longer than computed a further byte takes: two times that were measured may be off."""
 WIDTH = 4
 """Bytes of a value that was measured: float32."""
 
 
-class Factors:
-    """Measured over computed times, by kind of collective, teams and size."""
+@dataclass(frozen=True)
+class _Table:
+    """One kind of collective among the same teams."""
+
+    sizes: tuple[float, ...]
+    """Logarithms of bytes."""
+    factors: tuple[float, ...]
+    """Logarithms of measured over computed times."""
+    largest_s: tuple[float, float]
+    """Measured and computed, of the largest size."""
+    slope: float
+    """Measured over computed, of what the largest size takes longer than the one before it."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], measured_s: Sequence[float], computed_s: Sequence[float]) -> _Table:
+        slope = 1.0
+        if len(sizes) > 1:
+            slope = (measured_s[-1] - measured_s[-2]) / max(computed_s[-1] - computed_s[-2], 1e-12)
+        return cls(
+            tuple(math.log(size) for size in sizes),
+            tuple(math.log(m / c) for m, c in zip(measured_s, computed_s, strict=True)),
+            (measured_s[-1], computed_s[-1]),
+            min(max(slope, SLOPES[0]), SLOPES[1]),
+        )
+
+    def seconds(self, size_bytes: int, computed_s: float) -> float:
+        """Of a message that would take `computed_s`."""
+        size = math.log(max(1, size_bytes))
+        measured_s, largest_s = self.largest_s
+        if size > self.sizes[-1] and computed_s > largest_s:
+            return measured_s + self.slope * (computed_s - largest_s)
+        return computed_s * math.exp(float(np.interp(size, self.sizes, self.factors)))
+
+
+class Calibrated:
+    """Times of collectives as a calibration has them, from those that the cluster's figures give."""
 
     def __init__(self, calibration: Calibration, world_size: int, computed_s: Callable[[Primitive], float]) -> None:
         """`computed_s`: seconds of a collective by the cluster's figures."""
         self._world_size = world_size
-        self._tables: dict[tuple[Kind, Teams], tuple[list[float], list[float]]] = {}
+        self._tables: dict[tuple[Kind, Teams], _Table] = {}
         for times in calibration.collectives:
-            sizes, factors = [], []
-            for size, seconds in zip(times.size_bytes, times.seconds, strict=True):
-                sizes.append(float(np.log(size)))
-                factors.append(float(np.log(seconds / computed_s(measured(times, size, world_size)))))
-            self._tables[Kind(times.kind), times.teams] = sizes, factors
+            computed = [computed_s(measured(times, size, world_size)) for size in times.size_bytes]
+            self._tables[Kind(times.kind), times.teams] = _Table.of(times.size_bytes, times.seconds, computed)
 
-    def of(self, primitive: Primitive) -> float:
-        """For one collective. Teams that were not measured are taken for all ranks together, kinds that were not for
-        an all-reduce; 1 where nothing was measured."""
+    def seconds(self, primitive: Primitive, computed_s: float) -> float:
+        """Of a collective that would take `computed_s`. Teams that were not measured are taken for all ranks together,
+        kinds that were not for an all-reduce."""
         for key in ((primitive.kind, primitive.teams), (primitive.kind, ()), (Kind.ALL_REDUCE, ())):
             if key in self._tables:
-                sizes, factors = self._tables[key]
-                return float(np.exp(np.interp(np.log(max(1, self._size(primitive))), sizes, factors)))
-        return 1.0
+                return self._tables[key].seconds(self._size(primitive), computed_s)
+        return computed_s
 
     def _size(self, primitive: Primitive) -> int:
         """What each team sums up may be a part of the value."""

@@ -21,7 +21,7 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models.calibrated import Factors, host_bytes_per_s
+from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
 from autopar.ir.primitives import (
     COLLECTIVES,
@@ -161,7 +161,7 @@ class Network:
     ) -> None:
         """`hosts` are, by default, those of the topology that compute on processors, each with its ranks' cores. Where
         there is a `calibration`, it corrects what collectives take."""
-        self.backend = _calibrated(backend or backend_of(topology), calibration, topology.world_size)
+        self.backend = _as_measured(backend or backend_of(topology), calibration, topology.world_size)
         self.world_size = n = topology.world_size
         index: dict[str, int] = {}
         found: list[Link] = []
@@ -278,17 +278,15 @@ class Network:
         """The price of a collective; with one rank there is nothing to pay. What is slower than its figures say fills
         links as they say."""
         computed = self._computed(primitive)
-        return (
-            computed
-            if self._factors is None
-            else replace(computed, seconds=computed.seconds * self._factors.of(primitive))
-        )
+        if self._calibrated is None or self.world_size == 1:
+            return computed
+        return replace(computed, seconds=self._calibrated.seconds(primitive, computed.seconds))
 
     @cached_property
-    def _factors(self) -> Factors | None:
+    def _calibrated(self) -> Calibrated | None:
         if self._calibration is None:
             return None
-        return Factors(self._calibration, self.world_size, lambda primitive: self._computed(primitive).seconds)
+        return Calibrated(self._calibration, self.world_size, lambda primitive: self._computed(primitive).seconds)
 
     def _computed(self, primitive: Primitive) -> Transfer:
         """By the figures of the cluster and of the backend."""
@@ -327,7 +325,7 @@ class Network:
         return tuple(float(x) for x in np.minimum(1.0, host_s / seconds / cores))
 
 
-def _calibrated(backend: Backend, calibration: Calibration | None, world_size: int) -> Backend:
+def _as_measured(backend: Backend, calibration: Calibration | None, world_size: int) -> Backend:
     """What a backend takes from the compute beside it, as it was measured."""
     if calibration is None:
         return backend

@@ -1,4 +1,5 @@
-"""Local improvement: random moves from the best seeds, kept where they are better; then, as few groups as a tie allows.
+"""Local improvement: from the best seeds, all groups' strategies at once where a bound shows promise; then random
+moves, kept where they are better; at the end, as few groups as a tie allows.
 
 A stochastic hill climb with a few starts. It is anytime and, for a budget of evaluations, deterministic.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from autopar.search.base import TIE, Candidate, Searcher
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood, merged
+from autopar.search.recombine import Recombination
 
 NAME = "searched"
 
@@ -30,7 +32,7 @@ class LocalSearch(Searcher):
             return
         draw = random.Random(seed)
         near = Neighbourhood(evaluate.problem)
-        current = self._starts(seeds)
+        current = self._recombined(self._starts(seeds), near, evaluate, draw)
         idle = 0
         # A move may have no neighbour to offer, which costs no evaluation; the second bound ends such a search.
         for _ in range(20 * evaluate.budget.evaluations):
@@ -49,6 +51,17 @@ class LocalSearch(Searcher):
                     idle = 0
                 current[i] = candidate
         self._simplify(min(current, key=lambda c: c.order), min(s.order for s in seeds), near, evaluate)
+
+    def _recombined(
+        self, starts: list[Candidate], near: Neighbourhood, evaluate: Evaluator, draw: random.Random
+    ) -> list[Candidate]:
+        """A learned model has no price for a group alone; then there is nothing to recombine by."""
+        problem = evaluate.problem
+        pricer = getattr(problem.cost_model, "pricer", None)
+        if pricer is None:
+            return starts
+        recombination = Recombination(evaluate, near, pricer(problem.graph, problem.topology))
+        return [c if evaluate.spent else recombination.improve(c, draw) for c in starts]
 
     def _starts(self, seeds: Sequence[Candidate]) -> list[Candidate]:
         starts: list[Candidate] = []

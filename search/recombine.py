@@ -1,0 +1,95 @@
+"""The strategies of all groups at once: of very many combinations, the few that a lower bound does not rule out.
+
+What the best strategy of a group is depends on what the others fill: one that sends less may be worth its work only
+while the network is full. Switching one group at a time cannot see that; pricing every combination takes too long. So
+each group is priced once under each strategy, combinations are bounded by sums, and the most promising are simulated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.bound import Bound
+from autopar.errors import PlanError
+from autopar.search.base import Candidate
+from autopar.search.evaluate import Evaluator
+from autopar.search.moves import Choice, Groups, Neighbourhood
+from autopar.spec.plan import SyncGroup
+from autopar.strategies.lowering import lower_plan
+
+COMBINATIONS = 20_000
+TRIED = 8
+"""Of them, as many are simulated."""
+KEPT = 0.9
+"""How likely a group keeps its strategy, at most: combinations lie at all distances from the plan."""
+MOST_GROUPS = 64
+"""Of more groups, pricing each under each strategy takes as long as simulating many plans."""
+NAME = "searched"
+
+
+class Recombination:
+    """Of the groups of plans for one problem."""
+
+    def __init__(self, evaluate: Evaluator, near: Neighbourhood, pricer: StepPricer) -> None:
+        self.evaluate = evaluate
+        self.near = near
+        self.bound = Bound(pricer)
+        self._rows: dict[object, int | None] = {}
+
+    def improve(self, best: Candidate, draw: random.Random) -> Candidate:
+        """The best of the combinations that were simulated, or the plan itself."""
+        groups = best.groups
+        if len(groups) > MOST_GROUPS:
+            return best
+        offered = [self._offered(group) for group in groups]
+        if sum(len(o) > 1 for o in offered) < 2:
+            return best
+        for chosen in self._promising(offered, best.step_time_s, np.random.default_rng(draw.randrange(2**31))):
+            if self.evaluate.spent:
+                break
+            changed: Groups = tuple(list(o)[k].of(g) for g, o, k in zip(groups, offered, chosen, strict=True))
+            candidate = self.evaluate(NAME, changed)
+            if candidate is not None and candidate.order < best.order:
+                best = candidate
+        return best
+
+    def _offered(self, group: SyncGroup) -> Mapping[Choice, int]:
+        """What a group may be synchronized by, its own strategy first; with the numbers of the bound's rows."""
+        own = Choice(group.strategy, group.options)
+        choices = [own, *(c for offered in self.near.choices.values() for c in offered if self.near.possible(c, group))]
+        found = {}
+        for choice in choices:
+            row = self._row(choice.of(group))
+            if row is not None:
+                found[choice] = row
+        return found
+
+    def _row(self, group: SyncGroup) -> int | None:
+        key = (group.strategy, tuple(sorted(group.options.items())), group.members)
+        if key not in self._rows:
+            problem = self.evaluate.problem
+            try:
+                self._rows[key] = self.bound.add(lower_plan((group,), problem.graph, problem.context))
+            except PlanError:
+                self._rows[key] = None
+        return self._rows[key]
+
+    def _promising(
+        self, offered: list[Mapping[Choice, int]], limit_s: float, draw: np.random.Generator
+    ) -> list[list[int]]:
+        """Indices of choices, one a group, of the combinations with the lowest bounds: all below the limit."""
+        counts = np.array([len(o) for o in offered])
+        picked = (draw.random((COMBINATIONS, len(counts))) * counts).astype(np.int64)
+        kept = draw.random((COMBINATIONS, len(counts))) < KEPT * draw.random((COMBINATIONS, 1))
+        picked[kept] = 0
+        rows = np.zeros_like(picked)
+        for column, found in enumerate(offered):
+            rows[:, column] = np.array(list(found.values()))[picked[:, column]]
+        bounds = self.bound.of(rows)
+        order = np.argsort(bounds, kind="stable")[: 4 * TRIED]
+        distinct = dict.fromkeys(tuple(picked[i].tolist()) for i in order if bounds[i] < limit_s)
+        return [list(chosen) for chosen in distinct][:TRIED]
