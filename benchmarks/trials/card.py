@@ -74,6 +74,7 @@ def card(data: Dataset) -> str:
         f"over {len({t.graph for t in data.trials})} workloads and {len({t.cluster for t in data.trials})} clusters.",
         "## How they were taken",
         _HOW,
+        *([_calibrations(data)] if data.calibrations else []),
         _sessions(data),
         "## What there is",
         _table(("workload", "trials", "real", "median step", "about"), _workloads(data, good)),
@@ -94,9 +95,19 @@ def card(data: Dataset) -> str:
         "## How to read them",
         "`benchmarks.trials.records.Dataset.load()` reads all records; `data.program(trial)` is the lowered plan, "
         "`data.graph(trial)` the tables of the graph, `data.cluster(trial)` the cluster. Lines are JSON, of the kinds "
-        "`session`, `graph`, `cluster` and `trial`; their fields are described in `benchmarks/trials/records.py`.",
+        "`session`, `graph`, `cluster`, `trial` and `calibration`; their fields are described in "
+        "`benchmarks/trials/records.py`.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _calibrations(data: Dataset) -> str:
+    different = {c.calibration.model_dump_json() for c in data.calibrations.values()}
+    return (
+        f"`calibrations.jsonl.xz` holds {len(data.calibrations)} calibrations of the lab (`autopar calibrate`): for "
+        "each cluster with virtual compute at each speed it was run at, taken for no particular trial. Clusters "
+        f"that differ in nothing but devices are the same lab: {len(different)} of them are different."
+    )
 
 
 def _sessions(data: Dataset) -> str:

@@ -204,4 +204,6 @@ def test_every_record_of_the_data_set_is_read_and_refers_to_what_is_there() -> N
         if trial.ok:
             assert program.order_hash == trial.order_hash
             assert trial.step_time_s > 0
+    for cluster, _ in data.calibrations:
+        assert cluster in data.clusters
     assert sum(path.stat().st_size for path in files) <= 10_000_000
