@@ -35,6 +35,11 @@ def fill(report: Report) -> None:
     truth = np.array([s.trial.step_time_s for s in said])
     choices = [s.choice for s in said]
     _row(report, "simulated, nothing learned", Quality.of(plain, truth, choices))
+    sizes = [len(plans) for plans in _by_choice(said).values() if len(plans) > 1]
+    report.notes.append(
+        f"{len(said)} trials with virtual compute that do not say they were noisy; order and regret are within "
+        f"{len(sizes)} choices of {mean(sizes):.1f} plans each, on average."
+    )
     _compare(report, names, rows, truth, said)
     both: Quality | None = None
     for name, split in SPLITS.items():
