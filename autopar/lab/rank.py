@@ -149,7 +149,9 @@ class Rank:
         return {}
 
     def run(self, request: Request) -> dict[str, Any]:
-        """Takes steps `first` to `first + count` of the trial in `slot`, one behind the other."""
+        """Takes steps `first` to `first + count` of the trial in `slot`, one behind the other. `cpu_s` counts what the
+        rank does besides, or others would seem to have done it."""
+        began_cpu_s = time.process_time()
         trial = self._loaded[request["slot"]].started
         assert trial is not None, "a trial is started before it is run"
         steps = [trial.step(i) for i in range(request["first"], request["first"] + request["count"])]
@@ -158,7 +160,7 @@ class Rank:
         gc.disable()
         trial.synchronize()
         dist.barrier()
-        counted, began_cpu_s = self._counted(), time.process_time()
+        counted = self._counted()
         start_s = time.perf_counter()
         for step in steps:
             losses.append(step())
@@ -166,7 +168,6 @@ class Rank:
         trial.synchronize()  # what is late was sent for these steps
         dist.barrier()
         sent, received = (b - a for a, b in zip(counted, self._counted(), strict=True))
-        cpu_s = time.process_time() - began_cpu_s
         gc.enable()
         return {
             "start_s": start_s,
@@ -174,7 +175,7 @@ class Rank:
             "losses": [float(loss) for loss in losses],
             "sent_bytes": sent,
             "received_bytes": received,
-            "cpu_s": cpu_s,
+            "cpu_s": time.process_time() - began_cpu_s,
             "peak_bytes": max(0, memory.peak_bytes() - self._base_bytes),
         }
 
