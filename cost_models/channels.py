@@ -50,10 +50,13 @@ class Channels:
         self.slowed: list[tuple[float, float, Sequence[float]]] = []
         """Stretches of time in which compute is slowed down: start, end, and the part taken of each stream."""
         self._queues: dict[Hashable, deque[Job]] = {}
+        self._now: tuple[list[Job], list[float], float] | None = None
+        """What is known of the present, until it changes."""
 
     def issue(self, job: Job) -> None:
         """Puts a transfer behind those of its channel."""
         self._queues.setdefault(job.channel, deque()).append(job)
+        self._now = None
 
     def end_of(self, index: int) -> float:
         """Evolves until a transfer has ended; returns when."""
@@ -71,44 +74,70 @@ class Channels:
         while self.now_s < until_s:
             self._step(until_s)
 
+    def to_next_event(self) -> None:
+        """Evolves until a transfer begins or ends; there must be one that does."""
+        self._step(float("inf"))
+
+    def quiet_until(self) -> float:
+        """When the next transfer begins or ends, if nothing is issued before; infinity where none does."""
+        return self._ahead()[2]
+
+    def taken(self) -> Sequence[float]:
+        """Part of its compute that is taken from each compute stream at present; empty for none."""
+        return _together([job.taken for job in self._ahead()[0] if job.taken])
+
+    def _ahead(self) -> tuple[list[Job], list[float], float]:
+        """What is in flight, how fast each runs, and when that changes."""
+        if self._now is None:
+            active, begins = [], float("inf")
+            for queue in self._queues.values():
+                for job in islice(queue, queue[0].at_once) if queue else ():
+                    if job.ready_s <= self.now_s:
+                        active.append(job)
+                    else:
+                        begins = min(begins, job.ready_s)
+            rates = _rates(active)
+            for job, rate in zip(active, rates, strict=True):
+                begins = min(begins, self.now_s + job.left_s / rate)
+            self._now = active, rates, begins
+        return self._now
+
     def _step(self, until_s: float) -> None:
         """To the next event: a transfer begins or ends, or the time is reached."""
-        heads = [job for q in self._queues.values() if q for job in islice(q, q[0].at_once)]
-        active = [j for j in heads if j.ready_s <= self.now_s]
-        waiting = [j.ready_s for j in heads if j.ready_s > self.now_s]
-        stop = min(waiting, default=until_s)
-        stop = min(stop, until_s)
-        if not active:
-            assert stop < float("inf"), "nothing in flight, and nothing to wait for"
-            self.now_s = stop
-            return
-        rates = _rates(active)
-        first = min(self.now_s + j.left_s / r for j, r in zip(active, rates, strict=True))
-        stop = min(stop, first)
-        step = stop - self.now_s
-        self.busy_s += step
-        self._slow(active, stop)
-        for job, rate in zip(active, rates, strict=True):
-            if job.start_s is None:
-                job.start_s = self.now_s
-            job.left_s -= step * rate
-            if job.left_s <= _NOTHING_S:
-                self._queues[job.channel].remove(job)
-                self.ends[job.index] = stop
-                self.done.append((job, stop))
+        active, rates, change = self._ahead()
+        stop = min(change, until_s)
+        assert stop < float("inf"), "nothing in flight, and nothing to wait for"
+        if active:
+            step = stop - self.now_s
+            self.busy_s += step
+            self._slow(active, stop)
+            for job, rate in zip(active, rates, strict=True):
+                if job.start_s is None:
+                    job.start_s = self.now_s
+                job.left_s -= step * rate
+                if job.left_s <= _NOTHING_S:
+                    self._queues[job.channel].remove(job)
+                    self.ends[job.index] = stop
+                    self.done.append((job, stop))
         self.now_s = stop
+        self._now = None
 
     def _slow(self, active: Sequence[Job], stop: float) -> None:
-        takers = [j.taken for j in active if j.taken]
-        if takers and stop > self.now_s:
-            taken = takers[0] if len(takers) == 1 else [min(1.0, sum(parts)) for parts in zip(*takers, strict=True)]
+        taken = _together([job.taken for job in active if job.taken])
+        if taken and stop > self.now_s:
             self.slowed.append((self.now_s, stop, taken))
+
+
+def _together(takers: Sequence[Sequence[float]]) -> Sequence[float]:
+    if len(takers) < 2:
+        return takers[0] if takers else ()
+    return [min(1.0, sum(parts)) for parts in zip(*takers, strict=True)]
 
 
 def _rates(active: Sequence[Job]) -> list[float]:
     """How fast each transfer runs beside the others, 1 for as fast as alone."""
-    if len(active) == 1:
-        return [1.0]
+    if len(active) < 2:
+        return [1.0] * len(active)
     totals = [sum(parts) for parts in zip(*(j.loads for j in active), strict=True)]
     return [
         min((1 / t for load, t in zip(j.loads, totals, strict=True) if t > 1 and load > 0), default=1.0) for j in active

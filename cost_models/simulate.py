@@ -211,10 +211,10 @@ class _State:
 
     def _slowed(self, i: int, now: float, seconds: float) -> float:
         """When work is done that would take `seconds` alone."""
+        channels = self.channels
+        channels.advance(now)
         while True:
-            self.channels.advance(now + seconds)  # no later than the end of the work, whatever slows it down
-            stretches = self.channels.slowed
-            moved = False
+            stretches = channels.slowed
             while self.ahead[i] < len(stretches):
                 start, end, taken = stretches[self.ahead[i]]
                 if now < end:
@@ -227,10 +227,18 @@ class _State:
                     if speed > 0.0 and (end - now) * speed >= seconds:
                         return now + seconds / speed
                     seconds -= (end - now) * speed
-                    now, moved = end, True
+                    now = end
                 self.ahead[i] += 1
-            if not moved:
+            if now + seconds <= channels.now_s:  # nothing was taken since
                 return now + seconds
+            if now < channels.now_s:
+                seconds -= channels.now_s - now
+                now = channels.now_s
+            present = channels.taken()
+            speed = 1.0 - present[i] if present else 1.0
+            if speed > 0.0 and now + seconds / speed <= channels.quiet_until():
+                return now + seconds / speed
+            channels.to_next_event()
 
 
 def label(primitive: Primitive) -> str:
