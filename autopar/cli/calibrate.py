@@ -83,19 +83,18 @@ def _emulate(spec: ClusterSpec, cluster: str, told: list[str]) -> int:
     if reason is not None:
         raise LabUnavailable(f"{reason}; on the cluster itself: torchrun ... -m autopar calibrate --cluster {cluster}")
     with loopback(spec) if here else Lab.of(spec) as lab:
-        progress(f"{spec.summary}: {lab.note}")
+        progress(f"{spec.summary}: {'ranks of this machine' if here else lab.note}")
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         argv = [sys.executable, "-m", "autopar", "calibrate", "--cluster", cluster, *told]
         return run_ranks(lab.ranks, argv, environment, all_ranks=False, timeout_s=None)
 
 
 def _show(found: Calibration) -> None:
-    from autopar.spec.units import FLOP_RATE, NETWORK_RATE, Dimension
-    from autopar.spec.units import text as exactly
+    from autopar.spec.units import FLOP_RATE, NETWORK_RATE, text
     from autopar.spec.wording import duration, size
 
-    def text(value: float, dimension: Dimension) -> str:
-        return exactly(float(f"{value:.3g}"), dimension)
+    def rate(bytes_per_s: float) -> str:
+        return text(float(f"{8 * bytes_per_s:.3g}") / 8, NETWORK_RATE)
 
     def row(times: CollectiveTimes) -> tuple[str, ...]:
         largest, seconds = times.size_bytes[-1], times.seconds[-1]
@@ -109,7 +108,7 @@ def _show(found: Calibration) -> None:
             duration(at[middle]),
             size(largest),
             duration(seconds),
-            text(largest / seconds, NETWORK_RATE),
+            rate(largest / seconds),
         )
 
     if found.collectives:
@@ -117,10 +116,7 @@ def _show(found: Calibration) -> None:
         result_table(header, [row(times) for times in found.collectives], "llrrrrr")
         result("")
     if found.links:
-        rows = [
-            (f"{a.sender} to {a.receiver}", text(a.bytes_per_s, NETWORK_RATE), duration(a.latency_s))
-            for a in found.links
-        ]
+        rows = [(f"{a.sender} to {a.receiver}", rate(a.bytes_per_s), duration(a.latency_s)) for a in found.links]
         result_table(("ranks", "rate", "latency"), rows, "lrr")
         result("")
     columns: tuple[str, ...] = (
@@ -133,7 +129,7 @@ def _show(found: Calibration) -> None:
     devices = [
         (
             d.kind,
-            *(text(rate, FLOP_RATE) for rate in d.flops_per_s.values()),
+            *(text(float(f"{flops:.3g}"), FLOP_RATE) for flops in d.flops_per_s.values()),
             f"{size(d.bytes_per_s)}/s",
             f"{size(d.update_bytes_per_s)}/s",
             duration(d.start_s),
