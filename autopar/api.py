@@ -160,7 +160,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     if plan is None:
 
         def search() -> Plan:
-            cluster = _cluster(cluster_spec, group)
+            cluster = job_cluster(cluster_spec, group)
             nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
             cost_model = _cost_model(cluster, optimizer, calibration, nodes)
             return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
@@ -177,7 +177,9 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     return program
 
 
-def _cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
+def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
+    """The cluster of this job: as it is given, or what `ClusterSpec.detect()` sees. Raises `PlanMismatchError` where it
+    has another number of ranks."""
     if given is None:  # one process is one rank, however many devices the machine has
         given = ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect()
     cluster = given

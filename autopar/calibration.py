@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.errors import PlanMismatchError
+from autopar.api import job_cluster
 from autopar.ir.primitives import Kind, Teams, all_teams
 from autopar.runtime import collectives
 from autopar.runtime.process_group import Group, Rendezvous, join
@@ -66,13 +66,7 @@ def calibrate(
     not come.
     """
     group = join(timeout_s)
-    if cluster is None:
-        cluster = ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect()
-    if cluster.world_size != group.world_size:
-        raise PlanMismatchError(
-            f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "
-            f"{group.world_size} ranks: start one rank a device, as torchrun does"
-        )
+    cluster = job_cluster(cluster, group)
     with group.guard("a calibration"):
         return _Bench(cluster, group, time_budget_s, progress or (lambda said: None)).run()
 
@@ -85,6 +79,8 @@ class _Bench:
         self.rank, self.world_size = group.rank, group.world_size
         self.topology = Topology(cluster)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.width = 512 if self.device.type == "cpu" else 4096
+        """Of the matrices that are multiplied."""
         self.time_budget_s = time_budget_s
         self._say = progress if group.rank == 0 else lambda said: None
 
@@ -219,7 +215,7 @@ class _Bench:
             return second
 
         one_s, two_s = (self._repeated(what, LEAST + 2)[0] for what in (issue, both))
-        product_s, product = self._product(512 if self.device.type == "cpu" else 4096, torch.float32)
+        product_s, product = self._product(torch.float32)
         count = max(1, int(0.5 * one_s / product_s))
 
         def compute(beside: bool) -> float:
@@ -242,10 +238,7 @@ class _Bench:
         """Of each kind of device: what a rank reaches while all others do the same, the median over ranks."""
         self._say("devices")
         large = 32 << 20 if self.device.type == "cpu" else 512 << 20
-        flops = {}
-        for dtype in DTYPES:
-            width = 512 if self.device.type == "cpu" else 4096
-            flops[dtype] = 2 * width**3 / self._product(width, getattr(torch, dtype))[0]
+        flops = {dtype: 2 * self.width**3 / self._product(getattr(torch, dtype))[0] for dtype in DTYPES}
         source, target = (torch.zeros(large // 4, device=self.device) for _ in range(2))
         copied_s = self._timed(lambda: target.copy_(source))
         parameter = torch.nn.Parameter(torch.zeros(large // 8, device=self.device))
@@ -269,9 +262,9 @@ class _Bench:
         found = [DeviceRates.model_validate_json(text) for text in self._told(mine.model_dump_json())]
         return tuple(_middle([f for f in found if f.kind == kind]) for kind in dict.fromkeys(f.kind for f in found))
 
-    def _product(self, width: int, dtype: torch.dtype) -> tuple[float, Callable[[], torch.Tensor]]:
+    def _product(self, dtype: torch.dtype) -> tuple[float, Callable[[], torch.Tensor]]:
         """Seconds of a product of two square matrices, and what computes it."""
-        a, b = (torch.ones(width, width, dtype=dtype, device=self.device) for _ in range(2))
+        a, b = (torch.ones(self.width, self.width, dtype=dtype, device=self.device) for _ in range(2))
         return self._timed(lambda: a @ b), lambda: a @ b
 
     def _timed(self, work: Callable[[], object]) -> float:

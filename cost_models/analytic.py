@@ -128,19 +128,20 @@ class StepPricer:
 
     def streams(self, program: StepProgram) -> Streams:
         """The compute streams, less the nodes that a program does not compute; remembered, for plans share them."""
-        nodes = program.replaced
+        return self._streams_without(program.replaced)
+
+    def graph_s(self, replaced: frozenset[str]) -> npt.NDArray[np.float64]:
+        """Seconds of the graph's own nodes on each rank, less those that are replaced."""
+        prefix_s = self._streams_without(replaced).prefix_s
+        return np.array([prefix_s[device][-1] for device in self._device_of_rank])
+
+    def _streams_without(self, nodes: frozenset[str]) -> Streams:
         if nodes not in self._streams:
             kept = [n.name not in nodes for n in self.graph.compute]
             times = [[t * k for t, k in zip(seconds, kept, strict=True)] for seconds in self._nodes]
             prefixes = [[0.0, *accumulate(seconds)] for seconds in times]
             self._streams[nodes] = Streams(prefixes, self._device_of_rank, self.graph.backward_start)
         return self._streams[nodes]
-
-    def graph_s(self, replaced: frozenset[str]) -> npt.NDArray[np.float64]:
-        """Seconds of the graph's own nodes on each rank, less those that are replaced."""
-        kept = np.array([node.name not in replaced for node in self.graph.compute])
-        by_device = [float(np.asarray(seconds)[kept].sum()) for seconds in self._nodes]
-        return np.array([by_device[device] for device in self._device_of_rank])
 
     def alone_s(self, program: StepProgram) -> tuple[float, float]:
         """What a program's primitives take by themselves, with nothing beside them and no compute of the graph:

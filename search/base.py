@@ -17,6 +17,8 @@ from autopar.strategies import Context
 if TYPE_CHECKING:
     from autopar.search.evaluate import Evaluator
 
+SEARCHED = "searched"
+"""The name of plans that no builder made."""
 TIE = 0.005
 """Plans whose step times differ by less than this fraction are equally fast; the one with fewer groups is better.
 AutoSync breaks ties the same way, at the same margin (`SCORE_TH` of its RankRNN)."""

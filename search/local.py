@@ -9,12 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from autopar.search.base import TIE, Candidate, Searcher
+from autopar.search.base import SEARCHED, TIE, Candidate, Searcher
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood, merged
 from autopar.search.recombine import Recombination
-
-NAME = "searched"
 
 
 class LocalSearch(Searcher):
@@ -42,7 +40,7 @@ class LocalSearch(Searcher):
             best = min(range(len(current)), key=lambda k: current[k].order)
             i = best if draw.random() < 0.5 else draw.randrange(len(current))
             groups = near.neighbour(current[i].groups, draw)
-            candidate = None if groups is None else evaluate(NAME, groups)
+            candidate = None if groups is None else evaluate(SEARCHED, groups)
             if candidate is None:
                 continue
             idle += 1
@@ -80,7 +78,7 @@ class LocalSearch(Searcher):
         i = 0
         while i < len(best.groups) - 1 and not evaluate.spent:
             groups = merged(best.groups, i, near.table)
-            candidate = None if groups is None else evaluate(NAME, groups)
+            candidate = None if groups is None else evaluate(SEARCHED, groups)
             if candidate and candidate.step_time_s <= limit and candidate.overflow_bytes <= best.overflow_bytes:
                 best = candidate
             else:

@@ -29,9 +29,6 @@ class Choice:
     strategy: str
     options: Mapping[str, OptionValue]
 
-    def __hash__(self) -> int:
-        return hash((self.strategy, tuple(sorted(self.options.items()))))
-
     def of(self, group: SyncGroup) -> SyncGroup:
         """The group, synchronized this way."""
         return SyncGroup(strategy=self.strategy, members=group.members, options=dict(self.options))

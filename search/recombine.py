@@ -15,7 +15,7 @@ import numpy as np
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.bound import Bound
 from autopar.errors import PlanError
-from autopar.search.base import Candidate
+from autopar.search.base import SEARCHED, Candidate
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import SyncGroup
@@ -28,7 +28,6 @@ KEPT = 0.9
 """How likely a group keeps its strategy, at most: combinations lie at all distances from the plan."""
 MOST_GROUPS = 64
 """Of more groups, pricing each under each strategy takes as long as simulating many plans."""
-NAME = "searched"
 
 
 class Recombination:
@@ -51,21 +50,21 @@ class Recombination:
         for chosen in self._promising(offered, best.step_time_s, np.random.default_rng(draw.randrange(2**31))):
             if self.evaluate.spent:
                 break
-            changed: Groups = tuple(list(o)[k].of(g) for g, o, k in zip(groups, offered, chosen, strict=True))
-            candidate = self.evaluate(NAME, changed)
+            changed: Groups = tuple(list(o.values())[k].of(g) for g, o, k in zip(groups, offered, chosen, strict=True))
+            candidate = self.evaluate(SEARCHED, changed)
             if candidate is not None and candidate.order < best.order:
                 best = candidate
         return best
 
-    def _offered(self, group: SyncGroup) -> Mapping[Choice, int]:
-        """What a group may be synchronized by, its own strategy first; with the numbers of the bound's rows."""
+    def _offered(self, group: SyncGroup) -> Mapping[int, Choice]:
+        """What a group may be synchronized by, its own strategy first, by the number of the bound's row."""
         own = Choice(group.strategy, group.options)
         choices = [own, *(c for offered in self.near.choices.values() for c in offered if self.near.possible(c, group))]
-        found = {}
+        found: dict[int, Choice] = {}
         for choice in choices:
             row = self._row(choice.of(group))
             if row is not None:
-                found[choice] = row
+                found.setdefault(row, choice)
         return found
 
     def _row(self, group: SyncGroup) -> int | None:
@@ -79,7 +78,7 @@ class Recombination:
         return self._rows[key]
 
     def _promising(
-        self, offered: list[Mapping[Choice, int]], limit_s: float, draw: np.random.Generator
+        self, offered: list[Mapping[int, Choice]], limit_s: float, draw: np.random.Generator
     ) -> list[list[int]]:
         """Indices of choices, one a group, of the combinations with the lowest bounds: all below the limit."""
         counts = np.array([len(o) for o in offered])
@@ -88,7 +87,7 @@ class Recombination:
         picked[kept] = 0
         rows = np.zeros_like(picked)
         for column, found in enumerate(offered):
-            rows[:, column] = np.array(list(found.values()))[picked[:, column]]
+            rows[:, column] = np.array(list(found))[picked[:, column]]
         bounds = self.bound.of(rows)
         order = np.argsort(bounds, kind="stable")[: 4 * TRIED]
         distinct = dict.fromkeys(tuple(picked[i].tolist()) for i in order if bounds[i] < limit_s)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import mean
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.cost_models.correction import COVERAGE, Floats, learn
 from benchmarks.fidelity.baselines import METHODS
@@ -69,11 +70,9 @@ def _compare(report: Report, names: Sequence[str], rows: Floats, truth: Floats, 
         report.rows.append(("trials", f"always DDP ({len(always)} choices)", "", "", "", f"{mean(always):.1%}"))
     for name, (method, is_time) in METHODS.items():
         predicted = np.full(len(said), np.nan)
-        for known_list, tested_list in _both(said):
-            known, tested = np.array(known_list), np.array(tested_list)
-            if tested.any():
-                families = [c for c, kept in zip(choices, known, strict=True) if kept]
-                predicted[tested] = method(names, rows[known], truth[known], families)(rows[tested])
+        for known, tested in _parts(_both, said):
+            families = [c for c, kept in zip(choices, known, strict=True) if kept]
+            predicted[tested] = method(names, rows[known], truth[known], families)(rows[tested])
         at = ~np.isnan(predicted)
         quality = Quality.of(predicted[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
         _row(report, name, quality, is_time)
@@ -112,15 +111,19 @@ def _both(said: Sequence[Said]) -> Iterable[tuple[list[bool], list[bool]]]:
 SPLITS: dict[str, Split] = {"workload": _workloads, "cluster": _clusters, "workload and cluster": _both}
 
 
+def _parts(split: Split, said: Sequence[Said]) -> Iterable[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
+    """What to learn from and what to test on, where there is something to test."""
+    for known, tested in split(said):
+        if any(tested):
+            yield np.array(known), np.array(tested)
+
+
 def _left_out(
     names: Sequence[str], rows: Floats, plain: Floats, truth: Floats, said: Sequence[Said], split: Split
 ) -> tuple[Floats, float]:
     """Each trial's time, corrected by what was learned without it; and which part lies within the interval."""
     corrected, inside = np.full(len(said), np.nan), np.zeros(len(said), bool)
-    for known_list, tested_list in split(said):
-        known, tested = np.array(known_list), np.array(tested_list)
-        if not tested.any():
-            continue
+    for known, tested in _parts(split, said):
         families = [(s.workload, s.cluster) for s, kept in zip(said, known, strict=True) if kept]
         correction = learn(names, rows[known], plain[known], truth[known], families)
         corrected[tested] = plain[tested] * np.exp(correction.residual(rows[tested]))
