@@ -40,15 +40,15 @@ def test_every_node_is_timed_and_nothing_is_changed() -> None:
 
 
 def test_a_plan_may_rest_on_it() -> None:
-    """The devices are said to be a thousand times as fast as they are, which the measured plan does not believe."""
+    """The devices are said to be hundreds of times slower than any is, which the measured plan does not believe."""
     text = (
-        "{hosts: [{name: h, count: 2, devices: {kind: cpu, peak_flops: 100 TFLOP/s}}], network: {bandwidth: 1 Gbit/s}}"
+        "{hosts: [{name: h, count: 2, devices: {kind: cpu, peak_flops: 100 MFLOP/s}}], network: {bandwidth: 1 Gbit/s}}"
     )
-    fast = ClusterSpec.loads(text)
+    slow = ClusterSpec.loads(text)
     told, found = (
         autopar.plan(
             model(),
-            fast,
+            slow,
             example_inputs=BATCH,
             loss_fn=nn.functional.mse_loss,
             strategy="ddp",
@@ -57,7 +57,7 @@ def test_a_plan_may_rest_on_it() -> None:
         for measure in (False, True)
     )
     assert told is not None and found is not None
-    assert found.compute_s > 1.5 * told.compute_s
+    assert told.compute_s > 20 * found.compute_s
     assert found.wire_bytes == told.wire_bytes
     with pytest.raises(autopar.AutoparError, match="another cluster"):
         autopar.plan(
@@ -65,7 +65,7 @@ def test_a_plan_may_rest_on_it() -> None:
             CLUSTER,
             example_inputs=BATCH,
             loss_fn=nn.functional.mse_loss,
-            calibration=_of(fast),
+            calibration=_of(slow),
             strategy="ddp",
         )
 
