@@ -15,6 +15,8 @@ from benchmarks.peers.outcome import Measured
 from benchmarks.peers.ranks import Ranks, SystemFailed
 
 TUNING_STEPS = 3
+HOPELESS = 1.5
+"""A choice whose first step takes so many times that of the best choice before it is tried no further."""
 
 Say = Callable[[str], None]
 
@@ -89,12 +91,15 @@ def _tuned(peer: Peer, case: Case, ranks: Ranks, effort: Effort, say: Say) -> Op
         say(f"{peer.name}: trying {_shown(options)}")
         try:
             system = ranks.build("tuning", peer, case.workload.name, options)
-            block = Turns(lambda block: None).warm_up([system], peer.warm_up_steps + TUNING_STEPS)[0]
+            turns = Turns(lambda block: None)
+            took_s = list(turns.warm_up([system], peer.warm_up_steps + 1)[0].step_s[-1:])
+            if took_s[0] < HOPELESS * min(times_s, default=(float("inf"), 0))[0]:
+                took_s += turns.warm_up([system], TUNING_STEPS - 1)[0].step_s
             ranks.drop("tuning")
         except SystemFailed as e:
             failure = e
             continue
-        times_s.append((statistics.median(block.step_s[-TUNING_STEPS:]), i))
+        times_s.append((statistics.median(took_s), i))
     if not times_s:
         raise failure
     return choices[min(times_s)[1]]
