@@ -37,95 +37,86 @@ class Job:
 
 
 class Channels:
-    """Evolves what is in flight, as far as it is asked to. Never ask for a time behind which something is issued."""
+    """Evolves what is in flight, from event to event: a transfer begins, or ends. Between two events nothing changes.
+    Never go beyond an event behind which something is issued that is ready before it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.busy_s = 0.0
-        """How long anything was in flight."""
+        """When the last event was."""
+        self.next_s = float("inf")
+        """When the next one is, if nothing is issued before."""
+        self.taken: Sequence[float] = ()
+        """Part of its compute that is taken from each compute stream between the two; empty for none."""
         self.ends: dict[int, float] = {}
         """When each transfer has ended, by its index."""
         self.done: list[tuple[Job, float]] = []
         """Transfers that have ended, and when."""
         self.slowed: list[tuple[float, float, Sequence[float]]] = []
-        """Stretches of time in which compute is slowed down: start, end, and the part taken of each stream."""
+        """Stretches before the last event in which compute is slowed down: start, end, and the part taken of each
+        stream."""
+        self._busy_s = 0.0
         self._queues: dict[Hashable, deque[Job]] = {}
-        self._now: tuple[list[Job], list[float], float] | None = None
-        """What is known of the present, until it changes."""
+        self._active: list[Job] = []
+        self._rates: Sequence[float] = ()
 
     def issue(self, job: Job) -> None:
         """Puts a transfer behind those of its channel."""
-        self._queues.setdefault(job.channel, deque()).append(job)
-        self._now = None
+        queue = self._queues.setdefault(job.channel, deque())
+        queue.append(job)
+        if len(queue) <= job.at_once and job.ready_s < self.next_s:
+            self.next_s = job.ready_s
 
     def end_of(self, index: int) -> float:
         """Evolves until a transfer has ended; returns when."""
         while index not in self.ends:
-            self._step(float("inf"))
+            self.step()
         return self.ends[index]
 
     def finish(self) -> None:
         """Evolves until nothing is in flight."""
         while any(self._queues.values()):
-            self._step(float("inf"))
+            self.step()
 
-    def advance(self, until_s: float) -> None:
-        """Evolves to a time."""
-        while self.now_s < until_s:
-            self._step(until_s)
+    def busy_s(self, until_s: float) -> float:
+        """Evolves to a time; returns how long anything was in flight before it."""
+        while self.next_s <= until_s:
+            self.step()
+        return self._busy_s + (max(0.0, until_s - self.now_s) if self._active else 0.0)
 
-    def to_next_event(self) -> None:
-        """Evolves until a transfer begins or ends; there must be one that does."""
-        self._step(float("inf"))
-
-    def quiet_until(self) -> float:
-        """When the next transfer begins or ends, if nothing is issued before; infinity where none does."""
-        return self._ahead()[2]
-
-    def taken(self) -> Sequence[float]:
-        """Part of its compute that is taken from each compute stream at present; empty for none."""
-        return _together([job.taken for job in self._ahead()[0] if job.taken])
-
-    def _ahead(self) -> tuple[list[Job], list[float], float]:
-        """What is in flight, how fast each runs, and when that changes."""
-        if self._now is None:
-            active, begins = [], float("inf")
-            for queue in self._queues.values():
-                for job in islice(queue, queue[0].at_once) if queue else ():
-                    if job.ready_s <= self.now_s:
-                        active.append(job)
-                    else:
-                        begins = min(begins, job.ready_s)
-            rates = _rates(active)
-            for job, rate in zip(active, rates, strict=True):
-                begins = min(begins, self.now_s + job.left_s / rate)
-            self._now = active, rates, begins
-        return self._now
-
-    def _step(self, until_s: float) -> None:
-        """To the next event: a transfer begins or ends, or the time is reached."""
-        active, rates, change = self._ahead()
-        stop = min(change, until_s)
+    def step(self) -> None:
+        """To the next event; there must be one."""
+        stop, passed = self.next_s, self.next_s - self.now_s
         assert stop < float("inf"), "nothing in flight, and nothing to wait for"
-        if active:
-            step = stop - self.now_s
-            self.busy_s += step
-            self._slow(active, stop)
-            for job, rate in zip(active, rates, strict=True):
-                if job.start_s is None:
-                    job.start_s = self.now_s
-                job.left_s -= step * rate
+        if self._active:
+            self._busy_s += passed
+            if self.taken and passed > 0.0:
+                self.slowed.append((self.now_s, stop, self.taken))
+            for job, rate in zip(self._active, self._rates, strict=True):
+                job.left_s -= passed * rate
                 if job.left_s <= _NOTHING_S:
                     self._queues[job.channel].remove(job)
                     self.ends[job.index] = stop
                     self.done.append((job, stop))
         self.now_s = stop
-        self._now = None
+        self._look_ahead()
 
-    def _slow(self, active: Sequence[Job], stop: float) -> None:
-        taken = _together([job.taken for job in active if job.taken])
-        if taken and stop > self.now_s:
-            self.slowed.append((self.now_s, stop, taken))
+    def _look_ahead(self) -> None:
+        """What is in flight from now on, how fast each runs, and when that changes."""
+        now, change = self.now_s, float("inf")
+        active: list[Job] = []
+        for queue in self._queues.values():
+            for job in islice(queue, queue[0].at_once) if queue else ():
+                if job.ready_s <= now:
+                    active.append(job)
+                    if job.start_s is None:
+                        job.start_s = now
+                elif job.ready_s < change:
+                    change = job.ready_s
+        self._active, self._rates = active, _rates(active)
+        for job, rate in zip(active, self._rates, strict=True):
+            change = min(change, now + job.left_s / rate)
+        self.next_s = change
+        self.taken = _together([job.taken for job in active if job.taken])
 
 
 def _together(takers: Sequence[Sequence[float]]) -> Sequence[float]:

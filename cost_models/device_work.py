@@ -6,7 +6,7 @@ As `autopar.runtime` does them; bytes read and written, over the device's memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.cost_models.compute import Rates
 from autopar.cost_models.optimizers import OptimizerCost
@@ -25,8 +25,7 @@ PART_KERNELS = 5
 [Empirical, of the right order]"""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A primitive, with what its price on a device depends on besides."""
 
     primitive: Primitive
@@ -45,16 +44,11 @@ class Work:
     def of(cls, primitive: Primitive, program: StepProgram, sent: bool) -> Work:
         """Reads from the program what belongs to a primitive."""
         source = program.primitives[primitive.inputs[0]] if len(primitive.inputs) == 1 else None
-        known = 0 <= primitive.group < len(program.groups)
-        group = program.groups[primitive.group] if known else None
-        return cls(
-            primitive,
-            source,
-            members=len(group.members) if group else 1,
-            dtype=group.dtype if group else primitive.dtype,
-            sent=sent,
-            stored_at=_broadcaster(primitive, program) if primitive.kind is Kind.STORE else None,
-        )
+        stored_at = _broadcaster(primitive, program) if primitive.kind is Kind.STORE else None
+        if not 0 <= primitive.group < len(program.groups):
+            return cls(primitive, source, 1, primitive.dtype, sent, stored_at)
+        group = program.groups[primitive.group]
+        return cls(primitive, source, len(group.members), group.dtype, sent, stored_at)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -68,6 +62,7 @@ class Work:
             p.dtype,
             p.splits,
             p.owner,
+            p.teams,
             work,
             of_source,
             self.members,

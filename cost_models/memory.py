@@ -8,6 +8,8 @@ Python process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +20,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.strategies.lowering import StepProgram
 
 Bytes = npt.NDArray[np.int64]
+_IN_PLACE = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.STORE, Kind.DELIVER, Kind.CLIP, Kind.COUNT})
 
 
 class MemoryModel:
@@ -61,9 +64,9 @@ class MemoryModel:
         packed_at |= dict.fromkeys(never_formed, -1)
         end = len(self.live) - 1
         until = self._ready.copy()
-        for group in program.groups:
-            indices = [self._index[m.slice.name] for m in group.members]
-            until[indices] = np.maximum(until[indices], packed_at.get(group.index, end))
+        members = [self._index[m.slice.name] for group in program.groups for m in group.members]
+        consumed = [packed_at.get(group.index, end) for group in program.groups for _ in group.members]
+        np.maximum.at(until, members, consumed)
         change = np.zeros(len(self.live) + 2, np.int64)
         np.add.at(change, self._ready + 1, self._size)
         np.add.at(change, until + 1, -self._size)
@@ -72,8 +75,7 @@ class MemoryModel:
     def _buffers(self, program: StepProgram, n: int) -> tuple[Bytes, Bytes, Bytes]:
         """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]. And what is
         there from the step before, by rank."""
-        count = len(program.placed)
-        made, freed = np.zeros((count, n), np.int64), np.zeros((count, n), np.int64)
+        sizes: list[int | Bytes] = [0] * len(program.placed)
         root: dict[int, int] = {}
         last: dict[int, int] = {}
         born: dict[int, int] = {}
@@ -87,20 +89,29 @@ class MemoryModel:
             source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
             size = allocated(p, source, n, p.index in sent)
             if size is not None:
-                made[i] = size
+                sizes[i] = size
                 born[p.index] = i
             reused = size is None and source is not None
             root[p.index] = root.get(source.index, p.index) if reused and source is not None else p.index
             for used in (p.index, *p.inputs):
                 last[root.get(used, used)] = i
-        carried = np.zeros(n, np.int64)
+        made = _by_rank(sizes, n)
+        freed, carried = np.zeros_like(made), np.zeros(n, np.int64)
+        ends = last | received  # of what is begun in one step and completed in the next, the latter
+        np.add.at(freed, [ends[index] for index in born], made[list(born.values())])
         for index, i in born.items():
-            if program.primitives[index].late:  # begun in one step, and completed in the next
+            if program.primitives[index].late:
                 carried += made[i]
-                freed[received[index]] += made[i]
-            else:
-                freed[last[index]] += made[i]
         return made, freed, carried
+
+
+def _by_rank(sizes: Sequence[int | Bytes], n: int) -> Bytes:
+    """One row for each, of n ranks."""
+    found = np.repeat(np.array([s if isinstance(s, int) else 0 for s in sizes], np.int64)[:, None], n, axis=1)
+    for i, size in enumerate(sizes):
+        if not isinstance(size, int):
+            found[i] = size
+    return found
 
 
 def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int | Bytes | None:
@@ -110,28 +121,29 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
     As `autopar.runtime.collectives` does it: the sum behind a reduce-scatter is taken by its wait, from one part of
     every rank; an all-gather of unequal parts repeats the part for each receiver.
     """
+    if p.kind in _IN_PLACE:
+        return None
     width = DTYPE_BYTES[p.dtype]
-    if p.kind is Kind.PACK:
-        return None if n == 1 else p.bytes
-    if p.kind in (Kind.PARTS, Kind.LOCAL):
-        return _held(p, n) * width
-    if p.kind is Kind.FORM:
-        return (p.elements if p.touched is None else p.touched) * width
-    if p.kind is Kind.REDUCE_SCATTER:
-        return _held(p, n) * width * n
-    if p.kind is Kind.WAIT and source is not None and source.kind is Kind.REDUCE_SCATTER:
-        return _held(p, n) * width
-    if p.kind is Kind.ALL_GATHER:
-        repeated = len(set(p.splits)) > 1
-        return _held(p, n) * width * n + p.bytes if repeated else p.bytes
-    if p.kind is Kind.ALL_TO_ALL:
-        return _held(p, n) * width
-    if p.kind is Kind.BROADCAST:
-        size = np.full(n, p.bytes, np.int64)
-        size[p.owner] = 0
-        return size
-    if p.kind is Kind.UPDATE and sent:
-        return _held(p, n) * width
+    match p.kind:
+        case Kind.WAIT if source is None or source.kind is not Kind.REDUCE_SCATTER:
+            return None
+        case Kind.PACK:
+            return None if n == 1 else p.bytes
+        case Kind.UPDATE if not sent:
+            return None
+        case Kind.WAIT | Kind.UPDATE | Kind.PARTS | Kind.LOCAL | Kind.ALL_TO_ALL:
+            return _held(p, n) * width
+        case Kind.FORM:
+            return (p.elements if p.touched is None else p.touched) * width
+        case Kind.REDUCE_SCATTER:
+            return _held(p, n) * width * n
+        case Kind.ALL_GATHER:
+            repeated = len(set(p.splits)) > 1
+            return _held(p, n) * width * n + p.bytes if repeated else p.bytes
+        case Kind.BROADCAST:
+            size = np.full(n, p.bytes, np.int64)
+            size[p.owner] = 0
+            return size
     return None
 
 
@@ -146,10 +158,8 @@ def _elsewhere(program: StepProgram, n: int) -> Bytes:
 
 def _state_bytes(program: StepProgram, optimizer: OptimizerCost, n: int) -> Bytes:
     """Optimizer state of what each rank updates."""
-    total = np.zeros(n, np.int64)
-    for p in program.primitives:
-        if p.kind is Kind.UPDATE:
-            total += _held(p, n) * DTYPE_BYTES[p.dtype]
+    held = [_held(p, n) * DTYPE_BYTES[p.dtype] for p in program.primitives if p.kind is Kind.UPDATE]
+    total: Bytes = _by_rank(held, n).sum(0)
     return total * optimizer.state_tensors
 
 

@@ -69,16 +69,19 @@ def simulate(
     """Runs the placed primitives, `prices[i]` the price of `program.placed[i]`. Deterministic."""
     ranks = representatives(prices, streams.device_of_rank)
     state = _State(ranks, streams, channel, len(program.primitives), timeline)
+    wait = Kind.WAIT  # looking a member of an enumeration up takes longer than what is done with it here
     for _ in range(STEADY_STEPS if any(p.primitive.late for p in program.placed) else 1):
         state.begin_step()
         for placed, price in zip(program.placed, prices, strict=True):
-            state.compute_until(placed.position)
+            if placed.position >= state.done:
+                state.compute_until(placed.position)
             primitive = placed.primitive
-            if primitive.kind is Kind.WAIT:
+            kind = primitive.kind
+            if kind is wait:
                 state.wait(primitive)
             if price.device_s:
                 state.work(primitive, price)
-            if primitive.kind in COLLECTIVES:
+            if kind in COLLECTIVES:
                 state.issue(primitive, price)
             elif price.transfer_s:
                 state.issue(primitive, price)
@@ -132,8 +135,7 @@ class _State:
         self.step += 1
         self.done = 0
         self.began_s = max(self.now)
-        self.channels.advance(self.began_s)
-        self.sent_before_s = self.channels.busy_s
+        self.sent_before_s = self.channels.busy_s(self.began_s)
         self.busy = [0.0] * len(self.ranks)
         self.spans.clear()
 
@@ -145,9 +147,7 @@ class _State:
         """How long something was in flight during the step."""
         if self.step == 0:
             self.channels.finish()
-        else:
-            self.channels.advance(max(self.now))
-        return self.channels.busy_s - self.sent_before_s
+        return self.channels.busy_s(max(self.now)) - self.sent_before_s
 
     def compute_until(self, position: int) -> None:
         """Runs the graph's nodes up to and including `position`."""
@@ -159,14 +159,18 @@ class _State:
             cuts = [self.backward_start, stop]
         for cut in cuts:
             for i, prefix in enumerate(self.prefix):
-                self._run(i, prefix[cut] - prefix[self.done], "forward" if cut <= self.backward_start else "backward")
+                seconds = prefix[cut] - prefix[self.done]
+                if seconds > 0.0:
+                    self._run(i, seconds, "forward" if cut <= self.backward_start else "backward")
             self.done = cut
 
     def work(self, primitive: Primitive, price: Price) -> None:
         """Runs what a primitive does on the device."""
         name = label(primitive) if self.timeline else ""
+        device_s = price.device_s
         for i, rank in enumerate(self.ranks):
-            self._run(i, price.device_s[rank], name)
+            if device_s[rank] > 0.0:
+                self._run(i, device_s[rank], name)
 
     def issue(self, primitive: Primitive, price: Price) -> None:
         """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
@@ -201,8 +205,6 @@ class _State:
 
     def _run(self, i: int, seconds: float, name: str) -> None:
         """Advances one compute stream by `seconds` of work, longer where transfers take their part."""
-        if seconds <= 0.0:
-            return
         begin = self.now[i]
         self.busy[i] += seconds
         self.now[i] = self._slowed(i, begin, seconds)
@@ -212,9 +214,8 @@ class _State:
     def _slowed(self, i: int, now: float, seconds: float) -> float:
         """When work is done that would take `seconds` alone."""
         channels = self.channels
-        channels.advance(now)
+        stretches = channels.slowed
         while True:
-            stretches = channels.slowed
             while self.ahead[i] < len(stretches):
                 start, end, taken = stretches[self.ahead[i]]
                 if now < end:
@@ -229,16 +230,16 @@ class _State:
                     seconds -= (end - now) * speed
                     now = end
                 self.ahead[i] += 1
-            if now + seconds <= channels.now_s:  # nothing was taken since
-                return now + seconds
-            if now < channels.now_s:
+            if now < channels.now_s:  # nothing was taken since
+                if now + seconds <= channels.now_s:
+                    return now + seconds
                 seconds -= channels.now_s - now
                 now = channels.now_s
-            present = channels.taken()
-            speed = 1.0 - present[i] if present else 1.0
-            if speed > 0.0 and now + seconds / speed <= channels.quiet_until():
-                return now + seconds / speed
-            channels.to_next_event()
+            if now < channels.next_s:
+                speed = 1.0 - channels.taken[i] if channels.taken else 1.0
+                if speed > 0.0 and now + seconds / speed <= channels.next_s:
+                    return now + seconds / speed
+            channels.step()
 
 
 def label(primitive: Primitive) -> str:

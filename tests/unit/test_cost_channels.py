@@ -37,7 +37,7 @@ def test_channels_on_different_links_do_not_disturb_each_other() -> None:
     channels.issue(_job(1, "b", 0.0, 3.0, (0.0, 1.0)))
     assert channels.end_of(0) == pytest.approx(2.0)
     assert channels.end_of(1) == pytest.approx(3.0)
-    assert channels.busy_s == pytest.approx(3.0)
+    assert channels.busy_s(3.0) == pytest.approx(3.0)
 
 
 def test_channels_share_a_link_that_both_fill() -> None:
@@ -52,7 +52,7 @@ def test_channels_share_a_link_that_both_fill() -> None:
 def test_what_is_issued_later_does_not_change_what_has_passed() -> None:
     channels = Channels()
     channels.issue(_job(0, "a", 0.0, 2.0, (1.0,)))
-    channels.advance(1.5)
+    assert channels.busy_s(1.5) == pytest.approx(1.5)
     channels.issue(_job(1, "b", 1.5, 1.0, (1.0,)))
     assert channels.end_of(0) == pytest.approx(2.5)
     assert channels.end_of(1) == pytest.approx(3.0)
