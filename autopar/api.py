@@ -195,13 +195,13 @@ def _cost_model(
     cluster: ClusterSpec, optimizer: Optimizer | None, calibration: Calibration | None, nodes: dict[str, float] | None
 ) -> CostModel:
     """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind."""
-    from autopar.cost_models import ADAMW, AnalyticCostModel, optimizer_cost
+    from autopar.cost_models import ADAMW, cost_model_for, optimizer_cost
 
     if calibration is not None:
         calibration.check_cluster(cluster.fingerprint)
     updates = ADAMW if optimizer is None else optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
     measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
-    return AnalyticCostModel(updates, measured_s, calibration=calibration)
+    return cost_model_for(updates, measured_s, calibration)
 
 
 def _plan(

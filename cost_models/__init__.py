@@ -7,15 +7,18 @@ if __name__ != "autopar.cost_models":
 
 from autopar.cost_models.analytic import AnalyticCostModel
 from autopar.cost_models.base import CostModel, Estimate, Observation, Span
+from autopar.cost_models.corrected import CorrectedCostModel, cost_model_for
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost, optimizer_cost
 
 __all__ = [
     "ADAMW",
     "AnalyticCostModel",
+    "CorrectedCostModel",
     "CostModel",
     "Estimate",
     "Observation",
     "OptimizerCost",
     "Span",
+    "cost_model_for",
     "optimizer_cost",
 ]

@@ -13,9 +13,10 @@ Saved as JSON, tree by tree; nothing is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +28,10 @@ Floats = npt.NDArray[np.float64]
 
 CLIP = 0.3
 """Largest residual, in logarithms: a prediction is corrected by a third at most."""
-COVERAGE = 0.9
-"""Part of the measurements that shall lie within the interval."""
-MEMBERS, FOLDS = 8, 5
-BELIEFS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""How much of the residual may be believed."""
 FADE = 0.25
 """Outside of the range of a feature, the residual falls to 1/e on this fraction of the range."""
 USUAL = 3.0
 """Times the median disagreement of the ensembles, from which on the residual is believed less."""
-LEAST_SAMPLES = 20
-_TREES, _DEPTH, _RATE, _SHARE, _LEAF = 120, 3, 0.06, 0.7, 4
 
 
 class Tree(BaseModel):
@@ -52,17 +46,6 @@ class Tree(BaseModel):
     right: tuple[int, ...]
     value: tuple[float, ...]
 
-    def of(self, rows: Floats) -> Floats:
-        """The value of each row's leaf."""
-        feature, left, right = (np.asarray(x) for x in (self.feature, self.left, self.right))
-        threshold, value = np.asarray(self.threshold), np.asarray(self.value)
-        node, every = np.zeros(len(rows), np.int64), np.arange(len(rows))
-        while (inner := feature[node] >= 0).any():
-            at = node[inner]
-            goes_left = rows[every[inner], feature[at]] <= threshold[at]
-            node[inner] = np.where(goes_left, left[at], right[at])
-        return value[node]
-
 
 class Member(BaseModel):
     """One boosted ensemble."""
@@ -72,12 +55,43 @@ class Member(BaseModel):
     base: float
     trees: tuple[Tree, ...]
 
+
+class _Stack:
+    """All trees of all members, side by side, so that a row goes down all of them at once."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        trees = [t for m in members for t in m.trees]
+        most = max((len(t.feature) for t in trees), default=1)
+        self.feature, self.left, self.right = (np.zeros((len(trees), most), np.int64) for _ in range(3))
+        self.threshold, self.value = np.full((len(trees), most), np.inf), np.zeros((len(trees), most))
+        for i, tree in enumerate(trees):
+            inner = np.asarray(tree.feature) >= 0
+            here, itself = slice(len(tree.feature)), np.arange(len(tree.feature))
+            self.feature[i, here] = np.where(inner, tree.feature, 0)
+            self.threshold[i, here] = np.where(inner, tree.threshold, np.inf)
+            self.left[i, here], self.right[i, here] = (np.where(inner, x, itself) for x in (tree.left, tree.right))
+            self.value[i, here] = tree.value
+        self.bases = np.array([m.base for m in members])
+        self.starts = np.cumsum([0, *(len(m.trees) for m in members)])
+
     def of(self, rows: Floats) -> Floats:
-        """Its residual for each row."""
-        total = np.full(len(rows), self.base)
-        for tree in self.trees:
-            total += tree.of(rows)
-        return total
+        """What each member says of each row: [member, row]."""
+        every, at = np.arange(len(self.feature)), np.arange(len(rows))[:, None]
+        node = np.zeros((len(rows), len(every)), np.int64)
+        while True:
+            goes_left = rows[at, self.feature[every, node]] <= self.threshold[every, node]
+            below = np.where(goes_left, self.left[every, node], self.right[every, node])
+            if (below == node).all():
+                break
+            node = below
+        values = self.value[every, node]
+        sums = [values[:, a:b].sum(1) for a, b in pairwise(self.starts)]
+        return np.stack([base + total for base, total in zip(self.bases, sums, strict=True)])
+
+
+def stacked(members: Sequence[Member], rows: Floats) -> Floats:
+    """The residual of each row by each member: [member, row]."""
+    return _Stack(members).of(rows)
 
 
 class Correction(BaseModel):
@@ -91,6 +105,10 @@ class Correction(BaseModel):
     lowest: tuple[float, ...]
     """Of each feature, where it was learned."""
     highest: tuple[float, ...]
+    center: tuple[float, ...]
+    """Its mean there."""
+    spread: tuple[float, ...]
+    """Its standard deviation; 1 where it was always the same."""
     disagreement: float
     """Standard deviation over the members that is usual where it was learned."""
     belief: float
@@ -102,7 +120,7 @@ class Correction(BaseModel):
 
     def residual(self, rows: Floats) -> Floats:
         """The logarithm of the factor for each row of features."""
-        each = np.stack([m.of(rows) for m in self.members])
+        each = self._stack.of(rows)
         weight = self.belief * self.familiarity(rows, each)
         found: Floats = np.clip(weight * each.mean(0), -CLIP, CLIP)
         return found
@@ -115,7 +133,7 @@ class Correction(BaseModel):
     def familiarity(self, rows: Floats, each: Floats | None = None) -> Floats:
         """How near each row is to what was learned from: 1 within, 0 far away."""
         if each is None:
-            each = np.stack([m.of(rows) for m in self.members])
+            each = self._stack.of(rows)
         low: Floats = np.asarray(self.lowest)
         high: Floats = np.asarray(self.highest)
         span = np.maximum(high - low, 1e-9)
@@ -124,6 +142,10 @@ class Correction(BaseModel):
         agreement = np.minimum(1, (usual / np.maximum(each.std(0), usual)) ** 2)
         known: Floats = np.exp(-beyond.max(1) / FADE) * agreement
         return known
+
+    @cached_property
+    def _stack(self) -> _Stack:
+        return _Stack(self.members)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json())
@@ -135,92 +157,3 @@ class Correction(BaseModel):
             return cls.model_validate_json(Path(path).read_text())
         except (OSError, ValueError) as e:
             raise SpecError(f"{path} cannot be read as a learned correction: {e}") from e
-
-
-def learn(
-    names: Sequence[str], rows: Floats, predicted: Floats, measured: Floats, choices: Sequence[Hashable], seed: int = 0
-) -> Correction:
-    """Learns from measured times. `rows`: a row of features for each; `choices`: what each is one of, as a model on a
-    cluster: whole choices are left out to see how well the residual carries over. Raises `ValueError` for fewer than
-    `LEAST_SAMPLES`."""
-    if len(rows) < LEAST_SAMPLES:
-        raise ValueError(f"a correction needs {LEAST_SAMPLES} measured times, got {len(rows)}")
-    target = np.log(measured / predicted)
-    numbers = _numbered(choices)
-    left_out = _left_out(rows, target, numbers, seed)
-    belief = min(BELIEFS, key=lambda b: float(np.abs(target - np.clip(b * left_out, -CLIP, CLIP)).mean()))
-    members = _members(rows, target, numbers, seed)
-    each = np.stack([m.of(rows) for m in members])
-    errors = np.abs(target - np.clip(belief * left_out, -CLIP, CLIP))
-    return Correction(
-        features=tuple(names),
-        members=tuple(members),
-        lowest=tuple(map(float, rows.min(0))),
-        highest=tuple(map(float, rows.max(0))),
-        disagreement=float(np.median(each.std(0))),
-        belief=belief,
-        inside=float(np.quantile(errors, COVERAGE)),
-        outside=float(max(np.quantile(np.abs(target), COVERAGE), np.quantile(errors, COVERAGE))),
-        samples=len(rows),
-    )
-
-
-def _numbered(choices: Sequence[Hashable]) -> npt.NDArray[np.int64]:
-    known: dict[Hashable, int] = {}
-    return np.array([known.setdefault(c, len(known)) for c in choices])
-
-
-def _left_out(rows: Floats, target: Floats, choices: npt.NDArray[np.int64], seed: int) -> Floats:
-    """The residual of each row, learned without its choice."""
-    count = int(choices.max()) + 1
-    folds = min(FOLDS, count)
-    fold_of = np.random.default_rng(seed).permutation(count) % max(folds, 1)
-    found = np.zeros(len(rows))
-    for fold in range(folds if count > 1 else 0):
-        out = fold_of[choices] == fold
-        members = _members(rows[~out], target[~out], choices[~out], seed, members=2)
-        found[out] = np.mean([m.of(rows[out]) for m in members], axis=0)
-    return found
-
-
-def _members(
-    rows: Floats, target: Floats, choices: npt.NDArray[np.int64], seed: int, members: int = MEMBERS
-) -> list[Member]:
-    from sklearn.ensemble import GradientBoostingRegressor
-
-    made, draw, names = [], np.random.default_rng(seed), np.unique(choices)
-    for i in range(members):
-        drawn = draw.choice(names, len(names))
-        at = np.concatenate([np.flatnonzero(choices == c) for c in drawn])
-        if len(at) < LEAST_SAMPLES:
-            at = draw.choice(len(rows), len(rows))
-        booster: Any = GradientBoostingRegressor(
-            n_estimators=_TREES,
-            max_depth=_DEPTH,
-            learning_rate=_RATE,
-            subsample=_SHARE,
-            min_samples_leaf=_LEAF,
-            loss="huber",
-            random_state=seed * MEMBERS + i,
-        )
-        booster.fit(rows[at], target[at])
-        made.append(_member(booster))
-    return made
-
-
-def _member(booster: Any) -> Member:
-    """Takes a fitted ensemble of scikit-learn apart."""
-    trees = []
-    for (one,) in booster.estimators_:
-        tree = one.tree_
-        leaf = tree.children_left < 0
-        trees.append(
-            Tree(
-                feature=tuple(int(f) for f in np.where(leaf, -1, tree.feature)),
-                threshold=tuple(map(float, tree.threshold)),
-                left=tuple(map(int, tree.children_left)),
-                right=tuple(map(int, tree.children_right)),
-                value=tuple(float(booster.learning_rate * v) for v in tree.value[:, 0, 0]),
-            )
-        )
-    return Member(base=float(booster.init_.constant_[0, 0]), trees=tuple(trees))

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 def estimate(
     plan: Plan, made: ModelArgument, optimizer: str | None, calibration: Calibration | None = None
 ) -> Estimate:
-    """What the analytic cost model says of a plan, for the model and the cluster that it was made for.
+    """What the cost model says of a plan, for the model and the cluster that it was made for.
 
     Raises `PlanMismatchError` where the model is another one, `SpecError` where the calibration is of another cluster.
     """
     from autopar.cli.model_argument import chosen_optimizer
-    from autopar.cost_models import AnalyticCostModel, optimizer_cost
+    from autopar.cost_models import cost_model_for, optimizer_cost
     from autopar.ir.batch import example_batch, flatten
     from autopar.ir.build import training_graph
     from autopar.runtime.module import module_batch
@@ -41,4 +41,5 @@ def estimate(
     cost = optimizer_cost(type(chosen).__name__, chosen.param_groups[0]) if chosen else optimizer_cost("AdamW")
     if calibration is not None:
         calibration.check_cluster(cluster.fingerprint)
-    return AnalyticCostModel(cost, calibration=calibration).predict(graph, program, Topology(cluster), timeline=True)
+    model = cost_model_for(cost, calibration=calibration)
+    return model.predict(graph, program, Topology(cluster), timeline=True)

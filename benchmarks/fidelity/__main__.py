@@ -20,7 +20,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "trials": trials.fill,
     "speed": speed.fill,
 }
-COLUMNS = ("data", "learned from", "MAPE", "P95", "tau", "top-1 regret")
+COLUMNS = ("data", "learned from", "MAPE", "P95", "tau", "top-1 regret", "worst", "top-3", "pairs in order", "bias")
 
 
 @click.command()

@@ -14,7 +14,8 @@ from statistics import mean
 import numpy as np
 from scipy.optimize import nnls
 
-from autopar.cost_models.correction import Floats, learn
+from autopar.cost_models.correction import Floats
+from autopar.cost_models.learning import learn
 from benchmarks.fidelity.figures import Quality
 from benchmarks.harness import Report, Target
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.cost_models.correction import CLIP, LEAST_SAMPLES, Correction, Floats, learn
+from autopar.cost_models.correction import CLIP, Correction, Floats, stacked
+from autopar.cost_models.learning import LEAST_SAMPLES, learn
 from autopar.cost_models.size_table import SizeTable
 from autopar.errors import SpecError
 
@@ -74,12 +75,12 @@ def test_trees_are_those_of_scikit_learn() -> None:
     """Taken apart, an ensemble says what it said."""
     from sklearn.ensemble import GradientBoostingRegressor
 
-    from autopar.cost_models.correction import _member
+    from autopar.cost_models.learning import _member
 
     rows, predicted, measured, _ = _measured()
     booster = GradientBoostingRegressor(n_estimators=20, loss="huber", random_state=0)
     booster.fit(rows, np.log(measured / predicted))
-    assert _member(booster).of(rows) == pytest.approx(booster.predict(rows), abs=1e-6)
+    assert stacked([_member(booster)], rows)[0] == pytest.approx(booster.predict(rows), abs=1e-6)
 
 
 def test_too_little_to_learn_from_is_said() -> None:

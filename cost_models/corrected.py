@@ -1,0 +1,105 @@
+"""The analytic cost model, corrected by what was learned from measured steps: the lab's, and a cluster's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from autopar.cost_models.analytic import AnalyticCostModel, NodeTimes, StepPricer
+from autopar.cost_models.base import CostModel, Estimate, Observation
+from autopar.cost_models.collectives import GLOO, NCCL
+from autopar.cost_models.correction import Correction
+from autopar.cost_models.features import features
+from autopar.cost_models.optimizers import ADAMW, OptimizerCost
+from autopar.cost_models.own_trials import OwnTrials
+from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.calibration import Calibration
+from autopar.spec.topology import Topology
+from autopar.strategies.lowering import StepProgram
+
+SHIPPED = Path(__file__).parent / "learned" / "gloo.json"
+
+
+class CorrectedCostModel(CostModel):
+    """Multiplies the simulated step time by a factor from the plan's physical features, and says how sure it is.
+
+    `correction` was learned from other models on other clusters; by default, what is shipped (see
+    `cost_models/learned/README.md`). `fit` takes steps of this cluster: twenty plans of one model tell the next ones of
+    it apart. Where a prediction rests on measured figures alone, its interval is the learned one.
+    """
+
+    def __init__(self, base: AnalyticCostModel, correction: Correction | None = None) -> None:
+        self.base = base
+        self.correction = correction or shipped()
+        self.own_: OwnTrials | None = None
+
+    def fit(self, observations: Sequence[Observation]) -> Self:
+        """Learns how far its predictions are off on these; what it had learned from others before is forgotten."""
+        self.own_ = None
+        if observations:
+            rows = np.array([self._row(o.program, self.pricer(o.graph, o.topology)) for o in observations])
+            predicted_s = np.array([self.predict(o.graph, o.program, o.topology).step_time_s for o in observations])
+            off = np.log(np.array([o.step_time_s for o in observations]) / predicted_s)
+            self.own_ = OwnTrials.of(self.correction, rows, off)
+        return self
+
+    def predict(
+        self, graph: TrainingGraph, program: StepProgram, topology: Topology, *, timeline: bool = False
+    ) -> Estimate:
+        pricer = self.pricer(graph, topology)
+        estimate = pricer.estimate(program, timeline=timeline)
+        row = self._row(program, pricer, estimate)[None, :]
+        residual, half = float(self.correction.residual(row)[0]), float(self.correction.interval(row)[0])
+        if self.own_ is not None:
+            further, halves = self.own_.residual(row)
+            residual, half = residual + float(further[0]), float(halves[0])
+        return corrected(estimate, residual, half)
+
+    def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
+        """Of the simulation below."""
+        return self.base.pricer(graph, topology)
+
+    def _row(
+        self, program: StepProgram, pricer: StepPricer, estimate: Estimate | None = None
+    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        found = features(program, estimate or pricer.estimate(program), pricer)
+        return np.array([found[name] for name in self.correction.features])
+
+
+def cost_model_for(
+    optimizer: OptimizerCost = ADAMW, measured_s: NodeTimes | None = None, calibration: Calibration | None = None
+) -> CostModel:
+    """The most that is known: the simulation, and its correction where that was learned from the same backend and the
+    cluster was calibrated, as the lab was. Arguments are those of `AnalyticCostModel`."""
+    analytic = AnalyticCostModel(optimizer, measured_s, calibration=calibration)
+    used = calibration.backend if calibration is not None else ""  # as in `cpu:gloo,cuda:nccl`
+    learned = GLOO.name in used and NCCL.name not in used
+    return CorrectedCostModel(analytic) if learned else analytic
+
+
+@cache
+def shipped() -> Correction:
+    """What was learned from the lab's trials, with gloo; read once."""
+    return Correction.load(SHIPPED)
+
+
+def corrected(estimate: Estimate, residual: float, half: float) -> Estimate:
+    """An estimate, longer by the exponential of `residual`; compute keeps its time unless the step becomes shorter.
+    `half` of the interval, in logarithms."""
+    factor = float(np.exp(residual))
+    step_s = factor * estimate.step_time_s
+    compute_s = min(estimate.compute_s, step_s)
+    return replace(
+        estimate,
+        step_time_s=step_s,
+        compute_s=compute_s,
+        exposed_communication_s=step_s - compute_s,
+        communication_s=factor * estimate.communication_s,
+        relative_error=float(np.expm1(half)) if estimate.provenance == "measured" else estimate.relative_error,
+        spans=tuple(s._replace(start_s=factor * s.start_s, stop_s=factor * s.stop_s) for s in estimate.spans),
+    )

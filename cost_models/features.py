@@ -1,0 +1,67 @@
+"""Physical features of a plan on a cluster: what a learned correction of its predicted time may depend on."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.base import Estimate
+from autopar.cost_models.device_work import sent_values
+from autopar.ir.primitives import COLLECTIVES, Kind
+from autopar.strategies.lowering import StepProgram
+
+SMALL_BYTES = 1 << 20
+
+
+def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilation: float = 1.0) -> dict[str, float]:
+    """Of a plan on a cluster: parts of the step, sizes in logarithms, balance. No names of models, hosts or ranks.
+
+    `dilation`: how many times slower than `pricer` says a lab ran everything.
+    """
+    step, n = estimate.step_time_s, pricer.network.world_size
+    sent = sent_values(program.primitives)
+    kinds = dict.fromkeys(COLLECTIVES, 0.0)
+    messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+    sizes = [0.0]
+    for p in program.primitives:
+        price, transfer = pricer.price(p, program, p.index in sent)
+        if transfer is None:
+            device_s += max(price.device_s, default=0.0)
+            continue
+        kind = p.kind if p.kind in COLLECTIVES else Kind.ALL_REDUCE
+        messages += 1
+        kinds[kind] += price.transfer_s
+        channel_s += price.transfer_s
+        sizes.append(float(p.bytes))
+        small_s += price.transfer_s * (p.bytes < SMALL_BYTES)
+        late_s += price.transfer_s * p.late
+        second_lane_s += price.transfer_s * (p.lane > 0)
+    backend = pricer.network.backend
+    most, mean = max(estimate.sent_bytes), sum(estimate.sent_bytes) / n
+    most_in = max(estimate.received_bytes)
+    slowest = float(pricer.network.bandwidth.min()) / dilation if len(pricer.network.bandwidth) else 1.0
+    fastest = float(pricer.network.bandwidth.max()) / dilation if len(pricer.network.bandwidth) else 1.0
+    found = {
+        "log step": math.log(dilation * step),
+        "compute": estimate.compute_s / step,
+        "exposed": estimate.exposed_communication_s / step,
+        "channels busy": estimate.communication_s / step,
+        "transfers": channel_s / step,
+        "device work": device_s / step,
+        "fixed costs": messages * backend.call_s / step,
+        "issuing": messages * backend.issue_s / step,
+        "log messages": math.log(1 + messages),
+        "log mean message": math.log(1 + sum(sizes) / max(1, messages)),
+        "log largest message": math.log(1 + max(sizes)),
+        "small messages": small_s / step,
+        "late": late_s / step,
+        "second lane": second_lane_s / step,
+        "imbalance sent": most / mean if mean else 1.0,
+        "imbalance received": most_in / mean if mean else 1.0,
+        "log bytes": math.log(1 + most),
+        "ranks": float(n),
+        "log slowest link": math.log(slowest),
+        "links differ": math.log(fastest / slowest),
+        "clips": float(program.context.clips),
+    }
+    return {**found, **{f"{kind.value} time": seconds / step for kind, seconds in sorted(kinds.items())}}

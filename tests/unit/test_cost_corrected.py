@@ -1,0 +1,121 @@
+"""The corrected cost model: a factor on the simulation, an interval, and what a cluster's own steps teach it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, Observation, cost_model_for
+from autopar.cost_models.corrected import SHIPPED, shipped
+from autopar.cost_models.correction import Correction
+from autopar.cost_models.features import features
+from autopar.cost_models.learning import learn
+from autopar.search.builders import builder_named, names
+from autopar.spec.calibration import Calibration
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+from autopar.strategies.lowering import StepProgram, lower_plan
+from tests.unit.synthetic import cpu_hosts, training_graph
+from tests.unit.test_calibration import CLUSTER, calibration
+
+GRAPH = training_graph()
+TOPOLOGY = Topology(CLUSTER)
+
+
+def programs() -> list[StepProgram]:
+    """One of each builder that differs from the others."""
+    context = Context(4).on(CLUSTER)
+    plans = [builder_named(n)(GRAPH.parameters, context, CLUSTER) for n in names(rounded=True, late=False)]
+    return [lower_plan(groups, GRAPH, context) for groups in {str(groups): groups for groups in plans}.values()]
+
+
+def slow_with_servers(program: StepProgram, predicted_s: float) -> float:
+    """A cluster whose broadcasts take a quarter longer than anyone thought."""
+    pricer = AnalyticCostModel().pricer(GRAPH, TOPOLOGY)
+    share = features(program, pricer.estimate(program), pricer)["broadcast time"]
+    return predicted_s * (1.25 if share > 0.1 else 1.0)
+
+
+@pytest.fixture(scope="module")
+def correction() -> Correction:
+    """Learned where predictions are off by a tenth, whatever the plan."""
+    model, draw = AnalyticCostModel(), np.random.default_rng(0)
+    pricer = model.pricer(GRAPH, TOPOLOGY)
+    estimates = [(p, pricer.estimate(p)) for p in programs()]
+    found = [features(p, e, pricer) for p, e in estimates]
+    rows = np.array([list(f.values()) for f in found])
+    predicted = np.array([e.step_time_s for _, e in estimates])
+    measured = 1.1 * predicted * np.exp(draw.normal(0, 0.01, len(predicted)))
+    return learn(tuple(found[0]), rows, predicted, measured, [i % 5 for i in range(len(rows))])
+
+
+def test_the_step_is_longer_by_the_factor_and_compute_is_not(correction: Correction) -> None:
+    plain, model = AnalyticCostModel(), CorrectedCostModel(AnalyticCostModel(), correction)
+    for program in programs()[:5]:
+        before = plain.predict(GRAPH, program, TOPOLOGY, timeline=True)
+        after = model.predict(GRAPH, program, TOPOLOGY, timeline=True)
+        assert after.step_time_s == pytest.approx(1.1 * before.step_time_s, rel=0.03)
+        assert after.compute_s == before.compute_s
+        assert after.compute_s + after.exposed_communication_s == pytest.approx(after.step_time_s)
+        assert max(s.stop_s for s in after.spans) <= 1.001 * after.step_time_s
+        assert after.sent_bytes == before.sent_bytes
+
+
+def test_own_steps_tell_one_kind_of_plan_from_another(correction: Correction) -> None:
+    every = programs()
+    random.Random(1).shuffle(every)
+    model = CorrectedCostModel(AnalyticCostModel(), correction)
+    before = {i: model.predict(GRAPH, p, TOPOLOGY).step_time_s for i, p in enumerate(every)}
+    seen = [
+        Observation(GRAPH, p, TOPOLOGY, slow_with_servers(p, before[i])) for i, p in enumerate(every[: len(every) // 2])
+    ]
+    assert model.fit(seen) is model
+    off_before, off_after = [], []
+    for i, program in enumerate(every[len(every) // 2 :], len(every) // 2):
+        truth = slow_with_servers(program, before[i])
+        off_before.append(abs(before[i] / truth - 1))
+        off_after.append(abs(model.predict(GRAPH, program, TOPOLOGY).step_time_s / truth - 1))
+    assert max(off_before) > 0.15
+    assert np.mean(off_after) < 0.7 * np.mean(off_before)
+    model.fit([])
+    assert model.predict(GRAPH, every[0], TOPOLOGY).step_time_s == before[0]
+
+
+def test_only_measured_figures_have_the_learned_interval(correction: Correction) -> None:
+    program = programs()[0]
+    guessed = CorrectedCostModel(AnalyticCostModel(), correction).predict(GRAPH, program, TOPOLOGY)
+    assert guessed.provenance != "measured"
+    assert guessed.relative_error == AnalyticCostModel().predict(GRAPH, program, TOPOLOGY).relative_error
+    nodes = {TOPOLOGY.ranks[0].device.kind: {n.name: 1e-3 for n in GRAPH.compute}}
+    known = CorrectedCostModel(AnalyticCostModel(measured_s=nodes, calibration=calibration()), correction)
+    estimate = known.predict(GRAPH, program, TOPOLOGY)
+    assert estimate.provenance == "measured"
+    assert np.expm1(correction.inside) * 0.9 <= estimate.relative_error <= np.expm1(correction.outside) * 1.1
+
+
+def test_the_correction_is_taken_where_a_cluster_with_gloo_was_calibrated() -> None:
+    assert isinstance(cost_model_for(), AnalyticCostModel)
+    assert isinstance(cost_model_for(calibration=calibration()), CorrectedCostModel)
+    for backend in ("cpu:gloo,cuda:nccl", "none"):
+        other = Calibration.model_validate(calibration().model_dump() | {"backend": backend})
+        assert isinstance(cost_model_for(calibration=other), AnalyticCostModel)
+
+
+def test_what_is_shipped_fits_the_features_that_are_computed() -> None:
+    pricer = AnalyticCostModel().pricer(GRAPH, TOPOLOGY)
+    program = programs()[0]
+    assert set(shipped().features) == set(features(program, pricer.estimate(program), pricer))
+    assert SHIPPED.with_name("README.md").exists()
+
+
+def test_on_a_cluster_unlike_the_labs_it_changes_little() -> None:
+    """A network a hundred times faster than any that was learned from."""
+    cluster = cpu_hosts(4, "400 Gbit/s")
+    context = Context(4).on(cluster)
+    program = lower_plan(builder_named("ddp")(GRAPH.parameters, context, cluster), GRAPH, context)
+    plain = AnalyticCostModel().predict(GRAPH, program, Topology(cluster)).step_time_s
+    assert CorrectedCostModel(AnalyticCostModel()).predict(GRAPH, program, Topology(cluster)).step_time_s == (
+        pytest.approx(plain, rel=0.02)
+    )
