@@ -36,9 +36,15 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="How long it may take: decides how large the messages become.",
 )
+@click.option(
+    "--complete",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the cluster's description there, with the rates that it left open. The calibration is of that cluster.",
+)
 @json_option
 @standard_options
-def command(cluster: str | None, output: Path | None, time_budget: float, as_json: bool) -> None:
+def command(cluster: str | None, output: Path | None, time_budget: float, complete: Path | None, as_json: bool) -> None:
     """Measure what a cluster does: collectives, links, devices.
 
     On the cluster, once a rank: torchrun ... -m autopar calibrate -o calibration.json. By itself, the cluster is
@@ -51,6 +57,7 @@ def command(cluster: str | None, output: Path | None, time_budget: float, as_jso
     if spec is not None and spec.world_size > 1 and "WORLD_SIZE" not in os.environ:
         assert cluster is not None
         told = [*(("-o", str(output)) if output else ()), *(("--json",) if as_json else ())]
+        told += ["--complete", str(complete)] if complete else []
         click.get_current_context().exit(_emulate(spec, cluster, [*told, "--time-budget", str(time_budget)]))
     with quiet_libraries():
         from autopar.calibration import calibrate
@@ -58,6 +65,8 @@ def command(cluster: str | None, output: Path | None, time_budget: float, as_jso
         found = calibrate(spec, time_budget_s=time_budget, progress=lambda what: progress(f"measuring {what}"))
     if os.environ.get("RANK", "0") != "0":
         return
+    if complete is not None:
+        found = _completed(found, complete)
     if output is not None:
         found.save(output)
     if as_json:
@@ -65,6 +74,17 @@ def command(cluster: str | None, output: Path | None, time_budget: float, as_jso
     else:
         _show(found)
     progress(f"wrote {output}" if output else "the calibration was not kept; -o calibration.json writes it")
+
+
+def _completed(found: Calibration, path: Path) -> Calibration:
+    """Writes the completed description; returns the calibration as one of that cluster."""
+    from autopar.spec.cluster import ClusterSpec
+    from autopar.spec.complete import complete
+
+    completed = complete(ClusterSpec.model_validate(found.cluster.spec), found)
+    path.write_text(completed.to_yaml())
+    progress(f"wrote {path}: {completed.summary}")
+    return found.model_copy(update={"cluster": completed.fingerprint})
 
 
 def _emulate(spec: ClusterSpec, cluster: str, told: list[str]) -> int:

@@ -86,7 +86,10 @@ def _card(correction: Correction, said: list[Said]) -> str:
         fastest=max(slowest),
     )
     blocks = re.split(r"\n(?=- |\n|`)", filled)
-    return "\n".join(textwrap.fill(" ".join(b.split()), 120, subsequent_indent="  " * b.startswith("- ")) for b in blocks) + "\n"
+    return (
+        "\n".join(textwrap.fill(" ".join(b.split()), 120, subsequent_indent="  " * b.startswith("- ")) for b in blocks)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class FaceClassifier(nn.Module):
     and there is no margin, so that the head is a plain linear layer.
     """
 
-    def __init__(self, people: int = PEOPLE, width: int = 32, directions: int = 64, scale: float = 16.0) -> None:
+    def __init__(self, people: int = PEOPLE, width: int = 32, directions: int = 256, scale: float = 16.0) -> None:
         super().__init__()
         self.backbone = _calm(ResNet(RESNET18, width=width, classes=directions))
         self.scale = scale
@@ -116,11 +116,11 @@ LARGE_LINEAR = Workload(
 )
 FACES = Workload(
     name="faces",
-    about="Face recognition as one class a person: a narrow ResNet-18, normalized features of width 64, and a linear "
+    about="Face recognition as one class a person: a narrow ResNet-18, normalized features of width 256, and a linear "
     "head over 200,000 people, cross entropy without a margin. Generated images: a pattern for each person, and noise; "
     f"people by Zipf's law with exponent {EXPONENT}.",
     model=seeded(FaceClassifier),
-    batch=lambda step, rank: faces(step, rank, 16, PEOPLE),
+    batch=lambda step, rank: faces(step, rank, 4, PEOPLE),
     loss_fn=cross_entropy,
     optimizer=sgd(0.02, momentum=0.9, weight_decay=5e-4),
 )
