@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,17 @@ import autopar
 from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
+from autopar.runtime.operator_times import VARIABLE, OperatorTimes
 from autopar.runtime.profile import node_seconds
 
 CLUSTER = ClusterSpec.loads("hosts: [{name: host, count: 2, devices: 1 x cpu}]\nnetwork: {bandwidth: 1 Gbit/s}")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in the place of the user's cache."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def model() -> nn.Module:
@@ -37,6 +46,27 @@ def test_every_node_is_timed_and_nothing_is_changed() -> None:
     assert sum(seconds[n] for n in products) > 0.2 * sum(seconds.values()), "the work is in the matrix products"
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
     assert all(p.grad is None for p in made.parameters())
+
+
+def test_an_operator_is_measured_once(nothing_known: Path) -> None:
+    """A further model of the same operators is looked up, to the last digit; another shape is measured."""
+
+    def measured(width: int) -> dict[str, float]:
+        made = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+        batch = flatten((torch.ones(8, 64), torch.zeros(8, 64)))
+        return node_seconds(training_graph(made, batch, nn.functional.mse_loss), made, batch, nn.functional.mse_loss)
+
+    measured(32)
+    (table,) = nothing_known.iterdir()
+    kept = OperatorTimes.load(table)
+    assert any(key.startswith("aten.addmm.default(float32[32], float32[8, 64]") for key in kept.seconds)
+    assert measured(32) == measured(32)
+    assert OperatorTimes.load(table) == kept
+    measured(48)
+    assert kept.seconds.items() < OperatorTimes.load(table).seconds.items()
+    table.write_text("{")
+    assert sum(measured(32).values()) > 0, "a table that cannot be read is measured anew"
+    assert OperatorTimes.load(table).seconds.keys() == kept.seconds.keys()
 
 
 def test_a_plan_may_rest_on_it() -> None:
