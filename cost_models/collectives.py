@@ -40,6 +40,8 @@ from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
 
 Floats = npt.NDArray[np.float64]
+ROUNDS_BYTES = 64 * 1024
+"""Parts that are larger go in rounds (`autopar.runtime.exchange`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,7 @@ class Network:
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
-        at_once = 1 if is_all_to_all(primitive, self.world_size) and size > 2 else backend.at_once
+        at_once = 1 if in_rounds(primitive) else backend.at_once
         return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), loads, at_once)
 
     def _rounds(self, kind: Kind, team: int, phases: int) -> int:
@@ -335,6 +337,12 @@ def _as_measured(backend: Backend, calibration: Calibration | None, world_size: 
     if calibration.compute_beside is not None and backend.device_taken:
         backend = replace(backend, device_taken=max(0.0, 1 - 1 / calibration.compute_beside))
     return backend
+
+
+def in_rounds(primitive: Primitive) -> bool:
+    """Whether the runtime makes a collective of rounds, which follow one another within a process group."""
+    part = max(primitive.splits, default=0) * DTYPE_BYTES[primitive.dtype]
+    return primitive.kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) and part > ROUNDS_BYTES
 
 
 def is_all_to_all(primitive: Primitive, world_size: int) -> bool:

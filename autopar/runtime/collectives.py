@@ -3,11 +3,11 @@
 All are issued from one thread, in graph order. PyTorch's functional collectives are used where they exist; the
 others are asynchronous `torch.distributed` calls whose work is registered, so that one `wait` serves all.
 
-Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Three choices follow from what gloo does:
+Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Some choices follow from what gloo does:
 its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all; its all-gather refuses
-unequal parts, so those go through an all-to-all as well (`exchange` says how); and the functional all-gather of torch
-2.13 corrupts the heap where several are under way ("double free", a fault in malloc, within seconds of small messages),
-so it is not used.
+unequal parts, so those go through an all-to-all as well; neither is fast, so that large ones on CPU go in rounds of our
+own (`exchange`); and the functional all-gather of torch 2.13 corrupts the heap where several are under way ("double
+free", a fault in malloc, within seconds of small messages), so it is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from autopar.runtime.exchange import Exchange, in_rounds
+from autopar.runtime.exchange import AllGather, AllToAll, in_rounds
 
 _functional = torch.ops._c10d_functional
 
@@ -71,7 +71,7 @@ def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str
     out = x.new_empty(mine * len(splits))
     if in_rounds(x, splits):
         parts = torch.split(x, list(splits)), torch.split(out, [mine] * len(splits))
-        return _registered(out, Exchange(*parts, rank, pg))
+        return _registered(out, AllToAll(*parts, rank, pg))
     work = dist.all_to_all_single(out, x, [mine] * len(splits), list(splits), group=pg, async_op=True)
     return _registered(out, work)
 
@@ -94,7 +94,7 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) ->
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out = x.new_empty(sum(splits))
     if in_rounds(x, splits):
-        return _registered(out, Exchange([x] * len(splits), torch.split(out, list(splits)), rank, pg))
+        return _registered(out, AllToAll([x] * len(splits), torch.split(out, list(splits)), rank, pg))
     sent = x.repeat(len(splits))
     work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
     return _registered(out, work)
@@ -107,6 +107,8 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
         return x
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out = x.new_empty(world_size * x.numel())
+    if in_rounds(x, [x.numel()] * world_size):
+        return _registered(out, AllGather(x.reshape(-1), out.chunk(world_size), pg.rank(), pg))
     return _registered(out, dist.all_gather_single(out, x.reshape(-1), group=pg, async_op=True))
 
 

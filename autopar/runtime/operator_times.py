@@ -1,0 +1,95 @@
+"""What operators take on the device at hand, each measured once and kept.
+
+In `~/.cache/autopar` (`$XDG_CACHE_HOME/autopar`, or `$AUTOPAR_CACHE` where that is set), one file for each device,
+number of threads and version of torch. Remove it to have everything measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Final, Literal
+
+import torch
+import torch.fx
+
+from autopar.errors import SpecError
+from autopar.spec.stored import Stored
+
+VARIABLE = "AUTOPAR_CACHE"
+SCHEMA_VERSION: Final = 1
+
+
+class OperatorTimes(Stored):
+    """Seconds of each distinct operator."""
+
+    VERSION: ClassVar[int] = SCHEMA_VERSION
+    WHAT: ClassVar[str] = "table of operator times"
+    COMMAND: ClassVar[str] = "autopar plan --measure-compute"
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    device: str
+    seconds: dict[str, float]
+    """By `operator_key`; the median where a graph had several that are alike."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> OperatorTimes:
+        """What is known of a device; nothing where no file can be read."""
+        name = device_name(device)
+        with suppress(SpecError):
+            return cls.load(_path(name))
+        return cls(device=name, seconds={})
+
+    def add(self, seconds: Mapping[str, list[float]]) -> None:
+        """Keeps what was not known; where no file can be written, it is measured again the next time."""
+        known = self.model_copy(update={"seconds": {k: median(v) for k, v in seconds.items()} | self.seconds})
+        path = _path(self.device)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{os.getpid()}")
+            known.save(draft)
+            draft.replace(path)  # another process reads the old table, or the new one
+
+
+def operator_key(node: torch.fx.Node) -> str:
+    """An operator with everything that its time depends on but the values: shapes, number formats, other arguments."""
+    named = [f"{key}={_described(value)}" for key, value in node.kwargs.items()]
+    return f"{node.target}({', '.join([_described(a) for a in node.args] + named)})"
+
+
+def _described(argument: Any) -> str:
+    if isinstance(argument, torch.fx.Node):
+        value = argument.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}"
+        return str(value)
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_described, argument))}]"
+    return str(argument)
+
+
+def device_name(device: torch.device) -> str:
+    """The device, with what else decides how fast it is."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _path(device: str) -> Path:
+    given, shared = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(given) if given else Path(shared) / "autopar" if shared else Path.home() / ".cache" / "autopar"
+    return folder / f"operators-{hashlib.sha256(device.encode()).hexdigest()[:12]}.json"
