@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import click
 
-from benchmarks.fidelity import autodist, nccl, speed, trials, vtrain
+from benchmarks.fidelity import autodist, memory, nccl, speed, trials, vtrain
 from benchmarks.harness import Report, options, publish
 
 PARTS: dict[str, Callable[[Report], None]] = {
@@ -18,6 +18,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "autodist": autodist.fill,
     "vtrain": vtrain.fill,
     "trials": trials.fill,
+    "memory": memory.fill,
     "speed": speed.fill,
 }
 COLUMNS = ("data", "learned from", "MAPE", "P95", "tau", "top-1 regret", "worst", "top-3", "pairs in order", "bias")

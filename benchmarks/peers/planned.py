@@ -37,7 +37,7 @@ class Planned(Peer):
         context = context_for(world_size, optimizer, optimizer_scope(optimizer), None, True)
         plan = Plan.load(options["plan"])
         program = Program(model, plan, _group(), optimizer, Settings(workload.loss_fn), context)
-        program.adopt(signature_key(model, flatten(workload.batch(0, rank))), _graph(workload, rank))
+        program.adopt(signature_key(model, flatten(workload.batch(0, rank))), captured(workload, rank))
         return program.step
 
 
@@ -74,7 +74,8 @@ def _group() -> Group:
 
 
 @lru_cache(maxsize=1)
-def _graph(workload: Workload, rank: int) -> TrainingGraph:
+def captured(workload: Workload, rank: int) -> TrainingGraph:
+    """The workload's graph; of the one asked for last, it is kept."""
     from autopar.ir.build import training_graph
 
     return training_graph(workload.model(), flatten(workload.batch(0, rank)), workload.loss_fn)

@@ -100,7 +100,7 @@ RESNET = Workload(
     name="resnet50",
     about=f"ResNet-50 (He et al. 2016), whole, on small images of 64 x 64. {_DIGITS}; ten of its 1000 classes occur.",
     model=seeded(lambda: _calm(ResNet(RESNET50, expansion=4, classes=IMAGENET_CLASSES))),
-    batch=lambda step, rank: digits(step, rank, 4, 64),
+    batch=lambda step, rank: digits(step, rank, 2, 64),
     loss_fn=cross_entropy,
     optimizer=sgd(5e-4, momentum=0.9, weight_decay=1e-4),
 )

@@ -1,0 +1,64 @@
+"""Peak memory: what a rank holds at most during a step, beside what was predicted. Real models, two ranks on this
+machine, plans that differ in what they keep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+import click
+
+from autopar.errors import PlanError
+from autopar.lab import Job, loopback
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import Plan
+from benchmarks.harness import Report, Target
+from benchmarks.peers.case import Case
+from benchmarks.suite import WORKLOADS
+
+RANKS = 2
+PLANS = ("ddp", "all_reduce_one_bucket", "zero1", "PSLoadBalancing", "structured", "sharded_tables_zero1")
+TIMEOUT_S = 300.0
+WITHIN = 0.05
+
+
+def fill(report: Report) -> None:
+    """A row for each workload and plan, and the target."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    off: list[float] = []
+    for workload, plan, measured in _measured():
+        assert plan.prediction is not None
+        predicted = plan.prediction.peak_memory_bytes
+        off.append(predicted / measured - 1)
+        shown = f"{predicted / 2**20:.0f} MiB said, {measured / 2**20:.0f} MiB held"
+        report.rows.append(("memory", f"{workload}, {plan.name}: {shown}", f"{abs(off[-1]):.1%}"))
+    within = sum(abs(x) <= WITHIN for x in off)
+    report.notes.append(
+        f"Memory: the most that was resident in a step beyond what is resident without the model, of the rank that "
+        f"holds most, over {len(off)} plans on {RANKS} ranks; {within} of {len(off)} within {WITHIN:.0%}, "
+        f"at worst {max(map(abs, off)):.1%}, bias {mean(off):+.1%}."
+    )
+    report.targets.append(Target("peak memory: MAPE", mean(map(abs, off)), WITHIN))
+
+
+def _measured() -> Iterator[tuple[str, Plan, int]]:
+    cluster = ClusterSpec.local(RANKS)
+    worker = [sys.executable, "-m", "benchmarks.fidelity.memory_rank"]
+    with loopback(cluster) as lab, TemporaryDirectory(prefix="autopar-") as folder:
+        for name, workload in WORKLOADS.items():
+            case = Case(workload, "local", cluster, Path(folder))
+            with Job(lab.ranks, worker, {"OMP_NUM_THREADS": "1"}) as job:
+                for builder in PLANS:
+                    try:
+                        plan = case.built(builder)
+                    except PlanError as e:
+                        click.echo(f"{name}, {builder}: {e}", err=True)
+                        continue
+                    answers = job.ask({"workload": name, "plan": case.save(plan)}, TIMEOUT_S)
+                    click.echo(f"{name}, {builder}: {answers} MiB", err=True)
+                    assert plan.prediction is not None
+                    yield name, plan, max(a["allocated_bytes"] for a in answers)

@@ -1,0 +1,91 @@
+"""A rank whose memory is measured: it trains a workload by a plan for a few steps."""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from autopar.lab import serve
+from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
+from autopar.runtime.exchange import AllGather, AllToAll, Exchange
+from benchmarks.peers import peer_named
+from benchmarks.peers.planned import captured
+from benchmarks.suite import workload_named
+
+STEPS = 2
+"""That are looked at, behind one that makes the optimizer's state."""
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """`{"workload", "plan"}`: the most that was allocated during a step, and the most that was resident beyond what
+    was resident before there was a model."""
+    captured(workload_named(request["workload"]), dist.get_rank())
+    release()
+    before = resident_bytes()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        begin_ns, resident = _train(request["workload"], request["plan"])
+    return {"allocated_bytes": _most(profiler, begin_ns), "resident_bytes": resident - before}
+
+
+def _train(name: str, plan: str) -> tuple[int, int]:
+    """When the steps began that are looked at, and what was resident at most during them."""
+    workload, rank, n = workload_named(name), dist.get_rank(), dist.get_world_size()
+    batches = [pytree.tree_map(_own, workload.batch(number, rank)) for number in range(1 + STEPS)]
+    step = peer_named("autopar").build(workload, rank, n, {"plan": plan})
+    step(batches[0])
+    release()
+    reset_peak()
+    begin_ns = time.time_ns()
+    for batch in batches[1:]:
+        step(batch)
+    return begin_ns, peak_bytes()
+
+
+def _free_where_it_is_seen() -> None:
+    """The profiler sees what its own thread frees. So what an exchange has sent is freed as a step waits for it, which
+    is a little later than it is freed without this."""
+    for kind in (AllToAll, AllGather):
+        forget, wait = kind._forget, Exchange.wait
+
+        def waited(self: Any, timeout: Any = None, forget: Any = forget, wait: Any = wait) -> bool:
+            done: bool = wait(self, timeout)
+            forget(self)
+            return done
+
+        kind.wait = waited  # type: ignore[method-assign]
+        kind._forget = lambda self: None  # type: ignore[method-assign]
+
+
+def _own(value: object) -> object:
+    """A tensor in memory that torch allocated, whoever made it: one batch for each step, as a loader hands them over."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _most(profiler: torch.profiler.profile, begin_ns: int) -> int:
+    """The most that was allocated at a time, from `begin_ns` on, of all that was allocated since the profiler began."""
+    inner = profiler.profiler
+    assert inner is not None
+    events = sorted(
+        ((e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda event: event[0],
+    )
+    held = zip((at for at, _ in events), accumulate(size for _, size in events), strict=True)
+    return max(total for at, total in held if at >= begin_ns)
+
+
+def main() -> None:
+    """Answers until nobody asks any more."""
+    torch.set_num_threads(1)
+    _free_where_it_is_seen()
+    dist.init_process_group("gloo")
+    serve(answer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
