@@ -21,6 +21,9 @@ from autopar.spec.calibration import Calibration, CollectiveTimes
 
 SLOPES = (0.5, 3.0)
 """Between these lies how much longer than computed a further byte takes: two times that were measured may be off."""
+FASTER = 0.95
+"""And no less than so much of what it is for an all-reduce, which says how fast the links are: buffers and bursts hold
+some megabytes, so that what was measured up to there may look faster than the links are."""
 WIDTH = 4
 """Bytes of a value that was measured: float32."""
 
@@ -39,7 +42,9 @@ class _Table:
     """Measured over computed, of what the largest size takes longer than the one before it."""
 
     @classmethod
-    def of(cls, sizes: Sequence[int], measured_s: Sequence[float], computed_s: Sequence[float]) -> _Table:
+    def of(
+        cls, sizes: Sequence[int], measured_s: Sequence[float], computed_s: Sequence[float], least: float = SLOPES[0]
+    ) -> _Table:
         slope = 1.0
         if len(sizes) > 1:
             slope = (measured_s[-1] - measured_s[-2]) / max(computed_s[-1] - computed_s[-2], 1e-12)
@@ -47,7 +52,7 @@ class _Table:
             tuple(math.log(size) for size in sizes),
             tuple(math.log(m / c) for m, c in zip(measured_s, computed_s, strict=True)),
             (measured_s[-1], computed_s[-1]),
-            min(max(slope, SLOPES[0]), SLOPES[1]),
+            min(max(slope, least), SLOPES[1]),
         )
 
     def seconds(self, size_bytes: int, computed_s: float) -> float:
@@ -66,9 +71,13 @@ class Calibrated:
         """`computed_s`: seconds of a collective by the cluster's figures."""
         self._world_size = world_size
         self._tables: dict[tuple[Kind, Teams], _Table] = {}
-        for times in calibration.collectives:
+        least = SLOPES[0]
+        for times in sorted(calibration.collectives, key=lambda t: (t.kind != "all_reduce", bool(t.teams))):
             computed = [computed_s(measured(times, size, world_size)) for size in times.size_bytes]
-            self._tables[Kind(times.kind), times.teams] = _Table.of(times.size_bytes, times.seconds, computed)
+            table = _Table.of(times.size_bytes, times.seconds, computed, least)
+            if (times.kind, times.teams) == ("all_reduce", ()):
+                least = FASTER * table.slope
+            self._tables[Kind(times.kind), times.teams] = table
 
     def seconds(self, primitive: Primitive, computed_s: float) -> float:
         """Of a collective that would take `computed_s`. Teams that were not measured are taken for all ranks together,

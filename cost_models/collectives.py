@@ -243,11 +243,12 @@ class Network:
         n = self.world_size
         if self.backend.chains:
             return [(Kind.REDUCE, self._around(_all_but(owner, n, size)))]
-        # A ring's reduce-scatter, then everyone's part to the owner, where all senders meet (gloo/reduce.cc).
+        # A ring's reduce-scatter, then everyone's part to the owner (gloo/reduce.cc). Senders do not meet there as they
+        # do in an all-to-all. [Empirical: four hosts at 0.4 and 1.5 Gbit/s, 1 to 64 MiB]
         parts = np.zeros(n)
         parts[owner] = size / n
         scattered = self._around(np.full(n, float(ring_reduce_bytes(size, n))))
-        return [(Kind.REDUCE, scattered), (Kind.ALL_TO_ALL, np.asarray(self._flows(()).to_each @ parts))]
+        return [(Kind.REDUCE, scattered), (Kind.REDUCE, np.asarray(self._flows(()).to_each @ parts))]
 
     def _broadcast(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
         n = self.world_size

@@ -8,7 +8,7 @@ Python process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,14 @@ class MemoryModel:
         parameters = sum(p.numel * DTYPE_BYTES.get(p.dtype, 4) for p in graph.model.parameters)
         self.fixed_bytes = parameters + graph.buffer_bytes + graph.input_bytes
         self.live: Bytes = np.array([n.live_bytes for n in graph.compute] or [0], dtype=np.int64)
-        """Of the graph itself, by position in its compute."""
+        """Of the graph itself, by position in its compute: while the node runs."""
+        self._own = [n.own_bytes for n in graph.compute]
+        self._needed_until = [n.needed_until for n in graph.compute]
+        self._position = {n.name: i for i, n in enumerate(graph.compute)}
+        self.behind: Bytes = np.minimum(self.live, [*self.live[1:], 0])
+        """The same between a node and the next one."""
+        if any(self._own):
+            self.behind = self._alive(range(len(self._own)))[1]
         self._index = {p.name: i for i, p in enumerate(graph.parameters)}
         self._ready = np.array([p.ready for p in graph.parameters], dtype=np.int64)
         self._size = np.array([p.numel * DTYPE_BYTES[p.spec.dtype] for p in graph.parameters], dtype=np.int64)
@@ -38,9 +45,11 @@ class MemoryModel:
     def peaks(self, program: StepProgram, optimizer: OptimizerCost) -> tuple[int, ...]:
         """Peak bytes of each rank."""
         n = program.context.world_size
-        live = self.live + self._gradients(program)
-        made, freed, carried = self._buffers(program, n)
         positions = np.array([p.position for p in program.placed], dtype=np.int64)
+        while_running, in_between = self._gradients(program, positions)
+        not_run, not_held = self._alive([self._position[name] for name in program.replaced])
+        live, behind = self.live - not_run + while_running, self.behind - not_held
+        made, freed, carried = self._buffers(program, n)
         before = carried + np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
         # Between two placed primitives the graph's own peak counts, on top of the buffers held there.
         cuts = np.unique(np.concatenate([[0], positions + 1]))
@@ -49,28 +58,51 @@ class MemoryModel:
         held_then = before[np.searchsorted(positions, cuts, side="left")]
         peak = (segment_peak[:, None] + held_then).max(axis=0)
         if len(positions):
-            at = live[np.maximum(positions, 0)]
+            at = np.where(positions >= 0, behind[np.maximum(positions, 0)], 0) + in_between
             peak = np.maximum(peak, (at[:, None] + before[:-1] + made).max(axis=0))
         return tuple(
             int(x) for x in self.fixed_bytes - _elsewhere(program, n) + _state_bytes(program, optimizer, n) + peak
         )
 
-    def _gradients(self, program: StepProgram) -> Bytes:
-        """Bytes of gradients that are complete and not yet packed, at each position. With one rank nothing is
-        packed: they live until their update."""
+    def _alive(self, nodes: Iterable[int]) -> tuple[Bytes, Bytes]:
+        """What these nodes allocate, by position: while a node runs, and behind it."""
+        running, behind = np.zeros(len(self.live) + 2, np.int64), np.zeros(len(self.live) + 2, np.int64)
+        for i in nodes:
+            size, until = self._own[i], self._needed_until[i]
+            if size:
+                running[i] += size
+                running[until + 1] -= size
+                behind[i] += size
+                behind[until] -= size
+        count = len(self.live)
+        return np.cumsum(running)[:count], np.cumsum(behind)[:count]
+
+    def _gradients(self, program: StepProgram, positions: Bytes) -> tuple[Bytes, Bytes]:
+        """Bytes of gradients that are complete and not yet packed: while each node runs, and at each placed primitive.
+        With one rank nothing is packed: they live until their update."""
         consumers = (Kind.PACK,) if program.context.world_size > 1 else (Kind.UPDATE, Kind.DELIVER)
-        packed_at = {p.primitive.group: p.position for p in program.placed if p.primitive.kind in consumers}
+        taken_by = {p.primitive.group: i for i, p in enumerate(program.placed) if p.primitive.kind in consumers}
+        # One gradient that is sent as it is becomes the buffer.
+        is_sent = np.array([p.primitive.kind is Kind.PACK and _as_it_is(p.primitive, program) for p in program.placed])
         never_formed = {p.group for p in program.primitives if p.kind is Kind.PARTS} | program.resident
-        packed_at |= dict.fromkeys(never_formed, -1)
-        end = len(self.live) - 1
-        until = self._ready.copy()
+        count, end = len(program.placed), len(self.live) - 1
+        taken = np.full(len(self._ready), -1)
         members = [self._index[m.slice.name] for group in program.groups for m in group.members]
-        consumed = [packed_at.get(group.index, end) for group in program.groups for _ in group.members]
-        np.maximum.at(until, members, consumed)
-        change = np.zeros(len(self.live) + 2, np.int64)
-        np.add.at(change, self._ready + 1, self._size)
-        np.add.at(change, until + 1, -self._size)
-        return np.asarray(np.cumsum(change)[: len(self.live)])
+        consumed = [
+            -1 if group.index in never_formed else taken_by.get(group.index, count)
+            for group in program.groups
+            for _ in group.members
+        ]
+        np.maximum.at(taken, members, consumed)
+        formed = taken >= 0
+        until = np.append(positions, end)[taken]
+        running = np.zeros(len(self.live) + 2, np.int64)
+        np.add.at(running, (self._ready + 1)[formed], self._size[formed])
+        np.add.at(running, (until + 1)[formed], -self._size[formed])
+        placed = np.zeros(count + 2, np.int64)
+        np.add.at(placed, np.searchsorted(positions, self._ready, side="left")[formed], self._size[formed])
+        np.add.at(placed, (taken + 1 - np.append(is_sent, 0)[taken])[formed], -self._size[formed])
+        return np.cumsum(running)[: len(self.live)], np.cumsum(placed)[:count]
 
     def _buffers(self, program: StepProgram, n: int) -> tuple[Bytes, Bytes, Bytes]:
         """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]. And what is
@@ -103,6 +135,11 @@ class MemoryModel:
             if program.primitives[index].late:
                 carried += made[i]
         return made, freed, carried
+
+
+def _as_it_is(pack: Primitive, program: StepProgram) -> bool:
+    group = program.groups[pack.group]
+    return len(group.members) == 1 and group.dtype == pack.dtype
 
 
 def _by_rank(sizes: Sequence[int | Bytes], n: int) -> Bytes:

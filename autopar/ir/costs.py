@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,10 +19,25 @@ def compute_nodes(graph: torch.fx.Graph, freed_at_once: Iterable[torch.fx.Node] 
     """The graph's nodes in order. Values of `freed_at_once` (gradients, which the step consumes as they complete)
     count as alive only while they are computed and read."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    live = _live_bytes(graph, nodes, {base(n) for n in freed_at_once})
+    needed = _needed_until(graph, nodes, {base(n) for n in freed_at_once})
+    own = {n: tensor_bytes(n.meta.get("val")) for n in needed}
+    change = [0] * (len(nodes) + 2)
+    for i, node in enumerate(nodes):
+        if node in needed:
+            change[i] += own[node]
+            change[needed[node] + 1] -= own[node]
+    live = accumulate(change[: len(nodes)])
     return tuple(
-        ComputeNode(n.name, _op_name(n), _flops(n), 0 if is_view(n) else _bytes_moved(n), alive)
-        for n, alive in zip(nodes, live, strict=True)
+        ComputeNode(
+            n.name,
+            _op_name(n),
+            _flops(n),
+            0 if is_view(n) else _bytes_moved(n),
+            alive,
+            own.get(n, 0),
+            needed.get(n, i),
+        )
+        for i, (n, alive) in enumerate(zip(nodes, live, strict=True))
     )
 
 
@@ -56,7 +72,11 @@ def _bytes_moved(node: torch.fx.Node) -> int:
     return read + tensor_bytes(node.meta.get("val"))
 
 
-def _live_bytes(graph: torch.fx.Graph, nodes: list[torch.fx.Node], freed: set[torch.fx.Node]) -> list[int]:
+def _needed_until(
+    graph: torch.fx.Graph, nodes: list[torch.fx.Node], freed: set[torch.fx.Node]
+) -> dict[torch.fx.Node, int]:
+    """Of each node that allocates memory, the position of the last one that needs it; behind the last of all where it
+    is a result."""
     position = {n: i for i, n in enumerate(nodes)}
     last: dict[torch.fx.Node, int] = {}
     for node, i in position.items():
@@ -66,17 +86,7 @@ def _live_bytes(graph: torch.fx.Graph, nodes: list[torch.fx.Node], freed: set[to
         owner = _owner(result)
         if owner not in freed:
             last[owner] = len(nodes)
-    change = [0] * (len(nodes) + 2)
-    for owner, end in last.items():
-        if owner in position:
-            size = tensor_bytes(owner.meta.get("val"))
-            change[position[owner]] += size
-            change[end + 1] -= size
-    live, total = [], 0
-    for i in range(len(nodes)):
-        total += change[i]
-        live.append(total)
-    return live
+    return {owner: end for owner, end in last.items() if owner in position}
 
 
 def _owner(node: torch.fx.Node) -> torch.fx.Node:

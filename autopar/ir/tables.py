@@ -35,6 +35,8 @@ class GraphTables(BaseModel):
     flops: tuple[int, ...]
     bytes_moved: tuple[int, ...]
     live_bytes: tuple[int, ...]
+    own_bytes: tuple[int, ...] = ()
+    needed_until: tuple[int, ...] = ()
     backward_start: int
     batch_size: int | None
     buffer_bytes: int
@@ -60,6 +62,8 @@ class GraphTables(BaseModel):
             flops=tuple(n.flops for n in graph.compute),
             bytes_moved=tuple(n.bytes_moved for n in graph.compute),
             live_bytes=tuple(n.live_bytes for n in graph.compute),
+            own_bytes=tuple(n.own_bytes for n in graph.compute),
+            needed_until=tuple(n.needed_until for n in graph.compute),
             backward_start=graph.backward_start,
             batch_size=graph.batch_size,
             buffer_bytes=graph.buffer_bytes,
@@ -70,6 +74,8 @@ class GraphTables(BaseModel):
         """The graph again, less its joint graph."""
         head_of = {name: h for h in self.heads for name in (h.weight, h.bias)}
         columns: tuple[Any, ...] = (self.names, self.op, self.flops, self.bytes_moved, self.live_bytes)
+        if self.own_bytes:
+            columns = (*columns, self.own_bytes, self.needed_until)
         return TrainingGraph(
             model=self.model,
             parameters=tuple(

@@ -176,6 +176,10 @@ class ComputeNode:
     """Read and written; 0 for views."""
     live_bytes: int
     """Bytes of values alive while the node runs, parameters, buffers and inputs not counted."""
+    own_bytes: int = 0
+    """Of these, what the node itself allocates."""
+    needed_until: int = -1
+    """Position of the last node that needs what it allocates; -1 where that is not known."""
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class Exchange(dist.Work):
 
 
 class AllToAll(Exchange):
-    """Sends `sent[r]` to rank r of the group, and fills `received[r]` with what r sends; parts may be empty. In round k,
-    rank r sends to rank r+k and receives from rank r-k."""
+    """Sends `sent[r]` to rank r of the group, and fills `received[r]` with what r sends; parts may be empty. In round
+    k, rank r sends to rank r+k and receives from rank r-k."""
 
     def __init__(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, pg: dist.ProcessGroup

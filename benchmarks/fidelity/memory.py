@@ -59,6 +59,7 @@ def _measured() -> Iterator[tuple[str, Plan, int]]:
                         click.echo(f"{name}, {builder}: {e}", err=True)
                         continue
                     answers = job.ask({"workload": name, "plan": case.save(plan)}, TIMEOUT_S)
-                    click.echo(f"{name}, {builder}: {answers} MiB", err=True)
-                    assert plan.prediction is not None
+                    held = [a["allocated_bytes"] >> 20 for a in answers]
+                    resident = [a["resident_bytes"] >> 20 for a in answers]
+                    click.echo(f"{name}, {builder}: {held} MiB allocated, {resident} MiB resident", err=True)
                     yield name, plan, max(a["allocated_bytes"] for a in answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import accumulate
 from typing import Any
@@ -54,7 +55,8 @@ def _free_where_it_is_seen() -> None:
 
         def waited(self: Any, timeout: Any = None, forget: Any = forget, wait: Any = wait) -> bool:
             done: bool = wait(self, timeout)
-            forget(self)
+            if threading.current_thread() is threading.main_thread():
+                forget(self)
             return done
 
         kind.wait = waited  # type: ignore[method-assign]
@@ -62,20 +64,17 @@ def _free_where_it_is_seen() -> None:
 
 
 def _own(value: object) -> object:
-    """A tensor in memory that torch allocated, whoever made it: one batch for each step, as a loader hands them over."""
+    """A tensor in memory that torch allocated, whoever made it."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _most(profiler: torch.profiler.profile, begin_ns: int) -> int:
     """The most that was allocated at a time, from `begin_ns` on, of all that was allocated since the profiler began."""
-    inner = profiler.profiler
-    assert inner is not None
-    events = sorted(
-        ((e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda event: event[0],
-    )
-    held = zip((at for at, _ in events), accumulate(size for _, size in events), strict=True)
-    return max(total for at, total in held if at >= begin_ns)
+    inner: Any = profiler.profiler
+    found = [(e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"]
+    found.sort(key=lambda event: event[0])
+    held = accumulate(size for _, size in found)
+    return max(int(total) for (at, _), total in zip(found, held, strict=True) if at >= begin_ns)
 
 
 def main() -> None:

@@ -68,6 +68,6 @@ FULL = Suite(
     name="full",
     cases=tuple((cluster, tuple(WORKLOADS)) for cluster in REAL_CLUSTERS),
     peers=tuple(PEERS),
-    effort=Effort(rounds=5, slow_rounds=1, rounds_s=60.0, block_s=2.0, block_steps=2, search_time_s=5.0),
+    effort=Effort(rounds=4, slow_rounds=1, rounds_s=40.0, block_s=2.0, block_steps=2, search_time_s=5.0),
 )
 SUITES = {s.name: s for s in (QUICK, FULL)}

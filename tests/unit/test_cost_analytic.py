@@ -76,7 +76,7 @@ def test_one_owner_is_slower_than_the_ring() -> None:
     second rank once."""
     ring, owner = estimate("ddp", cpu_hosts(4)), estimate("PS", cpu_hosts(4))
     assert 2 * ring.communication_s < owner.communication_s < 4 * ring.communication_s
-    assert owner.step_time_s > 1.6 * ring.step_time_s
+    assert owner.step_time_s > 1.5 * ring.step_time_s
     assert max(owner.sent_bytes) == pytest.approx((0.75 + 2) / 1.5 * max(ring.sent_bytes), rel=0.01)
 
 

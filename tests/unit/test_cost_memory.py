@@ -54,7 +54,8 @@ def test_the_owner_holds_the_state() -> None:
 
 
 def test_activations_count_at_their_fullest() -> None:
-    assert max(peaks("all_reduce", live_bytes=10**9)) == max(peaks("all_reduce")) + 10**9
+    """While the last node runs, all gradients are there but the one that it completes."""
+    assert max(peaks("all_reduce", live_bytes=10**9)) == max(peaks("all_reduce")) - WEIGHT + 10**9
 
 
 def test_adamw_is_assumed_to_keep_two_tensors() -> None:
