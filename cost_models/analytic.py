@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.base import CostModel, Estimate
-from autopar.cost_models.collectives import Backend, Network, Transfer
+from autopar.cost_models.collectives import GLOO, Backend, Network, Transfer
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.device_work import Work, clip_s, sent_values
 from autopar.cost_models.memory import MemoryModel
@@ -86,7 +86,7 @@ class StepPricer:
         self.topology = topology
         self.optimizer = optimizer
         self.network = network or Network(topology)
-        self.memory = MemoryModel(graph)
+        self.memory = MemoryModel(graph, rounds=self.network.backend.name == GLOO.name)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
         measured = {rates.kind: rates for rates in device_rates}

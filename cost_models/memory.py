@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_models.collectives import in_rounds
 from autopar.cost_models.device_work import sent_values
 from autopar.cost_models.optimizers import OptimizerCost
-from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive
+from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.strategies.lowering import StepProgram
 
@@ -26,7 +27,9 @@ _IN_PLACE = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.STORE, Kind.DELIVER, K
 class MemoryModel:
     """Peak memory of programs for one graph; what depends on no plan is computed once."""
 
-    def __init__(self, graph: TrainingGraph) -> None:
+    def __init__(self, graph: TrainingGraph, rounds: bool = False) -> None:
+        """`rounds`: whether the backend leaves large exchanges to the runtime's own rounds, as gloo does on CPUs."""
+        self.rounds = rounds
         parameters = sum(p.numel * DTYPE_BYTES.get(p.dtype, 4) for p in graph.model.parameters)
         self.fixed_bytes = parameters + graph.buffer_bytes + graph.input_bytes
         self.live: Bytes = np.array([n.live_bytes for n in graph.compute] or [0], dtype=np.int64)
@@ -112,6 +115,8 @@ class MemoryModel:
         last: dict[int, int] = {}
         born: dict[int, int] = {}
         received: dict[int, int] = {}
+        dropped: list[tuple[int, int, Bytes]] = []
+        """Values that some ranks have no use for any more, with the place behind which that is so, and these ranks."""
         sent = sent_values(program.primitives)
         for i, placed in enumerate(program.placed):
             p = placed.primitive
@@ -119,18 +124,28 @@ class MemoryModel:
                 received.setdefault(p.inputs[0], i)
                 continue
             source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
-            size = allocated(p, source, n, p.index in sent)
+            packed = p.index in sent and len(program.groups[p.group].members) > 1
+            size = allocated(p, source, n, packed, self.rounds and in_rounds(p))
             if size is not None:
                 sizes[i] = size
                 born[p.index] = i
             reused = size is None and source is not None
             root[p.index] = root.get(source.index, p.index) if reused and source is not None else p.index
+            if p.kind is Kind.UPDATE and p.owner is not None:  # the others do nothing here
+                value = root.get(p.inputs[0], p.inputs[0])
+                dropped.append((value, last[value], np.arange(n) != p.owner))
             for used in (p.index, *p.inputs):
                 last[root.get(used, used)] = i
+            for used in source.inputs if source is not None and source.kind in COLLECTIVES else ():
+                last[root.get(used, used)] = max(last[root.get(used, used)], i - 1)  # until it was sent
         made = _by_rank(sizes, n)
         freed, carried = np.zeros_like(made), np.zeros(n, np.int64)
         ends = last | received  # of what is begun in one step and completed in the next, the latter
         np.add.at(freed, [ends[index] for index in born], made[list(born.values())])
+        for value, i, ranks in dropped:
+            if value in born:
+                freed[ends[value], ranks] -= made[born[value], ranks]
+                freed[i, ranks] += made[born[value], ranks]
         for index, i in born.items():
             if program.primitives[index].late:
                 carried += made[i]
@@ -151,14 +166,17 @@ def _by_rank(sizes: Sequence[int | Bytes], n: int) -> Bytes:
     return found
 
 
-def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int | Bytes | None:
+def allocated(
+    p: Primitive, source: Primitive | None, n: int, packed: bool = False, rounds: bool = False
+) -> int | Bytes | None:
     """Bytes that a primitive allocates, on every one of n ranks or by rank; `None` where it works in place, on its
-    input's memory.
+    input's memory. `packed`: whether what it updates is packed, to be sent; one tensor is sent as it is. `rounds`:
+    whether the runtime makes the collective of rounds.
 
     As `autopar.runtime.collectives` does it: the sum behind a reduce-scatter is taken by its wait, from one part of
-    every rank; an all-gather of unequal parts repeats the part for each receiver.
+    every rank; an all-gather of unequal parts that does not go in rounds repeats the part for each receiver.
     """
-    if p.kind in _IN_PLACE:
+    if p.kind in _IN_PLACE or p.in_place:
         return None
     width = DTYPE_BYTES[p.dtype]
     match p.kind:
@@ -166,8 +184,10 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
             return None
         case Kind.PACK:
             return None if n == 1 else p.bytes
-        case Kind.UPDATE if not sent:
-            return None
+        case Kind.UPDATE if not packed:
+            return 0  # what is sent is the parameter itself
+        case Kind.LOCAL if p.touched is not None:
+            return p.touched * width
         case Kind.WAIT | Kind.UPDATE | Kind.PARTS | Kind.LOCAL | Kind.ALL_TO_ALL:
             return _held(p, n) * width
         case Kind.FORM:
@@ -175,7 +195,7 @@ def allocated(p: Primitive, source: Primitive | None, n: int, sent: bool) -> int
         case Kind.REDUCE_SCATTER:
             return _held(p, n) * width * n
         case Kind.ALL_GATHER:
-            repeated = len(set(p.splits)) > 1
+            repeated = len(set(p.splits)) > 1 and not rounds
             return _held(p, n) * width * n + p.bytes if repeated else p.bytes
         case Kind.BROADCAST:
             size = np.full(n, p.bytes, np.int64)

@@ -123,6 +123,7 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
         dtype=group.dtype,
         position=head.turn,
         moved_bytes=2 * score_bytes,
+        in_place=True,
     )
     if head.hidden_gradient is not None:
         returned = emit.local(

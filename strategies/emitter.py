@@ -132,9 +132,11 @@ class Emitter:
         flops: int = 0,
         moved_bytes: int = 0,
         touched: int | None = None,
+        in_place: bool = False,
     ) -> Value:
         """Work that the runtime knows by its name, on the values of earlier primitives. `elements`, `flops` and
-        `moved_bytes` are those expected from the batch that was captured; the last two, of one rank."""
+        `moved_bytes` are those expected from the batch that was captured; the last two, of one rank. `in_place`: its
+        value takes the place of its first input."""
         assert not any(v.pending for v in inputs), f"'{work}' needs values that were waited for"
         return self._emit(
             Kind.LOCAL,
@@ -152,6 +154,7 @@ class Emitter:
             also=inputs,
             work=work,
             position=position,
+            in_place=in_place,
         )
 
     def count(self, group: Group) -> Value:
@@ -328,6 +331,7 @@ class Emitter:
         position: int | None = None,
         resident: bool = False,
         late: bool = False,
+        in_place: bool = False,
     ) -> Value:
         is_collective = recorded_splits is not None
         if source is not None and not is_collective and splits is None:
@@ -367,6 +371,7 @@ class Emitter:
                 position=position,
                 resident=resident,
                 late=late,
+                in_place=in_place,
             )
         )
         return value

@@ -19,7 +19,7 @@ def compute_nodes(graph: torch.fx.Graph, freed_at_once: Iterable[torch.fx.Node] 
     """The graph's nodes in order. Values of `freed_at_once` (gradients, which the step consumes as they complete)
     count as alive only while they are computed and read."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    needed = _needed_until(graph, nodes, {base(n) for n in freed_at_once})
+    needed = _needed_until(graph, nodes, {_owner(n) for n in freed_at_once})
     own = {n: tensor_bytes(n.meta.get("val")) for n in needed}
     change = [0] * (len(nodes) + 2)
     for i, node in enumerate(nodes):

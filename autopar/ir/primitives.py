@@ -109,6 +109,8 @@ class Primitive:
     `position` of the latter two."""
     touched: int | None = None
     """`UPDATE`: how many elements it is expected to touch, where it passes over the others."""
+    in_place: bool = False
+    """`LOCAL`: its value takes the place of its first input."""
 
     @property
     def bytes(self) -> int:
