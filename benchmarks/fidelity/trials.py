@@ -4,7 +4,6 @@ cluster's own. What is tested was not learned from: workloads, clusters, or both
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from statistics import mean
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from autopar.cost_models.correction import Floats
 from autopar.cost_models.learning import COVERAGE, learn
-from autopar.cost_models.own_trials import OwnTrials
+from benchmarks.fidelity import own
 from benchmarks.fidelity.baselines import METHODS
 from benchmarks.fidelity.figures import Quality
 from benchmarks.fidelity.lab import Lab, Said
@@ -20,17 +19,13 @@ from benchmarks.harness import Report, Target
 from benchmarks.trials.card import folds
 from benchmarks.trials.records import Dataset
 
-OWN = 20
-"""Trials of a new workload on a new cluster that a planner may spend."""
-LEAST_OTHERS, DRAWS = 10, 4
-"""Trials that are left to predict, at least; and how often those that are spent are drawn."""
-
 
 def fill(report: Report) -> None:
     """Rows for each split, and the targets. Of trials that were repeated, all count; noisy ones do not."""
     data = Dataset.load()
     lab = Lab(data)
-    said = [lab.say(t) for t in data.trials if t.ok and not t.noise and t.compute == "virtual"]
+    every = [lab.say(t) for t in data.trials if t.ok and t.compute == "virtual"]
+    said = [s for s in every if not s.trial.noise]
     if not said:
         report.notes.append("No trials were collected yet: `python -m benchmarks.trials collect`.")
         report.targets.append(Target("trials: number", 0, 1, "at least"))
@@ -60,8 +55,15 @@ def fill(report: Report) -> None:
         Target("trials, model and cluster not seen: tau", both.tau, 0.85, "at least"),
         Target("trials, model and cluster not seen: top-1 regret", both.regret, 0.04),
     ]
-    _with_own(report, names, rows, plain, truth, said)
-    _noise_floor(report, data, truth, choices)
+    apart = own.apart(data)
+    if apart:
+        _row(report, f"measured again (noise floor, from {len(apart)} repeats)", again(truth, choices, apart))
+    with_own = own.predict(every)
+    if with_own.cells:
+        _row(report, f"the same after {own.OWN} own trials", with_own.quality)
+        _row(report, "of these, measured again", again(with_own.measured, with_own.choices, apart))
+        report.notes.append(with_own.note)
+        report.targets += with_own.targets
 
 
 def _compare(report: Report, names: Sequence[str], rows: Floats, truth: Floats, said: Sequence[Said]) -> None:
@@ -139,57 +141,9 @@ def _left_out(
     return corrected, float(inside[~np.isnan(corrected)].mean())
 
 
-def _with_own(
-    report: Report, names: Sequence[str], rows: Floats, plain: Floats, truth: Floats, said: Sequence[Said]
-) -> None:
-    """A row, and targets: what some of a cell's own trials make of the others of it, behind a correction that has seen
-    neither its workload nor its cluster."""
-    cells: dict[tuple[str, str], list[int]] = {}
-    for i, s in enumerate(said):
-        cells.setdefault((s.workload, s.cluster), []).append(i)
-    deep = {cell: np.array(at) for cell, at in cells.items() if len(at) >= OWN + LEAST_OTHERS}
-    draw = np.random.default_rng(0)
-    predicted: list[float] = []
-    inside: list[bool] = []
-    measured: list[float] = []
-    choices: list[object] = []
-    for (workload, cluster), at in deep.items():
-        known = np.array([s.workload != workload and s.cluster != cluster for s in said])
-        families = [(s.workload, s.cluster) for s, kept in zip(said, known, strict=True) if kept]
-        correction = learn(names, rows[known], plain[known], truth[known], families)
-        corrected = plain * np.exp(correction.residual(rows))
-        for number in range(DRAWS):
-            mixed = draw.permutation(at)
-            own, others = mixed[:OWN], mixed[OWN:]
-            trials = OwnTrials.of(correction, rows[own], np.log(truth[own] / corrected[own]))
-            off, half = trials.residual(rows[others])
-            found = corrected[others] * np.exp(off)
-            predicted += found.tolist()
-            measured += truth[others].tolist()
-            inside += (np.abs(np.log(truth[others] / found)) <= half).tolist()
-            choices += [(number, *said[i].choice) for i in others]
-    if not deep:
-        return
-    quality = Quality.of(np.array(predicted), np.array(measured), choices)
-    _row(report, f"the same after {OWN} own trials", quality)
-    report.notes.append(
-        f"After {OWN} own trials: {len(deep)} workloads on a cluster with {OWN + LEAST_OTHERS} clean trials or more, "
-        f"each drawn {DRAWS} times; the others of it are predicted, {mean(inside):.0%} of them lie within the interval."
-    )
-    report.targets += [
-        Target(f"trials, after {OWN} own: MAPE", quality.mape, 0.05),
-        Target(f"trials, after {OWN} own: tau", quality.tau, 0.93, "at least"),
-        Target(f"trials, after {OWN} own: top-1 regret", quality.regret, 0.015),
-    ]
-
-
-def _noise_floor(report: Report, data: Dataset, truth: Floats, choices: Sequence[object]) -> None:
-    """A row: what a prediction would reach that is a second measurement."""
-    times = [[t.step_time_s for t in again if t.ok and not t.noise] for again in data.repeats().values()]
-    apart = [np.log(b / a) for some in times for a, b in pairwise(some)]
-    if apart:
-        again = truth * np.exp(np.random.default_rng(0).choice(apart, len(truth)))
-        _row(report, f"measured again (noise floor, from {len(apart)} repeats)", Quality.of(again, truth, choices))
+def again(truth: Floats, choices: Sequence[object], apart: Sequence[float]) -> Quality:
+    """Of a prediction that is a second measurement: no other can be expected to be better."""
+    return Quality.of(truth * np.exp(np.random.default_rng(0).choice(apart, len(truth))), truth, choices)
 
 
 def _row(report: Report, name: str, quality: Quality, is_time: bool = True) -> None:

@@ -1,0 +1,101 @@
+"""What a few trials of a workload on a cluster make of the predictions of its other plans, behind a correction that has
+seen neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import mean
+
+import numpy as np
+
+from autopar.cost_models.correction import Floats
+from autopar.cost_models.learning import learn
+from autopar.cost_models.own_trials import OwnTrials
+from benchmarks.fidelity.figures import Quality
+from benchmarks.fidelity.lab import Said
+from benchmarks.harness import Target
+from benchmarks.trials.records import Dataset
+
+OWN = 20
+"""Trials of a new workload on a new cluster that a planner may spend, noisy ones among them."""
+LEAST, LEAST_OTHERS, DRAWS = 40, 10, 4
+"""Trials of a workload on a cluster, and those of them that are clean and left to predict, at least; and how often
+those that are spent are drawn."""
+
+
+@dataclass
+class WithOwn:
+    """Predictions and measurements of the trials that were not spent."""
+
+    cells: int = 0
+    """Workloads on a cluster."""
+    predicted: list[float] = field(default_factory=list)
+    inside: list[bool] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    choices: list[object] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Floats:
+        return np.array(self.seconds)
+
+    @property
+    def quality(self) -> Quality:
+        return Quality.of(np.array(self.predicted), self.measured, self.choices)
+
+    @property
+    def note(self) -> str:
+        return (
+            f"After {OWN} own trials: {self.cells} workloads on a cluster with {LEAST} trials or more; {OWN} of them "
+            f"are drawn, {DRAWS} times, and the others predicted that do not say they were noisy: "
+            f"{mean(self.inside):.0%} of them lie within the interval."
+        )
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        quality = self.quality
+        return (
+            Target(f"trials, after {OWN} own: MAPE", quality.mape, 0.05),
+            Target(f"trials, after {OWN} own: tau", quality.tau, 0.93, "at least"),
+            Target(f"trials, after {OWN} own: top-1 regret", quality.regret, 0.015),
+        )
+
+
+def predict(said: Sequence[Said]) -> WithOwn:
+    """Of all cells that have trials enough; `said` holds noisy ones, too."""
+    names = tuple(said[0].features)
+    rows = np.array([[s.features[n] for n in names] for s in said])
+    plain = np.array([s.predicted_s for s in said])
+    truth = np.array([s.trial.step_time_s for s in said])
+    clean = np.array([not s.trial.noise for s in said])
+    cells: dict[tuple[str, str], list[int]] = {}
+    for i, s in enumerate(said):
+        cells.setdefault((s.workload, s.cluster), []).append(i)
+    found, draw = WithOwn(), np.random.default_rng(0)
+    for (workload, cluster), places in cells.items():
+        at = np.array(places)
+        if len(at) < LEAST or clean[at].sum() < LEAST_OTHERS:
+            continue
+        found.cells += 1
+        known = clean & [s.workload != workload and s.cluster != cluster for s in said]
+        families = [(s.workload, s.cluster) for s, kept in zip(said, known, strict=True) if kept]
+        correction = learn(names, rows[known], plain[known], truth[known], families)
+        corrected = plain * np.exp(correction.residual(rows))
+        for number in range(DRAWS):
+            mixed = draw.permutation(at)
+            spent, others = mixed[:OWN], mixed[OWN:][clean[mixed[OWN:]]]
+            trials = OwnTrials.of(correction, rows[spent], np.log(truth[spent] / corrected[spent]))
+            off, half = trials.residual(rows[others])
+            predicted = corrected[others] * np.exp(off)
+            found.predicted += predicted.tolist()
+            found.seconds += truth[others].tolist()
+            found.inside += (np.abs(np.log(truth[others] / predicted)) <= half).tolist()
+            found.choices += [(number, *said[i].choice) for i in others]
+    return found
+
+
+def apart(data: Dataset) -> list[float]:
+    """How far a trial and a repeat of it are apart, in logarithms, where neither says that it was noisy."""
+    times = [[t.step_time_s for t in again if t.ok and not t.noise] for again in data.repeats().values()]
+    return [float(np.log(b / a)) for some in times for a, b in pairwise(some)]
