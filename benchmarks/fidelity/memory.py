@@ -1,4 +1,4 @@
-"""Peak memory: what a rank holds at most during a step, beside what was predicted. Real models, two ranks on this
+"""Peak memory: what torch has allocated at most during a step, beside what was predicted. Real models, two ranks on this
 machine, plans that differ in what they keep."""
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def fill(report: Report) -> None:
         report.rows.append(("memory", f"{workload}, {plan.name}: {shown}", f"{abs(off[-1]):.1%}"))
     within = sum(abs(x) <= WITHIN for x in off)
     report.notes.append(
-        f"Memory: the most that was resident in a step beyond what is resident without the model, of the rank that "
-        f"holds most, over {len(off)} plans on {RANKS} ranks; {within} of {len(off)} within {WITHIN:.0%}, "
-        f"at worst {max(map(abs, off)):.1%}, bias {mean(off):+.1%}."
+        f"Memory: the most that torch had allocated in a step, on the rank that holds most, over {len(off)} plans on "
+        f"{RANKS} ranks; {within} of {len(off)} within {WITHIN:.0%}, at worst {max(map(abs, off)):.1%}, bias "
+        f"{mean(off):+.1%}. What is resident besides is the allocator's, the libraries' and Python's."
     )
     report.targets.append(Target("peak memory: MAPE", mean(map(abs, off)), WITHIN))
 
