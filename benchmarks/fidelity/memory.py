@@ -1,5 +1,5 @@
-"""Peak memory: what torch has allocated at most during a step, beside what was predicted. Real models, two ranks on this
-machine, plans that differ in what they keep."""
+"""Peak memory: what torch has allocated at most during a step, beside what was predicted. Real models, two ranks here,
+plans that differ in what they keep."""
 
 from __future__ import annotations
 
