@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.lab import serve
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
+from autopar.runtime import collectives
 from autopar.runtime.exchange import AllGather, AllToAll, Exchange
 from benchmarks.peers import peer_named
 from benchmarks.peers.planned import captured
@@ -20,6 +21,7 @@ from benchmarks.suite import workload_named
 
 STEPS = 2
 """That are looked at, behind one that makes the optimizer's state."""
+MOMENT_S = 0.005
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def _train(name: str, plan: str) -> tuple[int, int]:
 
 def _free_where_it_is_seen() -> None:
     """The profiler sees what its own thread frees. So what an exchange has sent is freed as a step waits for it, which
-    is a little later than it is freed without this."""
+    is a little later than it is freed without this; and a wait gives gloo's threads the time to let go."""
     for kind in (AllToAll, AllGather):
         forget, wait = kind._forget, Exchange.wait
 
@@ -61,6 +63,15 @@ def _free_where_it_is_seen() -> None:
 
         kind.wait = waited  # type: ignore[method-assign]
         kind._forget = lambda self: None  # type: ignore[method-assign]
+
+    wait_for = collectives.wait
+
+    def and_a_moment(x: torch.Tensor) -> torch.Tensor:
+        done = wait_for(x)
+        time.sleep(MOMENT_S)
+        return done
+
+    collectives.wait = and_a_moment
 
 
 def _own(value: object) -> object:
