@@ -9,13 +9,14 @@ from autopar.errors import PlanError, did_you_mean
 from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Context, Group, Member, Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
-from autopar.strategies.emitter import Emitter, Value
+from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
 from autopar.strategies.row_sharded_table import RowShardedTable
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
+from autopar.strategies.value import Value
 
 __all__ = [
     "STRATEGIES",

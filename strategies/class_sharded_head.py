@@ -18,8 +18,9 @@ from autopar.errors import PlanError
 from autopar.ir.primitives import DTYPE_BYTES
 from autopar.ir.training_graph import Head
 from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
-from autopar.strategies.emitter import Emitter, Value, index_width
+from autopar.strategies.emitter import Emitter, index_width
 from autopar.strategies.row_exchange import RowExchange, row_shares
+from autopar.strategies.value import Value
 
 
 class ClassShardedHeadOptions(Options):

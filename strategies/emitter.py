@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.ir.primitives import CLIP_STAGE, DTYPE_BYTES, FORWARD_STAGE, Kind, Primitive, Teams, all_teams
 from autopar.ir.training_graph import Parts
 from autopar.strategies.base import Context, Group, Member, WireDtype
+from autopar.strategies.value import Sums, Value, joined
 
 SORT_BYTES = 8 * 24
 """Bytes that merging equal indices moves for each of them: a sort of 64-bit keys, in a dozen passes. [Empirical, of the
 right order]"""
-
-
-Sums = tuple[frozenset[int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A flat value that primitives pass on: gradients or parameters of a group."""
-
-    index: int
-    group: int
-    elements: int
-    dtype: str
-    stage: int
-    pending: bool = False
-    """A collective that has not been waited for."""
-    sums: Sums = ()
-    """Gradients: the ranks over which each rank's value is the sum."""
-    splits: tuple[int, ...] = ()
-    owner: int | None = None
-    updated: bool = False
-    """Parameters, after the optimizer."""
-    ragged: bool = False
-    """As many elements as the batch makes them; `elements` are expected."""
-    position: int | None = None
-    """Where in the graph it is made; `None` where its stage says so."""
-
-    @property
-    def replicated(self) -> bool:
-        return not self.splits and self.owner is None
-
-    @property
-    def reduced(self) -> bool:
-        """Gradients: summed over all ranks."""
-        return all(len(ranks) == len(self.sums) for ranks in self.sums) and bool(self.sums)
 
 
 class Emitter:
@@ -72,19 +38,19 @@ class Emitter:
         for team in teams if value.splits else ():
             assert len({value.splits[r] for r in team}) == 1, "an all-reduce needs values of one size"
         return self._collective(
-            Kind.ALL_REDUCE, value, splits=value.splits, sums=_joined(value.sums, teams), teams=teams
+            Kind.ALL_REDUCE, value, splits=value.splits, sums=joined(value.sums, teams), teams=teams
         )
 
     def reduce(self, value: Value, owner: int) -> Value:
         """The sum over ranks, on `owner`."""
-        return self._collective(Kind.REDUCE, value, owner=owner, sums=_joined(value.sums, ()))
+        return self._collective(Kind.REDUCE, value, owner=owner, sums=joined(value.sums, ()))
 
     def reduce_scatter(self, value: Value, splits: Sequence[int], teams: Teams = ()) -> Value:
         """The sum over ranks; rank r holds the part `splits[r]` elements long (0 is allowed), in the order of ranks."""
         assert len(splits) == self.world_size, "one part a rank"
         for team in all_teams(teams, self.world_size):
             assert sum(splits[r] for r in team) == value.elements, "the splits of a team must cover the value"
-        sums = _joined(value.sums, teams)
+        sums = joined(value.sums, teams)
         return self._collective(Kind.REDUCE_SCATTER, value, splits=tuple(splits), sums=sums, teams=teams)
 
     def all_gather(self, value: Value, teams: Teams = ()) -> Value:
@@ -385,17 +351,6 @@ def index_elements(parts: Parts, dtype: str) -> int:
 def index_width(dtype: str) -> int:
     """How many elements of this dtype hold an index, of 32 bits or more."""
     return max(1, 4 // DTYPE_BYTES[dtype])
-
-
-def _joined(sums: Sums, teams: Teams) -> Sums:
-    """What each rank's value is the sum over, behind a sum within teams. No rank may be counted twice."""
-    found = list(sums)
-    for team in all_teams(teams, len(sums)):
-        joined = frozenset[int]().union(*(sums[r] for r in team))
-        assert len(joined) == sum(len(sums[r]) for r in team), f"a sum over ranks {team} would count some of them twice"
-        for rank in team:
-            found[rank] = joined
-    return tuple(found)
 
 
 def _touched(member: Member, world_size: int) -> int:

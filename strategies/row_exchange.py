@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from autopar.ir.primitives import DTYPE_BYTES
 from autopar.ir.training_graph import Lookup
 from autopar.strategies.base import Group, WireDtype
-from autopar.strategies.emitter import SORT_BYTES, Emitter, Value
+from autopar.strategies.emitter import SORT_BYTES, Emitter
+from autopar.strategies.value import Value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from autopar.ir.primitives import Kind, wire_bytes
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context, strategy_named
 from autopar.strategies.base import Group, Member
-from autopar.strategies.emitter import Emitter, Value
+from autopar.strategies.emitter import Emitter
+from autopar.strategies.value import Value
 from tests.unit.synthetic import training_graph
 
 
