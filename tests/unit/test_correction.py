@@ -72,7 +72,7 @@ def test_it_is_read_as_it_was_written(learned: Correction, tmp_path: Path) -> No
 
 
 def test_trees_are_those_of_scikit_learn() -> None:
-    """Taken apart, an ensemble says what it said."""
+    """Taken apart, an ensemble says what it said, but for the digits that are not kept."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     from autopar.cost_models.learning import _member
@@ -80,7 +80,7 @@ def test_trees_are_those_of_scikit_learn() -> None:
     rows, predicted, measured, _ = _measured()
     booster = GradientBoostingRegressor(n_estimators=20, loss="huber", random_state=0)
     booster.fit(rows, np.log(measured / predicted))
-    assert stacked([_member(booster)], rows)[0] == pytest.approx(booster.predict(rows), abs=1e-6)
+    assert stacked([_member(booster)], rows)[0] == pytest.approx(booster.predict(rows), abs=2e-5)
 
 
 def test_too_little_to_learn_from_is_said() -> None:
