@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autopar.spec.detect import processor
+
 RESULTS = Path(__file__).parent / "results"
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -142,7 +144,7 @@ class Machine:
         return cls(
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            processor=_processor(),
+            processor=processor(),
             memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
             load_average=round(os.getloadavg()[0], 2),
             torch=torch.__version__,
@@ -155,15 +157,6 @@ class Machine:
             f"{self.date}; {self.cores} cores ({self.processor}), {self.memory_gib} GiB, load average "
             f"{self.load_average}; torch {self.torch} with {self.torch_threads} threads, Python {self.python}"
         )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 @dataclass

@@ -26,6 +26,7 @@ from autopar.cost_models.compute import is_cpu
 from autopar.ir.primitives import (
     COLLECTIVES,
     DTYPE_BYTES,
+    ROUNDS_BYTES,
     Kind,
     Primitive,
     Teams,
@@ -40,8 +41,6 @@ from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
 
 Floats = npt.NDArray[np.float64]
-ROUNDS_BYTES = 64 * 1024
-"""Parts that are larger go in rounds (`autopar.runtime.exchange`)."""
 
 
 @dataclass(frozen=True, slots=True)

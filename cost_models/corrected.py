@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cost_models.analytic import AnalyticCostModel, NodeTimes, StepPricer
 from autopar.cost_models.base import CostModel, Estimate, Observation
 from autopar.cost_models.collectives import GLOO, NCCL
-from autopar.cost_models.correction import Correction
+from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
 from autopar.cost_models.own_trials import OwnTrials
@@ -42,8 +42,12 @@ class CorrectedCostModel(CostModel):
         """Learns how far its predictions are off on these; what it had learned from others before is forgotten."""
         self.own_ = None
         if observations:
-            rows = np.array([self._row(o.program, self.pricer(o.graph, o.topology)) for o in observations])
-            predicted_s = np.array([self.predict(o.graph, o.program, o.topology).step_time_s for o in observations])
+            pricers = [self.pricer(o.graph, o.topology) for o in observations]
+            estimates = [pricer.estimate(o.program) for pricer, o in zip(pricers, observations, strict=True)]
+            rows = np.array(
+                [self._row(o.program, p, e) for o, p, e in zip(observations, pricers, estimates, strict=True)]
+            )
+            predicted_s = np.array([e.step_time_s for e in estimates]) * np.exp(self.correction.residual(rows))
             off = np.log(np.array([o.step_time_s for o in observations]) / predicted_s)
             self.own_ = OwnTrials.of(self.correction, rows, off)
         return self
@@ -53,21 +57,19 @@ class CorrectedCostModel(CostModel):
     ) -> Estimate:
         pricer = self.pricer(graph, topology)
         estimate = pricer.estimate(program, timeline=timeline)
-        row = self._row(program, pricer, estimate)[None, :]
-        residual, half = float(self.correction.residual(row)[0]), float(self.correction.interval(row)[0])
+        rows = self._row(program, pricer, estimate)[None, :]
+        residual, half = self.correction.of(rows)
         if self.own_ is not None:
-            further, halves = self.own_.residual(row)
-            residual, half = residual + float(further[0]), float(halves[0])
-        return corrected(estimate, residual, half)
+            further, half = self.own_.residual(rows)
+            residual = residual + further
+        return corrected(estimate, float(residual[0]), float(half[0]))
 
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
         """Of the simulation below."""
         return self.base.pricer(graph, topology)
 
-    def _row(
-        self, program: StepProgram, pricer: StepPricer, estimate: Estimate | None = None
-    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        found = features(program, estimate or pricer.estimate(program), pricer)
+    def _row(self, program: StepProgram, pricer: StepPricer, estimate: Estimate) -> Floats:
+        found = features(program, estimate, pricer)
         return np.array([found[name] for name in self.correction.features])
 
 

@@ -95,7 +95,7 @@ def stacked(members: Sequence[Member], rows: Floats) -> Floats:
 
 
 class Correction(BaseModel):
-    """What was learned; `residual` and `interval` apply it."""
+    """What was learned; `of` applies it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -120,20 +120,21 @@ class Correction(BaseModel):
 
     def residual(self, rows: Floats) -> Floats:
         """The logarithm of the factor for each row of features."""
-        each = self._stack.of(rows)
-        weight = self.belief * self.familiarity(rows, each)
-        found: Floats = np.clip(weight * each.mean(0), -CLIP, CLIP)
-        return found
+        return self.of(rows)[0]
 
     def interval(self, rows: Floats) -> Floats:
         """Half of the width of the interval, in logarithms: wider where less was learned."""
-        known = self.familiarity(rows)
-        return known * self.inside + (1 - known) * self.outside
+        return self.of(rows)[1]
 
-    def familiarity(self, rows: Floats, each: Floats | None = None) -> Floats:
-        """How near each row is to what was learned from: 1 within, 0 far away."""
-        if each is None:
-            each = self._stack.of(rows)
+    def of(self, rows: Floats) -> tuple[Floats, Floats]:
+        """Both of these."""
+        each = self._stack.of(rows)
+        known = self._familiarity(rows, each)
+        found: Floats = np.clip(self.belief * known * each.mean(0), -CLIP, CLIP)
+        return found, known * self.inside + (1 - known) * self.outside
+
+    def _familiarity(self, rows: Floats, each: Floats) -> Floats:
+        """How near each row is to what was learned from: 1 within, 0 far away. `each`: what the members say."""
         low: Floats = np.asarray(self.lowest)
         high: Floats = np.asarray(self.highest)
         span = np.maximum(high - low, 1e-9)

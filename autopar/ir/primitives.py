@@ -20,6 +20,9 @@ def all_teams(teams: Teams, world_size: int) -> Teams:
     return teams or (tuple(range(world_size)),)
 
 
+ROUNDS_BYTES = 64 * 1024
+"""Of an exchange, parts up to here fit the buffers on their way, so that sending all at once costs nothing; larger ones
+go in rounds (`autopar.runtime.exchange`)."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
 
 

@@ -16,8 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-SMALL_BYTES = 64 * 1024
-"""Up to here a message fits the buffers on its way, so that sending all at once costs nothing, and rounds would."""
+from autopar.ir.primitives import ROUNDS_BYTES
 
 _latest: dict[str, Exchange] = {}
 """Of each process group, the exchange behind which the next one begins."""
@@ -25,7 +24,7 @@ _latest: dict[str, Exchange] = {}
 
 def in_rounds(x: torch.Tensor, splits: Sequence[int]) -> bool:
     """Whether parts of `splits` elements of `x`'s dtype go in rounds; the same answer on every rank."""
-    return x.device.type == "cpu" and len(splits) > 1 and max(splits) * x.element_size() > SMALL_BYTES
+    return x.device.type == "cpu" and len(splits) > 1 and max(splits) * x.element_size() > ROUNDS_BYTES
 
 
 class Exchange(dist.Work):

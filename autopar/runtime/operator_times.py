@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.fx
 
 from autopar.errors import SpecError
+from autopar.spec.detect import processor
 from autopar.spec.stored import Stored
 
 VARIABLE = "AUTOPAR_CACHE"
@@ -78,15 +78,7 @@ def device_name(device: torch.device) -> str:
     """The device, with what else decides how fast it is."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def _path(device: str) -> Path:

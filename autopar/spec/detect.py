@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,16 @@ def _cpus(n_ranks: int) -> tuple[DeviceSpec, ...]:
             peak_flops=PeakFlopsSpec(float64=guess(share.value / 2), float32=share, bfloat16=share, float16=share),
         ),
     )
+
+
+def processor() -> str:
+    """What this machine's processor is called."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _cores() -> int:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.collectives import GLOO, Host, Network
+from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
+from autopar.cost_models.learning import learn
 from autopar.ir.primitives import COLLECTIVES
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
@@ -33,6 +39,37 @@ class Said:
     """Plans that were run under the same conditions: one of them would have been chosen."""
     workload: str
     cluster: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Trials with what is said of them, in columns."""
+
+    names: tuple[str, ...]
+    """Of the features."""
+    rows: Floats
+    """[trial, feature]"""
+    predicted: Floats
+    measured: Floats
+    families: tuple[tuple[str, str], ...]
+    """The workload and the cluster of each: what is left out as a whole."""
+
+    @classmethod
+    def of(cls, said: Sequence[Said]) -> Table:
+        names = tuple(said[0].features)
+        return cls(
+            names,
+            np.array([[s.features[n] for n in names] for s in said]),
+            np.array([s.predicted_s for s in said]),
+            np.array([s.trial.step_time_s for s in said]),
+            tuple((s.workload, s.cluster) for s in said),
+        )
+
+    def learned(self, known: npt.NDArray[np.bool_] | None = None) -> Correction:
+        """A correction, from these trials or from some of them."""
+        at = np.flatnonzero(np.ones(len(self.rows), bool) if known is None else known)
+        families = [self.families[i] for i in at]
+        return learn(self.names, self.rows[at], self.predicted[at], self.measured[at], families)
 
 
 class Lab:

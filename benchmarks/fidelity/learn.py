@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from pathlib import Path
 
 import click
 import numpy as np
 
-import autopar.cost_models
 from autopar.cost_models.corrected import SHIPPED
 from autopar.cost_models.correction import Correction
-from autopar.cost_models.learning import COVERAGE, learn
-from benchmarks.fidelity.lab import Lab, Said
+from autopar.cost_models.learning import COVERAGE
+from benchmarks.fidelity.lab import Lab, Said, Table
 from benchmarks.trials.records import Dataset
 
 CARD = """\
@@ -45,27 +43,16 @@ def main(save: bool) -> None:
     data = Dataset.load()
     lab = Lab(data)
     said = [lab.say(t) for t in data.trials if t.ok and not t.noise and t.compute == "virtual"]
-    correction = learned(said)
+    correction = Table.of(said).learned()
     card = _card(correction, said)
     click.echo(card)
     if save:
         correction.save(SHIPPED)
-        shown = Path(autopar.cost_models.__file__).parent / "learned" / "README.md"
-        shown.write_text(card)
-
-
-def learned(said: list[Said]) -> Correction:
-    """From these trials; a workload on a cluster is left out as a whole."""
-    names = tuple(said[0].features)
-    rows = np.array([[s.features[n] for n in names] for s in said])
-    predicted = np.array([s.predicted_s for s in said])
-    measured = np.array([s.trial.step_time_s for s in said])
-    return learn(names, rows, predicted, measured, [(s.workload, s.cluster) for s in said])
+        SHIPPED.with_name("README.md").write_text(card)
 
 
 def _card(correction: Correction, said: list[Said]) -> str:
-    rows = np.array([[s.features[n] for n in correction.features] for s in said])
-    low, high = np.exp(np.quantile(correction.residual(rows), [0.05, 0.95]))
+    low, high = np.exp(np.quantile(correction.residual(Table.of(said).rows), [0.05, 0.95]))
     workloads, clusters = Counter(s.workload for s in said), Counter(s.cluster for s in said)
     slowest = [8e-9 * float(np.exp(s.features["log slowest link"])) for s in said]
     filled = CARD.format(

@@ -11,10 +11,9 @@ from statistics import mean
 import numpy as np
 
 from autopar.cost_models.correction import Floats
-from autopar.cost_models.learning import learn
 from autopar.cost_models.own_trials import OwnTrials
 from benchmarks.fidelity.figures import Quality
-from benchmarks.fidelity.lab import Said
+from benchmarks.fidelity.lab import Said, Table
 from benchmarks.harness import Target
 from benchmarks.trials.records import Dataset
 
@@ -64,10 +63,8 @@ class WithOwn:
 
 def predict(said: Sequence[Said]) -> WithOwn:
     """Of all cells that have trials enough; `said` holds noisy ones, too."""
-    names = tuple(said[0].features)
-    rows = np.array([[s.features[n] for n in names] for s in said])
-    plain = np.array([s.predicted_s for s in said])
-    truth = np.array([s.trial.step_time_s for s in said])
+    table = Table.of(said)
+    rows, truth = table.rows, table.measured
     clean = np.array([not s.trial.noise for s in said])
     cells: dict[tuple[str, str], list[int]] = {}
     for i, s in enumerate(said):
@@ -79,9 +76,8 @@ def predict(said: Sequence[Said]) -> WithOwn:
             continue
         found.cells += 1
         known = clean & [s.workload != workload and s.cluster != cluster for s in said]
-        families = [(s.workload, s.cluster) for s, kept in zip(said, known, strict=True) if kept]
-        correction = learn(names, rows[known], plain[known], truth[known], families)
-        corrected = plain * np.exp(correction.residual(rows))
+        correction = table.learned(known)
+        corrected = table.predicted * np.exp(correction.residual(rows))
         for number in range(DRAWS):
             mixed = draw.permutation(at)
             spent, others = mixed[:OWN], mixed[OWN:][clean[mixed[OWN:]]]

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.correction import Floats
-from autopar.cost_models.learning import COVERAGE, learn
+from autopar.cost_models.learning import COVERAGE
 from benchmarks.fidelity import own
 from benchmarks.fidelity.baselines import METHODS
 from benchmarks.fidelity.figures import Quality
-from benchmarks.fidelity.lab import Lab, Said
+from benchmarks.fidelity.lab import Lab, Said, Table
 from benchmarks.harness import Report, Target
 from benchmarks.trials.card import folds
 from benchmarks.trials.records import Dataset
@@ -30,10 +30,8 @@ def fill(report: Report) -> None:
         report.notes.append("No trials were collected yet: `python -m benchmarks.trials collect`.")
         report.targets.append(Target("trials: number", 0, 1, "at least"))
         return
-    names = tuple(said[0].features)
-    rows = np.array([[s.features[n] for n in names] for s in said])
-    plain = np.array([s.predicted_s for s in said])
-    truth = np.array([s.trial.step_time_s for s in said])
+    table = Table.of(said)
+    plain, truth = table.predicted, table.measured
     choices = [s.choice for s in said]
     _row(report, "simulated, nothing learned", Quality.of(plain, truth, choices))
     sizes = [len(plans) for plans in _by_choice(said).values() if len(plans) > 1]
@@ -41,10 +39,10 @@ def fill(report: Report) -> None:
         f"{len(said)} trials with virtual compute that do not say they were noisy; order and regret are within "
         f"{len(sizes)} choices of {mean(sizes):.1f} plans each, on average."
     )
-    _compare(report, names, rows, truth, said)
+    _compare(report, table, said)
     both: Quality | None = None
     for name, split in SPLITS.items():
-        corrected, covered = _left_out(names, rows, plain, truth, said, split)
+        corrected, covered = _left_out(table, said, split)
         at = ~np.isnan(corrected)
         both = Quality.of(corrected[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
         _row(report, f"{name} not seen", both)
@@ -66,9 +64,9 @@ def fill(report: Report) -> None:
         report.targets += with_own.targets
 
 
-def _compare(report: Report, names: Sequence[str], rows: Floats, truth: Floats, said: Sequence[Said]) -> None:
+def _compare(report: Report, table: Table, said: Sequence[Said]) -> None:
     """Rows for what others do: nothing learned, or learned without the workload and the cluster."""
-    choices = [s.choice for s in said]
+    choices, rows, truth = [s.choice for s in said], table.rows, table.measured
     _row(report, "alpha-beta, nothing hidden", Quality.of(np.array([s.serial_s for s in said]), truth, choices))
     always = [
         found[0] / min(t for t, _ in plans) - 1
@@ -81,7 +79,7 @@ def _compare(report: Report, names: Sequence[str], rows: Floats, truth: Floats, 
         predicted = np.full(len(said), np.nan)
         for known, tested in _parts(_both, said):
             families = [c for c, kept in zip(choices, known, strict=True) if kept]
-            predicted[tested] = method(names, rows[known], truth[known], families)(rows[tested])
+            predicted[tested] = method(table.names, rows[known], truth[known], families)(rows[tested])
         at = ~np.isnan(predicted)
         quality = Quality.of(predicted[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
         _row(report, name, quality, is_time)
@@ -127,17 +125,13 @@ def _parts(split: Split, said: Sequence[Said]) -> Iterable[tuple[npt.NDArray[np.
             yield np.array(known), np.array(tested)
 
 
-def _left_out(
-    names: Sequence[str], rows: Floats, plain: Floats, truth: Floats, said: Sequence[Said], split: Split
-) -> tuple[Floats, float]:
+def _left_out(table: Table, said: Sequence[Said], split: Split) -> tuple[Floats, float]:
     """Each trial's time, corrected by what was learned without it; and which part lies within the interval."""
     corrected, inside = np.full(len(said), np.nan), np.zeros(len(said), bool)
     for known, tested in _parts(split, said):
-        families = [(s.workload, s.cluster) for s, kept in zip(said, known, strict=True) if kept]
-        correction = learn(names, rows[known], plain[known], truth[known], families)
-        corrected[tested] = plain[tested] * np.exp(correction.residual(rows[tested]))
-        off = np.abs(np.log(truth[tested] / corrected[tested]))
-        inside[tested] = off <= correction.interval(rows[tested])
+        residual, half = table.learned(known).of(table.rows[tested])
+        corrected[tested] = table.predicted[tested] * np.exp(residual)
+        inside[tested] = np.abs(np.log(table.measured[tested] / corrected[tested])) <= half
     return corrected, float(inside[~np.isnan(corrected)].mean())
 
 
