@@ -28,8 +28,10 @@ from autopar.ir.batch import call_model, flatten
 from autopar.ir.build import named_parameters
 from autopar.ir.capture import find_loss
 from autopar.runtime.fragments import Fragment
+from autopar.runtime.servers import serve_here
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
+from autopar.spec.topology import Topology
 
 Factory = Callable[[], tuple[Any, ...]]
 """Returns `(model, example_inputs)` or `(model, example_inputs, loss_fn)`; must be importable by other processes."""
@@ -300,6 +302,8 @@ def _rank(rank: int, job: Job) -> None:
         dist.init_process_group("gloo")
     model, example, loss_fn, optimizer = _build(job)
     plan = None if job.plan is None else Plan.loads(job.plan)
+    if plan is not None and job.world_size > 1 and rank == 0:
+        serve_here(Topology(ClusterSpec.model_validate(plan.cluster.spec)).servers)
     program = optimize(
         model,
         ClusterSpec.local(job.world_size) if plan is None else None,

@@ -72,6 +72,8 @@ class Observation:
     program: StepProgram
     topology: Topology
     step_time_s: float
+    disturbed: bool = False
+    """Whether something else took the machine's time while it was measured: it then counts for less."""
 
 
 class CostModel(ABC):

@@ -33,6 +33,7 @@ from autopar.ir.primitives import (
     all_teams,
     broadcast_children,
     ring_reduce_bytes,
+    served_pieces,
     wire_bytes,
 )
 from autopar.spec.calibration import Calibration
@@ -67,6 +68,8 @@ class Backend:
     """Cores that it can use for one collective."""
     at_once: int = 1
     """Collectives of one process group that it runs at the same time; exchanges in rounds follow one another."""
+    served_call_s: float = 0.0
+    """For a sum that hosts which serve help to make to begin, beside `call_s`: they are told first what comes."""
 
 
 GLOO = Backend(
@@ -85,6 +88,7 @@ GLOO = Backend(
         Kind.ALL_TO_ALL: 0.56,
         Kind.REDUCE: 0.955,
         Kind.BROADCAST: 0.955,
+        Kind.SERVED_SUM: 0.92,
     },
     # Sockets of one machine, copied in and out of the kernel and added up. [Empirical, of the right order]
     host_bytes_per_s=2e9,
@@ -92,6 +96,8 @@ GLOO = Backend(
     host_threads=2,
     # The threads of a process group, unless its options say otherwise (ProcessGroupGloo, torch 2.13).
     at_once=2,
+    # What 1 to 64 MiB over four hosts and two servers take longer than their bytes. [Empirical]
+    served_call_s=3e-3,
 )
 
 NCCL = Backend(
@@ -168,13 +174,20 @@ class Network:
         found: list[Link] = []
         self.latency_s = 0.0
         """Of the longest path."""
-        for a, b in permutations(range(n), 2):
-            path = topology.path(a, b)
-            self.latency_s = max(self.latency_s, sum(link.latency_s for link in path))
-            for link in path:
-                if link.id not in index:
-                    index[link.id] = len(found)
-                    found.append(link)
+        self._summing: list[int | str] = [*range(n), *topology.servers]
+        """Who can add up, as the topology calls them."""
+        self.links_of_ranks = 0
+        """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
+        served = [way for r in range(n) for s in topology.servers for way in ((r, s), (s, r))]
+        for ways in (permutations(range(n), 2), served):
+            for a, b in ways:
+                path = topology.path(a, b)
+                self.latency_s = max(self.latency_s, sum(link.latency_s for link in path))
+                for link in path:
+                    if link.id not in index:
+                        index[link.id] = len(found)
+                        found.append(link)
+            self.links_of_ranks = self.links_of_ranks or len(found)
         self.links = tuple(found)
         self._index, self._topology = index, topology
         self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in found])
@@ -221,6 +234,8 @@ class Network:
             return self._reduce(primitive.owner or 0, size)
         if kind is Kind.BROADCAST:
             return self._broadcast(primitive.owner or 0, size)
+        if kind is Kind.SERVED_SUM:
+            return self._served_sum(primitive)
         n, flows = self.world_size, self._flows(primitive.teams)
         held: Floats = np.array([primitive.held_elements(r) for r in range(n)], float) * DTYPE_BYTES[primitive.dtype]
         others: Floats = np.array([len(primitive.team_of(r, n)) - 1 for r in range(n)], float)
@@ -269,7 +284,16 @@ class Network:
             level = below
         return found
 
-    def _path(self, a: int, b: int) -> list[int]:
+    def _served_sum(self, primitive: Primitive) -> list[tuple[Kind, Floats]]:
+        """Parts on their way to who adds them up, and sums on their way back, at the same time."""
+        traffic = np.zeros(len(self.links))
+        for summing, elements in zip(self._summing, primitive.summed_by, strict=True):
+            for rank in range(self.world_size) if elements else ():
+                for link in (*self._path(rank, summing), *self._path(summing, rank)):
+                    traffic[link] += elements * DTYPE_BYTES[primitive.dtype]
+        return [(Kind.SERVED_SUM, traffic)]
+
+    def _path(self, a: int | str, b: int | str) -> list[int]:
         return [self._index[link.id] for link in self._topology.path(a, b)]
 
     def link_bytes(self, primitive: Primitive) -> Floats:
@@ -305,6 +329,8 @@ class Network:
         size = max(len(primitive.team_of(r, self.world_size)) for r in range(self.world_size))
         rounds = self._rounds(primitive.kind, size, len(phases))
         start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
+        if primitive.kind is Kind.SERVED_SUM:  # the last piece's sum comes back when all parts have gone
+            start_s += backend.served_call_s + wire_s / served_pieces(primitive.bytes)
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
@@ -340,8 +366,10 @@ def _as_measured(backend: Backend, calibration: Calibration | None, world_size: 
 
 
 def in_rounds(primitive: Primitive) -> bool:
-    """Whether the runtime makes a collective of rounds, which follow one another within a process group."""
+    """Whether the runtime makes a collective of messages of its own; then those of a group follow one another."""
     part = max(primitive.splits, default=0) * DTYPE_BYTES[primitive.dtype]
+    if primitive.kind is Kind.SERVED_SUM:
+        return True
     return primitive.kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) and part > ROUNDS_BYTES
 
 

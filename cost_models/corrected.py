@@ -16,7 +16,7 @@ from autopar.cost_models.collectives import GLOO, NCCL
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
-from autopar.cost_models.own_trials import OwnTrials
+from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
@@ -49,7 +49,8 @@ class CorrectedCostModel(CostModel):
             )
             predicted_s = np.array([e.step_time_s for e in estimates]) * np.exp(self.correction.residual(rows))
             off = np.log(np.array([o.step_time_s for o in observations]) / predicted_s)
-            self.own_ = OwnTrials.of(self.correction, rows, off)
+            noise = np.where([o.disturbed for o in observations], NOISY, NOISE)
+            self.own_ = OwnTrials.of(self.correction, rows, off, noise)
         return self
 
     def predict(

@@ -20,7 +20,7 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     """
     step, n = estimate.step_time_s, pricer.network.world_size
     sent = sent_values(program.primitives)
-    kinds = dict.fromkeys(COLLECTIVES, 0.0)
+    kinds = dict.fromkeys(COLLECTIVES - {Kind.SERVED_SUM}, 0.0)
     messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     sizes = [0.0]
     for p in program.primitives:
@@ -28,7 +28,7 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
         if transfer is None:
             device_s += max(price.device_s, default=0.0)
             continue
-        kind = p.kind if p.kind in COLLECTIVES else Kind.ALL_REDUCE
+        kind = p.kind if p.kind in kinds else Kind.ALL_REDUCE
         messages += 1
         kinds[kind] += price.transfer_s
         channel_s += price.transfer_s
@@ -39,8 +39,9 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     backend = pricer.network.backend
     most, mean = max(estimate.sent_bytes), sum(estimate.sent_bytes) / n
     most_in = max(estimate.received_bytes)
-    slowest = float(pricer.network.bandwidth.min()) / dilation if len(pricer.network.bandwidth) else 1.0
-    fastest = float(pricer.network.bandwidth.max()) / dilation if len(pricer.network.bandwidth) else 1.0
+    bandwidth = pricer.network.bandwidth[: pricer.network.links_of_ranks]
+    slowest = float(bandwidth.min()) / dilation if len(bandwidth) else 1.0
+    fastest = float(bandwidth.max()) / dilation if len(bandwidth) else 1.0
     found = {
         "log step": math.log(dilation * step),
         "compute": estimate.compute_s / step,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from autopar.cost_models.collectives import in_rounds
 from autopar.cost_models.device_work import sent_values
 from autopar.cost_models.optimizers import OptimizerCost
-from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, Kind, Primitive
+from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, GATHERED, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.strategies.lowering import StepProgram
 
@@ -84,10 +84,16 @@ class MemoryModel:
         """Bytes of gradients that are complete and not yet packed: while each node runs, and at each placed primitive.
         With one rank nothing is packed: they live until their update."""
         consumers = (Kind.PACK,) if program.context.world_size > 1 else (Kind.UPDATE, Kind.DELIVER)
-        taken_by = {p.primitive.group: i for i, p in enumerate(program.placed) if p.primitive.kind in consumers}
+        packs = f"{GATHERED}pack"
+        taken_by = {
+            placed.primitive.group: i
+            for i, placed in enumerate(program.placed)
+            if placed.primitive.kind in consumers or placed.primitive.work == packs
+        }
         # One gradient that is sent as it is becomes the buffer.
         is_sent = np.array([p.primitive.kind is Kind.PACK and _as_it_is(p.primitive, program) for p in program.placed])
-        never_formed = {p.group for p in program.primitives if p.kind is Kind.PARTS} | program.resident
+        exchanged = program.resident - {p.group for p in program.primitives if p.work == packs}
+        never_formed = {p.group for p in program.primitives if p.kind is Kind.PARTS} | exchanged
         count, end = len(program.placed), len(self.live) - 1
         taken = np.full(len(self._ready), -1)
         members = [self._index[m.slice.name] for group in program.groups for m in group.members]
@@ -140,6 +146,10 @@ class MemoryModel:
                 last[root.get(used, used)] = max(last[root.get(used, used)], i - 1)  # until it was sent
         made = _by_rank(sizes, n)
         freed, carried = np.zeros_like(made), np.zeros(n, np.int64)
+        for i, placed in enumerate(program.placed):
+            passing = _joined_factors(placed.primitive, program, n)
+            made[i] += passing
+            freed[i] += passing
         ends = last | received  # of what is begun in one step and completed in the next, the latter
         np.add.at(freed, [ends[index] for index in born], made[list(born.values())])
         for value, i, ranks in dropped:
@@ -202,6 +212,14 @@ def allocated(
             size[p.owner] = 0
             return size
     return None
+
+
+def _joined_factors(p: Primitive, program: StepProgram, n: int) -> int:
+    """Bytes that the factors of all ranks take once more while a product is formed of them, of one member at a time."""
+    if p.kind is not Kind.FORM:
+        return 0
+    factors = [m.parts for m in program.groups[p.group].members if m.parts.kind == "factors"]
+    return max((n * f.rows * f.row_width for f in factors), default=0) * DTYPE_BYTES[p.dtype]
 
 
 def _elsewhere(program: StepProgram, n: int) -> Bytes:

@@ -175,7 +175,7 @@ class _State:
     def issue(self, primitive: Primitive, price: Price) -> None:
         """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
         taken = tuple(price.taken[r] for r in self.ranks) if price.taken else ()
-        channel = (primitive.teams, primitive.lane, price.at_once)
+        channel = (primitive.teams, primitive.lane, price.at_once, bool(primitive.summed_by))
         number = self.number(primitive.index)
         self.channels.issue(Job(number, channel, max(self.now), price.transfer_s, price.loads, taken, price.at_once))
         if self.timeline:

@@ -12,7 +12,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
-from autopar.strategies import Context
+from autopar.strategies import Context, strategy_named
 
 if TYPE_CHECKING:
     from autopar.search.evaluate import Evaluator
@@ -76,6 +76,11 @@ class Candidate:
         return self.estimate.step_time_s
 
     @property
+    def spreads(self) -> bool:
+        """Whether it spreads parameters over the ranks between steps."""
+        return any(strategy_named(group.strategy).spreads for group in self.groups)
+
+    @property
     def order(self) -> tuple[int, float, int]:
         """Sorts candidates, the best first: what fits, then the faster, then the one of fewer groups."""
         return (self.overflow_bytes, self.step_time_s, len(self.groups))
@@ -92,10 +97,11 @@ class SearchResult:
 
 def choose(candidates: Sequence[Candidate], limit_s: float) -> Candidate:
     """The best of candidates that fit, where nothing slower than `limit_s`, the best seed, is taken: of those within
-    a tie of the fastest, the one with the fewest groups."""
+    a tie of the fastest, one that leaves the model whole between steps, and of these the one with the fewest groups."""
     fastest = min(c.step_time_s for c in candidates)
     limit = min(max(limit_s, fastest), fastest * (1 + TIE))
-    return min((c for c in candidates if c.step_time_s <= limit), key=lambda c: (len(c.groups), c.step_time_s))
+    tied = (c for c in candidates if c.step_time_s <= limit)
+    return min(tied, key=lambda c: (c.spreads, len(c.groups), c.step_time_s))
 
 
 class Searcher(ABC):

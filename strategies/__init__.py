@@ -14,8 +14,10 @@ from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
 from autopar.strategies.row_sharded_table import RowShardedTable
+from autopar.strategies.sharded_parameters import ShardedParameters
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
+from autopar.strategies.summation_servers import SummationServers
 from autopar.strategies.value import Value
 
 __all__ = [
@@ -31,9 +33,11 @@ __all__ = [
     "ParameterServer",
     "PartitionedParameterServer",
     "RowShardedTable",
+    "ShardedParameters",
     "SparseRows",
     "Strategy",
     "SufficientFactors",
+    "SummationServers",
     "Value",
     "register",
     "strategy_named",
@@ -48,8 +52,10 @@ STRATEGIES: dict[str, Strategy] = {
         ParameterServer(),
         PartitionedParameterServer(),
         RowShardedTable(),
+        ShardedParameters(),
         SparseRows(),
         SufficientFactors(),
+        SummationServers(),
     )
 }
 

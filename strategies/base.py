@@ -16,9 +16,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from autopar.ir.training_graph import Parameter, Parts
 from autopar.spec.cluster import ClusterSpec
@@ -34,10 +34,29 @@ ALIKE = 1.05
 WireDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
+def _not_negative(shares: tuple[float, ...]) -> tuple[float, ...]:
+    if shares and (min(shares) < 0 or sum(shares) <= 0):
+        raise ValueError(f"shares must not be negative and must not all be 0, got {shares}")
+    return shares
+
+
+Shares = Annotated[tuple[float, ...], AfterValidator(_not_negative)]
+"""Parts of a whole, in any unit; empty where that is left open."""
+
+
 class Options(BaseModel):
     """The settings of a strategy: subclass it with fields and their docstrings. Unknown settings are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A host that only serves."""
+
+    name: str
+    rate: float
+    """What it can send to the ranks, and receive from them, in units of what the fastest rank can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +76,52 @@ class Context:
     rates: tuple[float, ...] = ()
     """What each rank can send to other hosts, and receive from them, in bytes a second; empty where all can the same,
     or nothing is known."""
+    servers: tuple[Server, ...] = ()
+    """Hosts that only serve, in the cluster's order."""
     late_parameters: bool = False
     """Whether updated parameters may still be on their way between one step and the next."""
     sparse_update: bool = False
     """Whether the optimizer leaves an element alone whose gradient is zero, and can be given the others only."""
+
+    @property
+    def keeps_rows_together(self) -> str | None:
+        """Why rows of one parameter cannot be updated on different ranks; `None` where they can."""
+        if not self.has_optimizer:
+            return "the program needs the optimizer"
+        if not self.elementwise_update:
+            return "the optimizer's update is not elementwise, so it cannot run on some of the rows"
+        return None
 
     def on(self, cluster: ClusterSpec) -> Context:
         """The same on the hosts of a cluster."""
         places = cluster.ranks
         names = list(dict.fromkeys(p.host.name for p in places))
         hosts = tuple(names.index(p.host.name) for p in places)
-        return replace(self, hosts=hosts, rates=_rates(Topology(cluster), hosts))
+        topology = Topology(cluster)
+        rates = _rates(topology, hosts)
+        fastest = max(rates, default=0.0)
+        alike = fastest <= ALIKE * min(rates, default=0.0)
+        servers = tuple(Server(s, _card(topology, s) / fastest) for s in topology.servers) if fastest else ()
+        return replace(self, hosts=hosts, rates=() if alike else rates, servers=servers)
 
 
 def _rates(topology: Topology, hosts: Sequence[int]) -> tuple[float, ...]:
-    """`Context.rates`: of the best way to another host and back, the slower direction, divided by the ranks that share
-    the host's card."""
+    """What each rank can send to other hosts and receive from them: by the best way there and back, the slower
+    direction, divided by the ranks that share the host's card. Where all ranks are on one host, the others serve."""
     first = {host: hosts.index(host) for host in hosts}
     shares = {}
     for host, a in first.items():
-        others = [b for b in first.values() if b != a]
+        others: Sequence[int | str] = [b for b in first.values() if b != a] or topology.servers
         ways = [(topology.bandwidth_bytes_per_s(a, b), topology.bandwidth_bytes_per_s(b, a)) for b in others]
         shares[host] = max(map(min, ways), default=0.0) / hosts.count(host)
-    if not shares or max(shares.values()) <= ALIKE * min(shares.values()):
-        return ()
     return tuple(shares[host] for host in hosts)
+
+
+def _card(topology: Topology, server: str) -> float:
+    """What a host that serves can send to all ranks together and receive from them, the slower of the two."""
+    sent = max(topology.path(server, rank)[0].bandwidth_bytes_per_s for rank in range(topology.world_size))
+    received = max(topology.path(rank, server)[-1].bandwidth_bytes_per_s for rank in range(topology.world_size))
+    return min(sent, received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +192,8 @@ class Strategy(ABC):
     """One line for people."""
     options_type: ClassVar[type[Options]] = Options
     """Its settings."""
+    spreads: ClassVar[bool] = False
+    """Whether parameters live on one rank each between steps, so that the model cannot run by itself then."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""

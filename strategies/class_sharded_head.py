@@ -33,12 +33,11 @@ class ClassShardedHead(Strategy):
     name = "class_sharded_head"
     summary = "each rank keeps some of the classes, and scores all ranks' samples for them"
     options_type = ClassShardedHeadOptions
+    spreads = True
 
     def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "the program needs the optimizer"
-        if not context.elementwise_update:
-            return "the optimizer's update is not elementwise, so it cannot run on some of the rows"
+        if context.keeps_rows_together is not None:
+            return context.keeps_rows_together
         if member.parameter.head is None:
             return "it does not belong to a linear layer that is followed by a cross-entropy, and by nothing else"
         if member.parameter.head.dtype in ("float16", "bfloat16"):

@@ -53,9 +53,9 @@ class Emitter:
         sums = joined(value.sums, teams)
         return self._collective(Kind.REDUCE_SCATTER, value, splits=tuple(splits), sums=sums, teams=teams)
 
-    def all_gather(self, value: Value, teams: Teams = ()) -> Value:
-        """All parts of a sharded value, on every rank."""
-        return self._collective(Kind.ALL_GATHER, value, splits=(), source_splits=value.splits, teams=teams)
+    def all_gather(self, value: Value, teams: Teams = (), lane: int | None = None) -> Value:
+        """All parts of a sharded value, on every rank. `lane`: by default that of its stage."""
+        return self._collective(Kind.ALL_GATHER, value, splits=(), source_splits=value.splits, teams=teams, lane=lane)
 
     def all_to_all(self, value: Value) -> Value:
         """What each rank has for every other one, of a value that is each rank's own; as much again is expected."""
@@ -65,6 +65,13 @@ class Emitter:
     def broadcast(self, value: Value) -> Value:
         """The owner's value, on every rank."""
         return self._collective(Kind.BROADCAST, value, owner=None, source_owner=value.owner)
+
+    def served_sum(self, value: Value, summed_by: Sequence[int]) -> Value:
+        """The sum over ranks, on every rank. Rank r adds up `summed_by[r]` elements and sends them to the others;
+        behind the ranks' entries are those of the serving hosts."""
+        assert len(summed_by) == self.world_size + len(self.context.servers), "one part for each that may add up"
+        assert sum(summed_by) == value.elements, "the parts must cover the value"
+        return self._collective(Kind.SERVED_SUM, value, sums=joined(value.sums, ()), summed_by=tuple(summed_by))
 
     def wait(self, value: Value, position: int | None = None, *, late: bool = False) -> Value:
         """Completes a collective. Its wait lies after the backward pass, so that compute hides it; that of counts,
@@ -190,11 +197,12 @@ class Emitter:
         """Whether the optimizer can be given the rows of a table that were looked up, and no others."""
         return self.context.sparse_update and not self.context.clips and member.parts.kind == "rows"
 
-    def update(self, value: Value, group: Group, *, resident: bool = False) -> Value:
+    def update(self, value: Value, group: Group, *, resident: bool = False, position: int | None = None) -> Value:
         """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype; without
         an optimizer, hands the gradients over. Returns the updated parameters, in the same layout.
 
-        `resident`: the parameters' rows live with the rank that updates them, and nowhere else.
+        `resident`: the parameters' rows live with the rank that updates them, and nowhere else. `position`: where in
+        the graph it may happen, unless gradients are clipped first.
         """
         assert value.reduced and not value.pending, "update needs reduced gradients that were waited for"
         kind = Kind.UPDATE if self.context.has_optimizer else Kind.DELIVER
@@ -211,6 +219,7 @@ class Emitter:
             updated=True,
             touched=touched,
             resident=resident,
+            position=None if self.context.clips else position,
         )
 
     def store(self, value: Value, group: Group, *, late: bool = False) -> None:
@@ -247,6 +256,8 @@ class Emitter:
         source_splits: tuple[int, ...] = (),
         source_owner: int | None = None,
         teams: Teams = (),
+        summed_by: tuple[int, ...] = (),
+        lane: int | None = None,
     ) -> Value:
         assert not value.pending, f"{kind} of a value that was not waited for"
         if self.world_size == 1:
@@ -266,7 +277,8 @@ class Emitter:
             recorded_owner=source_owner if source_owner is not None else owner,
             ragged=value.ragged,
             teams=teams,
-            lane=1 if value.stage > 0 else 0,
+            summed_by=summed_by,
+            lane=int(value.stage > 0) if lane is None else lane,
             position=value.position,
         )
 
@@ -291,6 +303,7 @@ class Emitter:
         touched: int | None = None,
         ragged: bool = False,
         teams: Teams = (),
+        summed_by: tuple[int, ...] = (),
         lane: int = 0,
         also: Sequence[Value] = (),
         work: str = "",
@@ -328,6 +341,7 @@ class Emitter:
                 splits=(recorded_splits if is_collective else splits) or (),
                 owner=recorded_owner if is_collective else owner,
                 teams=teams,
+                summed_by=summed_by,
                 lane=lane,
                 flops=flops,
                 moved_bytes=moved_bytes,

@@ -13,7 +13,7 @@ from functools import cached_property
 from pydantic import ValidationError
 
 from autopar.errors import PlanError, did_you_mean
-from autopar.ir.primitives import CLIP_STAGE, FORWARD_STAGE, WHOLE_STEP, Kind, Primitive, order_hash
+from autopar.ir.primitives import CLIP_STAGE, FORWARD_STAGE, GATHERED, WHOLE_STEP, Kind, Primitive, order_hash
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
@@ -44,8 +44,9 @@ class StepProgram:
     def replaced(self) -> frozenset[str]:
         """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
         of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
-        of_heads = [m.parameter.head for m in self.resident_members]
-        of_tables = [m.parameter.table for m in self.resident_members]
+        exchanged = [m for m in self.resident_members if m.slice.name not in self.gathered]
+        of_heads = [m.parameter.head for m in exchanged]
+        of_tables = [m.parameter.table for m in exchanged]
         return frozenset(
             [name for g in of_parts for m in g.members for name in m.parts.replaced]
             + [name for head in of_heads if head is not None for name in head.replaced]
@@ -56,6 +57,12 @@ class StepProgram:
     def resident(self) -> frozenset[int]:
         """Groups whose parameters' rows live on one rank each."""
         return frozenset(p.group for p in self.primitives if p.resident)
+
+    @cached_property
+    def gathered(self) -> frozenset[str]:
+        """Parameters whose rows live on one rank each, and are gathered for each pass that reads them."""
+        groups = {p.group for p in self.primitives if p.work.startswith(GATHERED)}
+        return frozenset(m.slice.name for g in groups for m in self.groups[g].members)
 
     @property
     def resident_members(self) -> tuple[Member, ...]:
@@ -173,9 +180,14 @@ def _place(
     # A program without an optimizer has no part in the forward pass.
     issued, early = -1, -1 if context.has_optimizer else start
     placed: list[Placed] = []
+    at: dict[int, int] = {}
     for p in primitives:
         if p.position is not None:
-            placed.append(Placed(p, p.position))
+            # Not before what it needs, which the order of groups may have put behind that position.
+            of_step_before = p.late and p.kind in (Kind.WAIT, Kind.STORE)
+            needed = -1 if of_step_before else max((at[i] for i in p.inputs if i in at), default=-1)
+            at[p.index] = min(max(p.position, needed), end)
+            placed.append(Placed(p, at[p.index]))
             continue
         if p.stage > 0 or p.kind is Kind.CLIP:
             continue
@@ -190,6 +202,7 @@ def _place(
             position = group.ready
         else:
             position = issued = max(issued, group.ready)
+        at[p.index] = position
         placed.append(Placed(p, position))
     behind = sorted((p for p in primitives if p.stage > 0 and p.position is None), key=lambda p: _turn(p, groups))
     return [*placed, *(Placed(p, end) for p in behind)]

@@ -8,27 +8,22 @@ work and state. Shares may be unequal, for ranks with unequal links.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
-from pydantic import field_validator
-
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.base import Context, Group, Member, Options, Shares, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
 
 
 class PartitionedParameterServerOptions(Options):
-    shares: tuple[float, ...] = ()
+    shares: Shares = ()
     """How much of the bucket each rank owns, in any unit; empty for equal shares. 0 means that a rank owns nothing."""
     wire: WireDtype = "same"
     """Number format of the gradients on the wire; parameters come back in their own."""
     late: bool = False
     """Whether parameters may come back in the next step, beside its forward pass."""
-
-    @field_validator("shares")
-    @classmethod
-    def _positive(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
-        if shares and (min(shares) < 0 or sum(shares) <= 0):
-            raise ValueError(f"shares must not be negative and must not all be 0, got {shares}")
-        return shares
+    early: bool = False
+    """Whether slices are updated and sent beside the rest of the backward pass, rather than behind it; where gradients
+    are clipped, there is no difference."""
 
 
 class PartitionedParameterServer(Strategy):
@@ -47,16 +42,26 @@ class PartitionedParameterServer(Strategy):
 
     def options(self, context: Context) -> Sequence[PartitionedParameterServerOptions]:
         late = (False, True) if context.late_parameters else (False,)
+        early = (False,) if context.clips else (False, True)
         shares = ((), balanced_shares(context.rates)) if context.rates else ((),)
-        return [PartitionedParameterServerOptions(shares=s, late=x) for x in late for s in shares]
+        each = product(early, late, shares)
+        return [PartitionedParameterServerOptions(shares=s, late=x, early=e) for e, x, s in each]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, PartitionedParameterServerOptions)
         shares = options.shares or (1.0,) * emit.world_size
+        position = turn(group) if options.early and not emit.context.clips else None
         gradients = emit.pack(group, options.wire)
-        shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)))
-        parameters = emit.update(shard, group)
-        emit.store(emit.all_gather(parameters), group, late=options.late)
+        shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)), position)
+        parameters = emit.update(shard, group, position=position)
+        emit.store(emit.all_gather(parameters, lane=1), group, late=options.late)
+
+
+def turn(group: Group) -> int:
+    """Position in the backward pass at which a group's sums are waited for, where that is not left to its end: when as
+    much of it has gone by again as lies between the group's gradients, and nothing reads the parameters any more."""
+    ready = [m.parameter.ready for m in group.members]
+    return max(2 * max(ready) - min(ready), max(ready) + 1, *(m.parameter.last_use for m in group.members))
 
 
 def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:

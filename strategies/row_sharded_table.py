@@ -24,12 +24,11 @@ class RowShardedTable(Strategy):
     name = "row_sharded_table"
     summary = "each rank keeps some rows of the table; batches fetch theirs, and send the gradients back"
     options_type = RowShardedTableOptions
+    spreads = True
 
     def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "the program needs the optimizer"
-        if not context.elementwise_update:
-            return "the optimizer's update is not elementwise, so it cannot run on some of the rows"
+        if context.keeps_rows_together is not None:
+            return context.keeps_rows_together
         if member.parameter.head is not None:
             return "it belongs to a head as well: class_sharded_head keeps both"
         if member.parameter.table is None:

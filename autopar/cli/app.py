@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "Make a plan for a model and a cluster, without the cluster.",
     "explain": "Say in words what a plan does, and why.",
     "run": "Start a training script under torchrun with a plan.",
+    "serve": "Add gradients up, on a host without devices.",
     "lab": "Emulate a cluster on this machine, and run on it.",
     "verify": "Prove that a plan trains as one process would.",
     "report": "Write a plan as one HTML file that opens offline.",

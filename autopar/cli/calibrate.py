@@ -106,7 +106,7 @@ def _emulate(spec: ClusterSpec, cluster: str, told: list[str]) -> int:
         progress(f"{spec.summary}: {'ranks of this machine' if here else lab.note}")
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         argv = [sys.executable, "-m", "autopar", "calibrate", "--cluster", cluster, *told]
-        return run_ranks(lab.ranks, argv, environment, all_ranks=False, timeout_s=None)
+        return run_ranks(lab, argv, environment, all_ranks=False, timeout_s=None)
 
 
 def _show(found: Calibration) -> None:

@@ -98,7 +98,7 @@ def run(
     with loopback_lab(spec) if loopback else Lab.of(spec, scale=scale) as lab:
         progress(f"{spec.summary}: {lab.note}")
         environment = {} if "OMP_NUM_THREADS" not in os.environ else {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
-        code = run_ranks(lab.ranks, line, environment, all_ranks, timeout_s)
+        code = run_ranks(lab, line, environment, all_ranks, timeout_s)
     click.get_current_context().exit(code)
 
 

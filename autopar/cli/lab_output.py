@@ -11,20 +11,20 @@ from typing import IO
 
 import click
 
-from autopar.lab import Host, Job, JobFailed, JobTimeout
+from autopar.lab import Host, Job, JobFailed, JobTimeout, Lab
 
 TIMED_OUT = 124
 """As of `timeout`."""
 _LAST_WORDS = 20
 
 
-def run_ranks(
-    hosts: Sequence[Host], argv: Sequence[str], env: Mapping[str, str], all_ranks: bool, timeout_s: float | None
-) -> int:
-    """Runs `argv` once on each of `hosts`; shows what rank 0 prints, or all ranks. Returns the exit code."""
+def run_ranks(lab: Lab, argv: Sequence[str], env: Mapping[str, str], all_ranks: bool, timeout_s: float | None) -> int:
+    """Runs `argv` once for each rank of a lab, beside servers on its serving hosts; shows what rank 0 prints, or all
+    ranks. Returns the exit code."""
+    hosts = lab.ranks
     # Else torch warns, on every rank, that the addresses of a lab have no names.
     quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    with Job(hosts, argv, {**quiet, "PYTHONUNBUFFERED": "1", **env}) as job:
+    with Job(hosts, argv, {**quiet, "PYTHONUNBUFFERED": "1", **env}, lab.servers) as job:
         shown = range(len(hosts)) if all_ranks else [0]
         tails = [
             _Tail(path, to, f"[{rank} {hosts[rank].name}] " if all_ranks else "")

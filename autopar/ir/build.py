@@ -48,10 +48,10 @@ def training_graph(
     position = {n: i for i, n in enumerate(order)}
     fingerprint, trainable = _trainable(fingerprint, joint, unused)
     example = {n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"}
-    parameters = tuple(_parameter(p, joint, inputs, position, example) for p in trainable)
+    start = _backward_start(joint, inputs, position)
+    parameters = tuple(_parameter(p, joint, inputs, position, example, start) for p in trainable)
     parameters = _with_readers(parameters, joint, inputs, position, example)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
-    start = _backward_start(joint, inputs, position)
     if mode == "step":
         reuse_memory(joint.module.graph)
     joint.module.recompile()
@@ -128,6 +128,7 @@ def _parameter(
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
     example: dict[torch.fx.Node, torch.Tensor],
+    backward_start: int,
 ) -> Parameter:
     names = [n for n in (spec.name, *spec.ties) if n in joint.gradients]
     assert len(names) == 1, f"the gradient of the tied parameter '{spec.name}' comes in parts: {names}"
@@ -147,6 +148,8 @@ def _parameter(
         ready=ready,
         first_use=uses[0] if uses else 0,
         last_use=uses[-1] if uses else ready,
+        last_forward=max((u for u in uses if u < backward_start), default=-1),
+        first_backward=min((u for u in uses if u >= backward_start), default=-1),
         structure=parts.kind if parts else "dense",
         parts=parts,
     )

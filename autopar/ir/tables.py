@@ -20,7 +20,9 @@ class GraphTables(BaseModel):
 
     model: ModelFingerprint
     parameters: tuple[tuple[int, str, int, int, int, GradientStructure], ...]
-    """Index in `model.parameters`, then the other fields of `Parameter` in order, but the last three."""
+    """Index in `model.parameters`, then the next fields of `Parameter` in order."""
+    reads: tuple[tuple[int, int], ...] = ()
+    """`last_forward` and `first_backward` of each parameter."""
     parts: tuple[Parts | None, ...]
     """What each gradient is made of."""
     heads: tuple[Head, ...] = ()
@@ -53,6 +55,7 @@ class GraphTables(BaseModel):
             parameters=tuple(
                 (index[p.name], p.gradient, p.ready, p.first_use, p.last_use, p.structure) for p in graph.parameters
             ),
+            reads=tuple((p.last_forward, p.first_backward) for p in graph.parameters),
             parts=tuple(p.parts for p in graph.parameters),
             heads=tuple(dict.fromkeys(p.head for p in graph.parameters if p.head is not None)),
             tables={p.name: p.table for p in graph.parameters if p.table is not None},
@@ -73,6 +76,7 @@ class GraphTables(BaseModel):
     def graph(self) -> TrainingGraph:
         """The graph again, less its joint graph."""
         head_of = {name: h for h in self.heads for name in (h.weight, h.bias)}
+        reads = self.reads or ((-1, -1),) * len(self.parameters)
         columns: tuple[Any, ...] = (self.names, self.op, self.flops, self.bytes_moved, self.live_bytes)
         if self.own_bytes:
             columns = (*columns, self.own_bytes, self.needed_until)
@@ -85,8 +89,10 @@ class GraphTables(BaseModel):
                     parts=parts,
                     head=head_of.get(spec.name),
                     table=self.tables.get(spec.name),
+                    last_forward=last_forward,
+                    first_backward=first_backward,
                 )
-                for p, parts in zip(self.parameters, self.parts, strict=True)
+                for p, parts, (last_forward, first_backward) in zip(self.parameters, self.parts, reads, strict=True)
             ),
             compute=tuple(ComputeNode(name, self.ops[op], *costs) for name, op, *costs in zip(*columns, strict=True)),
             backward_start=self.backward_start,

@@ -154,6 +154,10 @@ class Parameter:
     """The head whose weight or bias it is, where it is nothing else, or a table besides."""
     table: Table | None = None
     """Where rows of it are looked up, and nothing else reads it but its head."""
+    last_forward: int = -1
+    """Position of the last node of the forward pass that reads it, or a view of it; -1 where that is not known."""
+    first_backward: int = -1
+    """Position of the first node of the backward pass that reads it, or a view of it; -1 for none."""
 
     @property
     def name(self) -> str:

@@ -81,6 +81,11 @@ class Lab:
         return tuple(self.hosts[i] for i in self.placement) if self.hosts else ()
 
     @property
+    def servers(self) -> tuple[Host, ...]:
+        """The hosts without ranks; empty while the lab is down."""
+        return tuple(host for i, host in enumerate(self.hosts) if i not in self.placement)
+
+    @property
     def rates_bps(self) -> tuple[float | None, ...]:
         """What each host can send, over all its cables, in bit/s; None for as fast as it goes."""
         return tuple(self.wiring.sends_bps(host) for host in self.wiring.hosts)

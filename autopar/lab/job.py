@@ -56,14 +56,24 @@ class JobTimeout(RuntimeError):
 
 
 class Job:
-    """One process per rank; `hosts[r]` is where rank r runs. A context manager."""
+    """One process per rank; `hosts[r]` is where rank r runs. A context manager. On each of `servers` runs
+    `autopar serve`."""
 
-    def __init__(self, hosts: Sequence[Host], argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        servers: Sequence[Host] = (),
+    ) -> None:
         if not hosts:
             raise ValueError("a job needs at least one rank")
         self.hosts = tuple(hosts)
         self.argv = tuple(argv)
         self.env = dict(env or {})
+        self.servers = tuple(servers)
+        self.serving: list[subprocess.Popen[str]] = []
+        """The servers' processes."""
         self._mark = guard.new_mark()
         self._ranks: list[subprocess.Popen[str]] = []
         self._answers: list[IO[bytes]] = []
@@ -76,6 +86,8 @@ class Job:
             port = _port(self.hosts[0])
             for rank in range(len(self.hosts)):
                 self._start(rank, port, stack)
+            for server in self.servers:
+                self._start_server(server, port, stack)
             self._resources = stack.pop_all()
         return self
 
@@ -133,7 +145,7 @@ class Job:
 
     def kill(self) -> None:
         """Ends every rank, and what it has started, at once."""
-        for process in self._ranks:
+        for process in (*self._ranks, *self.serving):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             # Not without end: an interrupt in the midst of `poll` leaves subprocess's own lock taken for good.
@@ -170,10 +182,7 @@ class Job:
             "GROUP_WORLD_SIZE": str(len(distinct)),
             "MASTER_ADDR": self.hosts[0].address,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            guard.MARK: guard.marked_environment(self._mark)[guard.MARK],
+            **self._environment(),
             _ANSWER_FD: str(write_fd),
             **self.env,
         }
@@ -191,6 +200,21 @@ class Job:
         finally:
             os.close(write_fd)
         self._ranks.append(process)
+
+    def _start_server(self, host: Host, port: int, stack: ExitStack) -> None:
+        out = stack.enter_context((self._folder / f"{host.name}.out").open("w"))
+        argv = [sys.executable, "-m", "autopar", "serve", f"{self.hosts[0].address}:{port}", "--name", host.name]
+        env = {**self._environment(), **self.env}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        self.serving.append(host.popen(argv, env, start_new_session=True, **streams))
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            guard.MARK: guard.marked_environment(self._mark)[guard.MARK],
+        }
 
     def _poll(self) -> list[int | None]:
         codes = [process.poll() for process in self._ranks]

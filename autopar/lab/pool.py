@@ -39,6 +39,8 @@ class Place(Protocol):
     @property
     def ranks(self) -> tuple[Host, ...]: ...
     @property
+    def servers(self) -> tuple[Host, ...]: ...
+    @property
     def emulated(self) -> bool: ...
     @property
     def note(self) -> str: ...
@@ -240,7 +242,7 @@ class Pool:
     def _start(self) -> Job:
         timeout_s = 2 * max(self.limits.load_s, self.limits.run_s)  # A late rank is the pool's to find.
         argv = [sys.executable, "-m", "autopar.lab.rank", str(timeout_s)]
-        self._job = Job(self.place.ranks, argv, self._env).__enter__()
+        self._job = Job(self.place.ranks, argv, self._env, self.place.servers).__enter__()
         self.starts += 1
         self.versions = self._job.ask({"do": "hello"}, self.limits.start_s)[0]
         return self._job

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from autopar.runtime.exchange import AllGather, AllToAll, in_rounds
+from autopar.runtime.served_sum import ServedSum
+from autopar.runtime.servers import mesh_named
 
 _functional = torch.ops._c10d_functional
 
@@ -71,7 +73,7 @@ def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str
     out = x.new_empty(mine * len(splits))
     if in_rounds(x, splits):
         parts = torch.split(x, list(splits)), torch.split(out, [mine] * len(splits))
-        return _registered(out, AllToAll(*parts, rank, pg))
+        return _registered(out, AllToAll(*parts, rank, pg).begin())
     work = dist.all_to_all_single(out, x, [mine] * len(splits), list(splits), group=pg, async_op=True)
     return _registered(out, work)
 
@@ -94,7 +96,7 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) ->
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out = x.new_empty(sum(splits))
     if in_rounds(x, splits):
-        return _registered(out, AllToAll([x] * len(splits), torch.split(out, list(splits)), rank, pg))
+        return _registered(out, AllToAll([x] * len(splits), torch.split(out, list(splits)), rank, pg).begin())
     sent = x.repeat(len(splits))
     work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
     return _registered(out, work)
@@ -108,7 +110,7 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out = x.new_empty(world_size * x.numel())
     if in_rounds(x, [x.numel()] * world_size):
-        return _registered(out, AllGather(x.reshape(-1), out.chunk(world_size), pg.rank(), pg))
+        return _registered(out, AllGather(x.reshape(-1), out.chunk(world_size), pg.rank(), pg).begin())
     return _registered(out, dist.all_gather_single(out, x.reshape(-1), group=pg, async_op=True))
 
 
@@ -119,6 +121,12 @@ def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], gr
     out = x.new_empty(sum(received))
     work = dist.all_to_all_single(out, x, list(received), list(sent), group=pg, async_op=True)
     return _registered(out, work)
+
+
+def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
+    """The sum over ranks, in place, with the help of servers. `adds_up`: elements that each rank and each server of
+    the mesh adds up."""
+    return _registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
 
 
 def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +23,7 @@ from autopar.errors import CollectiveError, PlanMismatchError
 from autopar.ir.primitives import Teams, all_teams
 from autopar.runtime.collectives import may_fail
 from autopar.runtime.presence import Presence
+from autopar.runtime.servers import join_servers, leave_servers
 from autopar.spec.plan import ModelFingerprint
 
 
@@ -38,6 +40,8 @@ class Group:
     """Who is there; `None` with one rank."""
     channels: dict[tuple[Teams, int], Any] = field(default_factory=dict, compare=False, repr=False)
     """The process groups of teams and further lanes, made when they are first asked for."""
+    meshes: dict[tuple[str, ...], str] = field(default_factory=dict, compare=False, repr=False)
+    """The meshes of all ranks with servers, by the servers' names, likewise."""
     meetings: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
     """Numbers each rendezvous of the group, alike on all ranks, so that none reads what another has left."""
 
@@ -56,6 +60,16 @@ class Group:
                 if self.rank in team:
                     self.channels[teams, lane] = made
         return str(self.channels[teams, lane].group_name)
+
+    def mesh(self, servers: tuple[str, ...]) -> str:
+        """The name of the mesh of all ranks with the hosts that serve. All ranks must ask for it at the same place.
+        Raises `CollectiveError` where a server does not come."""
+        assert self.presence is not None, "one rank has nothing to be added up"
+        if servers not in self.meshes:
+            made = join_servers(str(self.name), self.rank, self.world_size, servers, self.timeout_s)
+            weakref.finalize(self.presence, leave_servers, made)
+            self.meshes[servers] = made
+        return self.meshes[servers]
 
     def guard(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around communication that all ranks take part in; see `Presence.guard`."""

@@ -19,7 +19,7 @@ from autopar.ir.aliases import base, is_view, is_written, readers
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
-from autopar.runtime import collectives, head_writer, parts, row_writer
+from autopar.runtime import collectives, head_writer, parts, row_writer, shard_writer
 from autopar.runtime.fragments import Fragment, fragments, own_rows, pack
 from autopar.runtime.late import Late
 from autopar.runtime.modules import Clip, Store, Update
@@ -112,7 +112,9 @@ class Writer:
                 continue
             self.copy(node)
             for name in by_node.get(node.name, ()):
-                self.gradients[name] = self.gradient(name, self.copies[node])
+                own = self.copies[node]
+                # Of what is gathered, the rows that this rank keeps are added to, once they are summed.
+                self.gradients[name] = own if name in self.program.gathered else self.gradient(name, own)
         for rest in placed[done:]:
             self._primitive(rest.primitive)
 
@@ -260,7 +262,7 @@ class Writer:
 
     def _local(self, p: Primitive, value: Written) -> Written:
         whose, _, work = p.work.partition(".")
-        write = {"head": head_writer.write, "rows": row_writer.write}[whose]
+        write = {"head": head_writer.write, "rows": row_writer.write, "shards": shard_writer.write}[whose]
         return write(self, p, work, [self.values[i] for i in p.inputs])
 
     def gradient_source(self, name: str) -> torch.fx.Node:
@@ -269,6 +271,11 @@ class Writer:
 
     def _all_reduce(self, p: Primitive, value: Written) -> Written:
         return self.call(collectives.all_reduce, (value, self.channel(p)))
+
+    def _served_sum(self, p: Primitive, value: Written) -> Written:
+        assert self.target.group is not None, "nothing is sent without a process group"
+        mesh = self.target.group.mesh(tuple(s.name for s in self.program.context.servers))
+        return self.call(collectives.served_sum, (value, p.summed_by, mesh))
 
     def _reduce(self, p: Primitive, value: Written) -> Written:
         return self.call(collectives.reduce, (value, p.owner, self.channel(p)))

@@ -59,6 +59,11 @@ class Topology:
         return len(self.ranks)
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """The names of the hosts that only serve, in the cluster's order."""
+        return tuple(name for name, host in self._hosts.items() if host.serves and not host.devices)
+
+    @property
     def links(self) -> tuple[Link, ...]:
         """All links of the cluster, each direction by itself."""
         return tuple(data["link"] for _, _, data in self.graph.edges(data=True))

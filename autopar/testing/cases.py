@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir.training_graph import Parameter, TrainingGraph
-from autopar.spec.cluster import ClusterSpec
+from autopar.spec.cluster import ClusterSpec, HostSpec, NetworkSpec
 from autopar.spec.plan import Fidelity, ParameterSlice, Plan, SyncGroup
 from autopar.strategies import Context, Member, Options, Strategy
 from autopar.strategies.lowering import lower_plan
@@ -24,16 +24,27 @@ class Use:
     wire: str
 
 
+SERVERS = ("server-0", "server-1")
+
+
+def cluster_of(ranks: int) -> ClusterSpec:
+    """So many ranks on this machine, and two hosts that serve."""
+    local = ClusterSpec.local(ranks)
+    server = HostSpec(name="server", count=len(SERVERS), serves=True)
+    return ClusterSpec(hosts=(*local.hosts, server), network=NetworkSpec(kind="1GbE"))
+
+
 def uses(strategy: Strategy, graph: TrainingGraph, context: Context) -> Iterator[Use]:
     """The strategy with the plainest and the last of the settings that it offers, and with each number format on the
     wire; none where it applies to no parameter. The other parameters are summed by all-reduce.
 
     Raises `PlanError` where it says that it applies, and cannot be lowered.
     """
+    context = context.on(cluster_of(context.world_size))
     able = [p for p in graph.parameters if strategy.applies(Member(_whole(p), p), context) is None]
     if not able:
         return
-    cluster = ClusterSpec.local(context.world_size)
+    cluster = cluster_of(context.world_size)
     for options in _settings(strategy, context):
         chosen = options.model_dump(exclude_defaults=True)
         yield Use(

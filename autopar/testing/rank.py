@@ -21,11 +21,11 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, Rendezvous, join
 from autopar.runtime.program import Program, Settings, signature_key
+from autopar.runtime.servers import serve_here
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
-from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.strategies import Strategy
-from autopar.testing.cases import Use, uses
+from autopar.testing.cases import SERVERS, Use, cluster_of, uses
 from autopar.testing.findings import Finding, Kind
 from autopar.testing.load import load
 from autopar.testing.recorder import Recorder
@@ -139,7 +139,7 @@ class Rank:
             tables = GraphTables.model_validate_json(
                 GraphTables.of(self._graph(task, samples)).model_dump_json()
             ).graph()
-            cluster = ClusterSpec.local(self.group.world_size)
+            cluster = cluster_of(self.group.world_size)
             times = DeviceTimes.of(StepPricer(tables, Topology(cluster)), compiled.program, rank)
             virtual = VirtualProgram(tables, compiled.program, times, self.group)
             again = Recorder(virtual.module)
@@ -207,6 +207,8 @@ def main(strategy: Strategy, worlds: list[int], with_bytes: bool) -> list[Findin
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_PORT=str(port + i))
         if world_size > 1:
             dist.init_process_group("gloo")
+            if rank == 0:
+                serve_here(SERVERS)
         looks = Rank(strategy, join(PATIENCE_S))
         looks.look(with_bytes)
         findings += looks.findings

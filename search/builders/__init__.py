@@ -51,22 +51,28 @@ BUILDERS: dict[str, Builder] = {
     **{f"all_reduce_{size}MiB": by_hand.bucketed("all_reduce", size * MIB) for size in by_hand.SWEEP_MIB},
     "all_reduce_one_bucket": by_hand.bucketed("all_reduce", None),
     "hierarchical": by_hand.bucketed("hierarchical_all_reduce", by_hand.DDP_BUCKET_BYTES),
+    "servers": by_hand.bucketed("summation_servers", by_hand.DDP_BUCKET_BYTES),
     "zero1": by_hand.zero1,
     "zero1_by_rate": by_hand.zero1_by_rate,
+    "sharded": by_hand.bucketed("sharded_parameters", 4 * MIB),
+    "sharded_kept": by_hand.bucketed("sharded_parameters", 4 * MIB, option="keep"),
     "structured": structured("all_reduce"),
     "structured_zero1": structured("partitioned_parameter_server"),
+    "structured_servers": structured("summation_servers"),
     "sharded_head": structured("all_reduce", heads=True),
     "sharded_head_zero1": structured("partitioned_parameter_server", heads=True),
     "sharded_tables": structured("all_reduce", heads=True, tables=True),
     "sharded_tables_zero1": structured("partitioned_parameter_server", heads=True, tables=True),
+    "sharded_tables_servers": structured("summation_servers", heads=True, tables=True),
     **AUTODIST,
     "PSLoadBalancing_fused": _fused(ps_load_balancing),
     "PartitionedPS_fused": _fused(partitioned_ps),
 }
 """All builders that are exact. `structured`: rows of tables and factors of products where that is less to send;
-`sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too.
-`zero1_by_rate`: ranks own as much as their links can bear. `_fused`: pieces of one owner in buckets of 25 MiB, not each
-for itself."""
+`sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too. `sharded`:
+parameters live in rows on one rank each, as with FSDP (ZeRO stage 3). `servers`: hosts that only serve add up, where
+there are any. `zero1_by_rate`: ranks own as much as their links can bear. `_fused`: pieces of one owner in buckets of
+25 MiB, not each for itself."""
 
 
 def builder_named(name: str) -> Builder:

@@ -18,7 +18,7 @@ from autopar.search.builders.common import (
 )
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
-from autopar.strategies import Context, strategy_named
+from autopar.strategies import Context, Member, strategy_named
 
 DDP_FIRST_BUCKET_BYTES = 1 * MIB
 DDP_BUCKET_BYTES = 25 * MIB
@@ -51,7 +51,8 @@ def bucketed(
     strategy: str, bucket_bytes: int | None, first_bytes: int | None = None, option: str | None = None
 ) -> Builder:
     """A builder that puts buckets of this size through one strategy, with the plainest of its options, or the plainest
-    in which `option` is chosen; through all-reduces where that has none here."""
+    in which `option` is chosen; through all-reduces where that has none here. So does what some parameters are not fit
+    for, as long as others are."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
@@ -61,7 +62,10 @@ def bucketed(
         if offered:
             chosen = (o for o in offered if option in o)
             used, options = strategy, next(chosen, offered[0])
-        groups = (group(used, pieces, options) for pieces in buckets(parameters, bucket_bytes, first_bytes))
+        fit = [p for p in parameters if strategy_named(used).applies(Member(*whole(p)), context) is None] or parameters
+        rest = [p for p in parameters if p not in fit]
+        groups = [group(used, pieces, options) for pieces in buckets(fit, bucket_bytes, first_bytes)]
+        groups += [group("all_reduce", pieces) for pieces in buckets(rest, bucket_bytes, first_bytes)]
         return issue_order(groups, parameters)
 
     return build

@@ -18,8 +18,8 @@ _STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}
 
 
 def structured(dense: str, heads: bool = False, tables: bool = False) -> Builder:
-    """A builder that puts dense gradients through the strategy of this name; with `heads`, classes are shared out, with
-    `tables`, rows of tables."""
+    """A builder that puts dense gradients through the strategy of this name, or through all-reduces where that has no
+    use here; with `heads`, classes are shared out, with `tables`, rows of tables."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
@@ -34,7 +34,8 @@ def structured(dense: str, heads: bool = False, tables: bool = False) -> Builder
         for head in dict.fromkeys(p.head for p in headed):
             groups.append(group(_HEAD, [whole(p) for p in headed if p.head == head]))
         rest = [p for p in parameters if p not in sent and p not in headed]
-        groups += [group(dense, pieces) for pieces in buckets(rest, DDP_BUCKET_BYTES)]
+        used = dense if strategy_named(dense).options(context) else "all_reduce"
+        groups += [group(used, pieces) for pieces in buckets(rest, DDP_BUCKET_BYTES)]
         return issue_order(groups, parameters)
 
     return build

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar import ClusterSpec, Plan
+from autopar import Plan
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
 from autopar.runtime.program import Program, Settings, signature_key
+from autopar.runtime.servers import serve_here
 from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.testing import classes, lookups
+from autopar.testing.cases import SERVERS, cluster_of
 from autopar.testing.tasks import Task, seeded
 from autopar.testing.training import SAMPLES, TRAININGS, batches, trained
 from benchmarks.zoo import find, huggingface, plain
@@ -99,15 +101,25 @@ def captured(model: str, samples: int) -> TrainingGraph:
 
 @cache
 def group(world_size: int) -> Group:
-    """The one process group of all programs of a world size."""
-    return join(120.0)
+    """The one process group of all programs of a world size, and the servers beside it."""
+    joined = join(120.0)
+    if joined.rank == 0 and world_size > 1:
+        serve_here(SERVERS)
+    return joined
 
 
 def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Context) -> Plan:
     """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model; `parts` sends
     what gradients are made of, for all that have structure; `late` leaves parameters to the next step; `heads` shares
-    the classes of heads out; `shares` the rows of tables as well."""
-    cluster = ClusterSpec.local(world_size)
+    the classes of heads out; `shares` the rows of tables as well; `servers` has hosts that serve add up; `sharded`
+    gathers parameters for each pass."""
+    cluster = cluster_of(world_size)
+    if strategy == "servers":
+        plan = build_plan("AllReduce", graph, cluster, context)
+        return plan.model_copy(update={"groups": _served(graph, world_size)})
+    if strategy == "sharded":
+        plan = build_plan("AllReduce", graph, cluster, context)
+        return plan.model_copy(update={"groups": _sharded(graph)})
     if strategy in ("heads", "shares"):
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _in_shares(graph, strategy == "shares")})
@@ -164,14 +176,41 @@ def _in_shares(graph: TrainingGraph, with_tables: bool) -> tuple[SyncGroup, ...]
 
 
 def _late(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
-    """Parameters that come back in the next step: from all ranks, from one, and some that do not."""
+    """Parameters that come back in the next step: from all ranks, from one; and some that come back in this one, beside
+    the backward pass."""
     by_use = sorted(graph.parameters, key=lambda p: p.ready)
-    options: tuple[dict[str, Any], ...] = ({"late": True}, {"owner": world_size - 1, "late": True}, {})
+    options: tuple[dict[str, Any], ...]
+    options = ({"late": True}, {"owner": world_size - 1, "late": True}, {"early": True})
     names = ("partitioned_parameter_server", "parameter_server", "partitioned_parameter_server")
     return tuple(
         SyncGroup(strategy=name, options=chosen, members=_whole(by_use[i::3]))
         for i, (name, chosen) in enumerate(zip(names, options, strict=True))
         if by_use[i::3]
+    )
+
+
+def _sharded(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+    """Parameters in shares of rows: gathered for each pass, gathered once, and some that are whole all the time."""
+    chosen: tuple[tuple[str, dict[str, Any]], ...]
+    chosen = (("sharded_parameters", {}), ("sharded_parameters", {"keep": True}), ("all_reduce", {}))
+    by_use = sorted(graph.parameters, key=lambda p: p.first_use)
+    cuts = [by_use[: len(by_use) // 2], by_use[len(by_use) // 2 : -1], by_use[-1:]]
+    return tuple(
+        SyncGroup(strategy=name, options=options, members=_whole(some))
+        for (name, options), some in zip(chosen, cuts, strict=True)
+        if some
+    )
+
+
+def _served(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
+    """Added up by servers alone, by ranks and one server, and by all-reduce between them."""
+    mixed = (*(float(r) for r in range(world_size)), 0.0, 1.5)
+    chosen: tuple[tuple[str, dict[str, Any]], ...]
+    chosen = (("summation_servers", {}), ("all_reduce", {}), ("summation_servers", {"adds_up": mixed}))
+    return tuple(
+        SyncGroup(strategy=name, options=options, members=_whole(list(graph.parameters[i::3])))
+        for i, (name, options) in enumerate(chosen)
+        if graph.parameters[i::3]
     )
 
 

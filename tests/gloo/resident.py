@@ -1,4 +1,4 @@
-"""What the tests of parameters that live on one rank each run: a model whose classes three ranks share out."""
+"""What the tests of parameters that live on one rank each run: three ranks share a head's classes out, or all rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from autopar.testing import classes
 
 CLASSES = 13
 SAMPLES = (3, 1, 2)
-SHARED_OUT = ("head.weight", "head.bias")
+SHARED_OUT = {
+    "class_sharded_head": ("head.weight", "head.bias"),
+    "sharded_parameters": ("head.weight", "head.bias", "inner.weight", "inner.bias", "table.weight"),
+}
+"""By strategy, what lives on one rank each."""
 
 
 def net() -> nn.Module:
@@ -32,24 +36,25 @@ def batch(step: int, rank: int, more: int = 0) -> Any:
     return classes.batch(SAMPLES[rank] + more, 100 * step + 10 * rank + 2, CLASSES)
 
 
-def plan_for(n: int, options: dict[str, Any] | None = None) -> Plan:
-    """The head's classes are shared out, the rest goes in one all-reduce."""
+def plan_for(n: int, strategy: str, options: dict[str, Any] | None = None) -> Plan:
+    """What the strategy shares out, and the rest in one all-reduce."""
     graph = training_graph(net(), flatten(batch(0, 0)), classes.loss)
     made = autopar.plan(net(), ClusterSpec.local(n), example_inputs=batch(0, 0), loss_fn=classes.loss, strategy="ddp")
-    rest = tuple(ParameterSlice(name=p.name) for p in graph.parameters if p.head is None)
-    head = SyncGroup(
-        strategy="class_sharded_head",
-        members=tuple(ParameterSlice(name=name) for name in SHARED_OUT),
-        options=options or {},
+    names = SHARED_OUT[strategy]
+    rest = tuple(ParameterSlice(name=p.name) for p in graph.parameters if p.name not in names)
+    shared = tuple(
+        SyncGroup(strategy=strategy, members=tuple(ParameterSlice(name=name) for name in some), options=options or {})
+        for some in (names[:2], names[2:])
+        if some
     )
     fidelity = "rounded" if options else "exact"
-    groups = (head, SyncGroup(strategy="all_reduce", members=rest))
+    groups = (*shared, *(SyncGroup(strategy="all_reduce", members=rest) for _ in rest[:1]))
     return made.model_copy(update={"groups": groups, "fidelity": fidelity})
 
 
-def program_for(model: nn.Module, n: int, options: dict[str, Any] | None = None) -> Program:
+def program_for(model: nn.Module, n: int, strategy: str, options: dict[str, Any] | None = None) -> Program:
     optimizer = _optimizer(model, options)
-    plan = plan_for(n, options)
+    plan = plan_for(n, strategy, options)
     found: Program = autopar.optimize(
         model, example_inputs=batch(0, 0), loss_fn=classes.loss, optimizer=optimizer, plan=plan
     )
@@ -82,9 +87,13 @@ def distance(program: Program, other: nn.Module) -> float:
 
 
 def everything(rank: int, n: int) -> dict[str, Any]:
-    """All findings of one rank."""
+    """All findings of one rank, by strategy."""
+    return {strategy: _findings(rank, n, strategy) for strategy in SHARED_OUT}
+
+
+def _findings(rank: int, n: int, strategy: str) -> dict[str, Any]:
     model = net()
-    program = program_for(model, n)
+    program = program_for(model, n, strategy)
     found: dict[str, Any] = {"refused": [], "held": {}}
     for use in (lambda: model(batch(0, rank)[0]), model.state_dict):
         with contextlib.suppress(PlanError):
@@ -92,7 +101,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
             continue
         found["refused"].append(True)
     found["held"] = {k: len(v) for k, v in program._resident.shards.items()}
-    found["stored"] = {k: model.get_parameter(k).untyped_storage().nbytes() for k in SHARED_OUT}
+    found["stored"] = {k: model.get_parameter(k).untyped_storage().nbytes() for k in SHARED_OUT[strategy]}
     for step in range(2):
         program.step(batch(step, rank))
     found["trained"] = distance(program, eager(range(2), n))
@@ -106,7 +115,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     other = net()
-    again = program_for(other, n)
+    again = program_for(other, n, strategy)
     again.load_state_dict(state)
     again.step(batch(3, rank))
     found["resumed"] = distance(again, eager(range(3, 4), n, state=state))
@@ -115,7 +124,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     except SignatureError as e:
         found["uneven"] = str(e)
     for wire in ("bfloat16", "float16"):
-        rounded = program_for(net(), n, {"wire": wire})
+        rounded = program_for(net(), n, strategy, {"wire": wire})
         rounded.step(batch(0, rank))
         found[wire] = distance(rounded, eager(range(1), n, rounded=True))
     return found

@@ -14,7 +14,7 @@ from tests.gloo.equality import Case, run_cases
 from tests.gloo.ranks import run_worlds
 
 MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")
-STRATEGIES = ("ddp", "zero1", "mixed", "late", "hierarchical", *AUTODIST)
+STRATEGIES = ("ddp", "zero1", "mixed", "late", "hierarchical", "servers", "sharded", *AUTODIST)
 TRAINED = [t for t in TRAININGS if t != "plain"]
 CASES = [
     Case(model, strategy, training, ("equal", "unequal")[(i + i // len(TRAINED)) % 2])

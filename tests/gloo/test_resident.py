@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 
 from tests.gloo.ranks import run_ranks
-from tests.gloo.resident import CLASSES, SHARED_OUT, everything
+from tests.gloo.resident import SHARED_OUT, everything, net
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def findings() -> list[dict[str, Any]]:
     return run_ranks(RANKS, everything)
+
+
+@pytest.fixture(params=SHARED_OUT)
+def strategy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ranks(findings: list[dict[str, Any]], strategy: str) -> list[dict[str, Any]]:
+    return [found[strategy] for found in findings]
 
 
 @pytest.mark.parametrize("what", ["trained", "evaluated", "resumed"])
@@ -22,9 +32,10 @@ def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-12 for r in ranks), [r[what] for r in ranks]
 
 
-def test_each_rank_holds_its_rows_and_no_others(ranks: list[dict[str, Any]]) -> None:
+def test_each_rank_holds_its_rows_and_no_others(ranks: list[dict[str, Any]], strategy: str) -> None:
+    height = {name: net().get_parameter(name).shape[0] for name in SHARED_OUT[strategy]}
     for rank, found in enumerate(ranks):
-        assert found["held"] == dict.fromkeys(SHARED_OUT, len(range(rank, CLASSES, RANKS)))
+        assert found["held"] == {name: len(range(rank, rows, RANKS)) for name, rows in height.items()}
         assert set(found["stored"].values()) == {8}  # one element
 
 

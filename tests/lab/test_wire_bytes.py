@@ -28,6 +28,6 @@ def found() -> dict[str, dict[str, dict[str, float]]]:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_on_the_wire_are_those_declared(found: dict[str, dict[str, dict[str, float]]], world_size: int) -> None:
     plans = found[str(world_size)]
-    assert len(plans) == (15 if world_size == 4 else 13)
+    assert len(plans) == (20 if world_size == 4 else 18)
     for name, bytes_per_step in plans.items():
         assert bytes_per_step["seen"] == pytest.approx(bytes_per_step["declared"], rel=0.03), name

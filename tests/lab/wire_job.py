@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.process_group import join
 from autopar.runtime.program import Program, Settings, signature_key
+from autopar.runtime.servers import serve_here
 from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
+from autopar.testing.cases import SERVERS, cluster_of
 from autopar.testing.wire import SAMPLES, WIDE, seen_and_declared
 
 
@@ -31,7 +32,7 @@ def _group(strategy: str, names: list[str], wire: str) -> SyncGroup:
 def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, float]]:
     """Of every strategy and wire format, on n ranks: bytes seen and declared."""
     model, batch, context = WIDE.model(), WIDE.batch(SAMPLES, 0), Context(n)
-    base = build_plan("AllReduce", graph, ClusterSpec.local(n), context)
+    base = build_plan("AllReduce", graph, cluster_of(n), context)
     members = base.groups[0].members
     assert len(base.groups) == 1
     by_kind: dict[str, list[ParameterSlice]] = {}
@@ -45,6 +46,11 @@ def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, float]]:
         "parameter_server-last": ("parameter_server", {"owner": n - 1}),
         "partitioned-equal": ("partitioned_parameter_server", {}),
         "partitioned-unequal": ("partitioned_parameter_server", {"shares": tuple(float(r) for r in range(n))}),
+        "sharded": ("sharded_parameters", {}),
+        "sharded-kept": ("sharded_parameters", {"keep": True}),
+        "servers": ("summation_servers", {}),
+        "servers-unequal": ("summation_servers", {"adds_up": (*(float(r) for r in range(n)), 0.0, 2.0)}),
+        "servers-float16": ("summation_servers", {"wire": "float16"}),
         "partitioned-float16": ("partitioned_parameter_server", {"wire": "float16"}),
     }
     if n == 4:
@@ -89,6 +95,8 @@ def main() -> None:
             continue
         os.environ.update(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n), MASTER_PORT=str(port + i))
         dist.init_process_group("gloo")
+        if rank == 0:
+            serve_here(SERVERS)
         found[n] = bytes_of_plans(n, graph)
         dist.barrier()
         dist.destroy_process_group()

@@ -37,7 +37,10 @@ def training_graph(
     for i, spec in enumerate(specs):
         backward = count + 2 * (count - 1 - i)
         structure: GradientStructure = "rows" if spec.name in rows else "dense"
-        parameters.append(Parameter(spec, f"n{backward + 1}", backward + 1, i, backward, structure))
+        ready = backward + 1
+        parameters.append(
+            Parameter(spec, f"n{ready}", ready, i, backward, structure, last_forward=i, first_backward=backward)
+        )
     return TrainingGraph(
         model=ModelFingerprint(name="Synthetic", parameters=tuple(specs)),
         parameters=tuple(parameters),

@@ -26,6 +26,7 @@ def collective(kind: Kind, size_bytes: int, n: int, owner: int = 0, splits: tupl
         0,
         splits=(splits or (elements // n,) * n) if sharded else (),
         owner=owner if kind in (Kind.REDUCE, Kind.BROADCAST) else None,
+        summed_by=splits or (elements // n,) * n if kind is Kind.SERVED_SUM else (),
     )
 
 

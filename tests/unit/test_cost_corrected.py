@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ from autopar.cost_models.corrected import SHIPPED, shipped
 from autopar.cost_models.correction import Correction
 from autopar.cost_models.features import features
 from autopar.cost_models.learning import learn
+from autopar.errors import PlanError
 from autopar.search.builders import builder_named, names
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
@@ -25,10 +27,14 @@ TOPOLOGY = Topology(CLUSTER)
 
 
 def programs() -> list[StepProgram]:
-    """One of each builder that differs from the others."""
+    """One of each builder that differs from the others, and can be used here."""
     context = Context(4).on(CLUSTER)
     plans = [builder_named(n)(GRAPH.parameters, context, CLUSTER) for n in names(rounded=True, late=False)]
-    return [lower_plan(groups, GRAPH, context) for groups in {str(groups): groups for groups in plans}.values()]
+    lowered = []
+    for groups in {str(groups): groups for groups in plans}.values():
+        with contextlib.suppress(PlanError):
+            lowered.append(lower_plan(groups, GRAPH, context))
+    return lowered
 
 
 def slow_with_servers(program: StepProgram, predicted_s: float) -> float:
@@ -65,22 +71,33 @@ def test_the_step_is_longer_by_the_factor_and_compute_is_not(correction: Correct
 
 def test_own_steps_tell_one_kind_of_plan_from_another(correction: Correction) -> None:
     every = programs()
-    random.Random(1).shuffle(every)
     model = CorrectedCostModel(AnalyticCostModel(), correction)
-    before = {i: model.predict(GRAPH, p, TOPOLOGY).step_time_s for i, p in enumerate(every)}
-    seen = [
-        Observation(GRAPH, p, TOPOLOGY, slow_with_servers(p, before[i])) for i, p in enumerate(every[: len(every) // 2])
-    ]
-    assert model.fit(seen) is model
+    before = {id(p): model.predict(GRAPH, p, TOPOLOGY).step_time_s for p in every}
     off_before, off_after = [], []
-    for i, program in enumerate(every[len(every) // 2 :], len(every) // 2):
-        truth = slow_with_servers(program, before[i])
-        off_before.append(abs(before[i] / truth - 1))
-        off_after.append(abs(model.predict(GRAPH, program, TOPOLOGY).step_time_s / truth - 1))
+    for draw in range(5):
+        mixed = random.Random(draw).sample(every, len(every))
+        seen, others = mixed[: len(every) // 2], mixed[len(every) // 2 :]
+        observed = [Observation(GRAPH, p, TOPOLOGY, slow_with_servers(p, before[id(p)])) for p in seen]
+        assert model.fit(observed) is model
+        for program in others:
+            truth = slow_with_servers(program, before[id(program)])
+            off_before.append(abs(before[id(program)] / truth - 1))
+            off_after.append(abs(model.predict(GRAPH, program, TOPOLOGY).step_time_s / truth - 1))
     assert max(off_before) > 0.15
     assert np.mean(off_after) < 0.7 * np.mean(off_before)
     model.fit([])
-    assert model.predict(GRAPH, every[0], TOPOLOGY).step_time_s == before[0]
+    assert model.predict(GRAPH, every[0], TOPOLOGY).step_time_s == before[id(every[0])]
+
+
+def test_a_disturbed_step_counts_for_less(correction: Correction) -> None:
+    program = programs()[0]
+    model = CorrectedCostModel(AnalyticCostModel(), correction)
+    before = model.predict(GRAPH, program, TOPOLOGY).step_time_s
+    after = [
+        model.fit([Observation(GRAPH, program, TOPOLOGY, 1.2 * before, disturbed)]).predict(GRAPH, program, TOPOLOGY)
+        for disturbed in (True, False)
+    ]
+    assert before < after[0].step_time_s < after[1].step_time_s < 1.2 * before
 
 
 def test_only_measured_figures_have_the_learned_interval(correction: Correction) -> None:

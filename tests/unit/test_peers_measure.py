@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.interleaved import System
 from benchmarks.peers import PEERS, Options, Peer, measure
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.cases import FULL, QUICK
+from benchmarks.peers.entrants import _tuned
 from benchmarks.peers.fsdp import blocks
 from benchmarks.peers.measure import Contest
 from benchmarks.peers.outcome import CaseOutcome
@@ -149,8 +151,20 @@ def test_suites_name_what_there_is() -> None:
 
 def test_cases_can_be_named() -> None:
     assert QUICK.chosen(("bert/4x200m", "gpt2/4x200m")) == (("4x200m", ("bert", "gpt2")),)
-    assert FULL.chosen(("bert",)) == tuple((cluster, ("bert",)) for cluster, _ in FULL.cases)
-    assert FULL.chosen(("/4x200m",)) == (("4x200m", tuple(WORKLOADS)),)
+    assert FULL.chosen(("bert",)) == (("4x1g", ("bert",)), ("2x2-1g", ("bert",)))
+    assert FULL.chosen(("/4x200m",)) == (("4x200m", dict(FULL.cases)["4x200m"]),)
+
+
+def test_the_full_suite_has_every_workload_on_two_clusters() -> None:
+    assert Counter(w for _, ws in FULL.cases for w in ws) == dict.fromkeys(WORKLOADS, 2)
+
+
+@pytest.mark.parametrize(("best_s", "taken"), [({}, True), ({"rounded": 1.0}, True), ({"exact": 1.0}, False)])
+def test_who_is_far_behind_another_tries_no_further_choice(case: Case, best_s: dict[str, float], taken: bool) -> None:
+    ranks = FakeRanks({"fsdp2": 8.0, "fsdp2 {'reshard_after_forward': False}": 9.0})
+    chosen = _tuned(PEERS["fsdp2"], case, ranks, EFFORT, best_s, lambda what: None)  # type: ignore[arg-type]
+    assert chosen == {"reshard_after_forward": taken}
+    assert best_s["exact"] == {True: 8.0, False: 1.0}[taken]
 
 
 @pytest.mark.parametrize("only", ["brt/4x1g", "bert/4x1", "brt", "bert/8x10g-virtual", "/2x100m"])

@@ -1,0 +1,141 @@
+"""Sharded parameters: ranks share the rows of parameters out, and gather them for each pass that reads them.
+
+Rank r has rows r, r+n, r+2n, ... of each parameter, its gradient and its optimizer state, between steps too. A group is
+gathered before the forward pass first reads it and given back behind its last use there; gathered again for the
+backward pass; and its gradients are summed to the owners, which update their rows. 3 (n-1)/n of the bucket for each
+rank, where an all-reduce sends 2 (n-1)/n, for 1/n of the memory: ZeRO stage 3 (Rajbhandari et al., SC 2020), as FSDP
+does it. With `keep` it is gathered once: stage 2 in what is sent, and in memory between the steps still stage 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.primitives import DTYPE_BYTES, GATHERED
+from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
+from autopar.strategies.partitioned_parameter_server import turn
+from autopar.strategies.row_exchange import row_shares
+
+
+class ShardedParametersOptions(Options):
+    keep: bool = False
+    """Whether what the forward pass has gathered is kept for the backward pass."""
+    wire: WireDtype = "same"
+    """Number format of the gradients on the wire; parameters are gathered in their own."""
+
+
+class ShardedParameters(Strategy):
+    name = "sharded_parameters"
+    summary = "each rank keeps some rows of the parameters; they are gathered for each pass, and gradients sent back"
+    options_type = ShardedParametersOptions
+    spreads = True
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        if context.keeps_rows_together is not None:
+            return context.keeps_rows_together
+        if not member.parameter.spec.shape:
+            return "it is a single number, which has no rows"
+        if member.parameter.last_forward < 0:
+            return "it is not known where the forward pass reads it"
+        return None if member.slice.whole else "the rows are shared out, not slices of the parameter"
+
+    def options(self, context: Context) -> Sequence[ShardedParametersOptions]:
+        return [ShardedParametersOptions(), ShardedParametersOptions(keep=True)]
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        assert isinstance(options, ShardedParametersOptions)
+        if emit.world_size == 1:
+            emit.update(emit.pack(group), group)
+            return
+        parameters = [m.parameter for m in group.members]
+        again = [p for p in parameters if p.first_backward >= 0]
+        uses = [p.first_use for p in parameters]
+        last = max(p.last_forward for p in parameters)
+        returns = min((p.first_backward for p in again), default=-1)
+        # What the backward pass wants back as soon as it would have been given away is kept.
+        keep = options.keep or (returns >= 0 and returns - last <= _span(uses))
+        if keep:
+            last = max(p.last_use for p in parameters)
+        _gather(group, "forward", list(range(len(parameters))), uses, last, emit)
+        if again and not keep:
+            members = [i for i, p in enumerate(parameters) if p.first_backward >= 0]
+            uses = [p.first_backward for p in again]
+            _gather(group, "backward", members, uses, max(p.last_use for p in again), emit)
+        self._reduce(group, options, emit)
+
+    def _reduce(self, group: Group, options: ShardedParametersOptions, emit: Emitter) -> None:
+        """The sums of gradients go to the owners of rows. They are waited for when as much of the backward pass has
+        gone by again, so that no more than two groups' gradients are there at a time."""
+        ready = [m.parameter.ready for m in group.members]
+        shares, width = row_shares(group, emit.world_size), DTYPE_BYTES[group.dtype]
+        sent_as = group.dtype if options.wire == "same" else options.wire
+        packed = emit.local(
+            f"{GATHERED}pack",
+            group,
+            elements=group.elements,
+            dtype=sent_as,
+            sums=emit.own,
+            ragged=False,
+            position=max(ready),
+            moved_bytes=group.elements * (width + DTYPE_BYTES[sent_as]),
+        )
+        position = turn(group)
+        summed = emit.wait(emit.reduce_scatter(packed, shares), position)
+        gradient = emit.local(
+            f"{GATHERED}gradient",
+            group,
+            [summed],
+            elements=group.elements,
+            dtype=group.dtype,
+            splits=shares,
+            sums=emit.everyone,
+            ragged=False,
+            position=position,
+            in_place=True,
+        )
+        emit.update(gradient, group, resident=True, position=position)
+
+
+def _gather(group: Group, which: str, members: list[int], uses: list[int], last: int, emit: Emitter) -> None:
+    """Makes some of a group's members whole, from as long before their first use as these uses lie apart: then the
+    group in front of it is computed, if they are of one size. `last`: where they are read last."""
+    n, width = emit.world_size, DTYPE_BYTES[group.dtype]
+    some = Group(group.index, group.spec, tuple(group.members[i] for i in members))
+    position = min(uses) - 1
+    flag = int(which == "forward")  # ranks agree by one more number whether this is the last of their micro-batches
+    own = emit.local(
+        f"{GATHERED}own.{which}",
+        group,
+        elements=some.elements + n * flag,
+        dtype=group.dtype,
+        splits=tuple(share + flag for share in row_shares(some, n)),
+        ragged=False,
+        position=max(-1, position - _span(uses)),
+        moved_bytes=2 * some.elements // n * width,
+    )
+    flat = emit.wait(emit.all_gather(own, lane=1), position)
+    whole = emit.local(
+        f"{GATHERED}whole.{which}",
+        group,
+        [flat],
+        elements=some.elements,
+        dtype=group.dtype,
+        ragged=False,
+        position=position,
+        moved_bytes=2 * some.elements * width,
+    )
+    emit.local(
+        f"{GATHERED}given_back.{which}",
+        group,
+        [whole],
+        elements=some.elements,
+        dtype=group.dtype,
+        ragged=False,
+        position=last,
+        in_place=True,
+    )
+
+
+def _span(positions: Sequence[int]) -> int:
+    return max(1, max(positions) - min(positions))
