@@ -17,7 +17,8 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from autopar.lab import Lab, unavailable_reason
+from autopar.lab import Job, Lab, loopback, unavailable_reason
+from benchmarks.fidelity.memory import TIMEOUT_S, WORKER, of_plan
 from benchmarks.harness import Report, Target, options, publish
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.measure import Contest
@@ -38,6 +39,8 @@ class Goal:
     workload: str
     cluster: str
     faster: Mapping[str, float]
+    memory: float | None = None
+    """Its peak memory, as part of DDP's, at most."""
 
     @property
     def name(self) -> str:
@@ -47,7 +50,7 @@ class Goal:
 GOALS = (
     Goal("dlrm", "4x200m", {TUNED: 20.0, SPARSE: 1.3}),
     Goal("vgg", "4x1g", {TUNED: 3.0}),
-    Goal("faces", "4x1g", {TUNED: 10.0}),
+    Goal("faces", "4x1g", {TUNED: 10.0}, memory=0.3),
     Goal("bert", "4x200m", {TUNED: 2.0}),
     Goal("gpt2", "4x200m", {TUNED: 2.0}),
     Goal("resnet50", "3x1g-1x200m", {TUNED: 1.35}),
@@ -72,6 +75,8 @@ def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) 
     for goal in GOALS:
         if not only or goal.name in only:
             fill(report, goal, _measure(goal, start))
+            if goal.memory is not None:
+                weigh(report, goal)
     report.notes.append(
         "DDP takes the fastest bucket size of a sweep. Times are medians over rounds in which all take a block of "
         "steps in turn; the ratio is the median (quartiles) over rounds. The loss difference is the greatest relative "
@@ -85,7 +90,7 @@ def _measure(goal: Goal, start: float) -> CaseOutcome:
     cluster = case_named(goal.cluster)
     with (
         Lab.of(cluster.cluster) as lab,
-        Ranks(lab.ranks) as ranks,
+        Ranks(lab.ranks, lab.servers) as ranks,
         TemporaryDirectory(prefix="autopar-") as folder,
     ):
         case = Case(workload_named(goal.workload), goal.cluster, cluster.cluster, Path(folder), EFFORT.search_time_s)
@@ -116,6 +121,25 @@ def fill(report: Report, goal: Goal, outcome: CaseOutcome) -> None:
         right = outcome.computes_the_same(ours)
         report.targets.append(Target(name, speed if right else None, factor, "at least"))
         report.data[f"{goal.name} {peer}"] = speed
+
+
+def weigh(report: Report, goal: Goal) -> None:
+    """Adds the target of a case's memory: the most that torch has allocated in a step, on the rank that holds most."""
+    cluster = case_named(goal.cluster).cluster
+    with loopback(cluster) as lab, TemporaryDirectory(prefix="autopar-") as folder:
+        case = Case(workload_named(goal.workload), goal.cluster, cluster, Path(folder), EFFORT.search_time_s)
+        ours = of_plan(goal.workload, case.save(case.searched("exact")))
+        theirs = {"workload": goal.workload, "peer": "ddp", "options": {}}
+        most = []
+        for request in (ours, theirs):
+            with Job(lab.ranks, WORKER, {"OMP_NUM_THREADS": "1"}, lab.servers) as job:
+                most.append(max(a["allocated_bytes"] for a in job.ask(request, TIMEOUT_S)))
+    assert goal.memory is not None
+    report.notes.append(
+        f"{goal.name}: torch has allocated at most {most[0] / 2**20:.0f} MiB a rank in a step of autopar, "
+        f"{most[1] / 2**20:.0f} MiB in one of DDP."
+    )
+    report.targets.append(Target(f"{goal.name}: peak memory, as part of DDP's", most[0] / most[1], goal.memory))
 
 
 def _row(goal: Goal, outcome: CaseOutcome, entry: Entry, ours: Entry | None) -> tuple[str, ...]:

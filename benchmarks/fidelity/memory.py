@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 
@@ -21,8 +22,9 @@ from benchmarks.peers.case import Case
 from benchmarks.suite import WORKLOADS
 
 RANKS = 2
-PLANS = ("ddp", "all_reduce_one_bucket", "zero1", "PSLoadBalancing", "structured", "sharded_tables_zero1")
+PLANS = ("ddp", "all_reduce_one_bucket", "zero1", "PSLoadBalancing", "structured", "sharded_tables_zero1", "sharded")
 TIMEOUT_S = 300.0
+WORKER = (sys.executable, "-m", "benchmarks.fidelity.memory_rank")
 WITHIN = 0.05
 
 
@@ -45,20 +47,24 @@ def fill(report: Report) -> None:
     report.targets.append(Target("peak memory: MAPE", mean(map(abs, off)), WITHIN))
 
 
+def of_plan(workload: str, path: str) -> dict[str, Any]:
+    """What a rank is asked: the memory of a plan."""
+    return {"workload": workload, "peer": "autopar", "options": {"plan": path}}
+
+
 def _measured() -> Iterator[tuple[str, Plan, int]]:
     cluster = ClusterSpec.local(RANKS)
-    worker = [sys.executable, "-m", "benchmarks.fidelity.memory_rank"]
     with loopback(cluster) as lab, TemporaryDirectory(prefix="autopar-") as folder:
         for name, workload in WORKLOADS.items():
             case = Case(workload, "local", cluster, Path(folder))
-            with Job(lab.ranks, worker, {"OMP_NUM_THREADS": "1"}) as job:
+            with Job(lab.ranks, WORKER, {"OMP_NUM_THREADS": "1"}) as job:
                 for builder in PLANS:
                     try:
                         plan = case.built(builder)
                     except PlanError as e:
                         click.echo(f"{name}, {builder}: {e}", err=True)
                         continue
-                    answers = job.ask({"workload": name, "plan": case.save(plan)}, TIMEOUT_S)
+                    answers = job.ask(of_plan(name, case.save(plan)), TIMEOUT_S)
                     held = [a["allocated_bytes"] >> 20 for a in answers]
                     resident = [a["resident_bytes"] >> 20 for a in answers]
                     click.echo(f"{name}, {builder}: {held} MiB allocated, {resident} MiB resident", err=True)

@@ -1,4 +1,4 @@
-"""A rank whose memory is measured: it trains a workload by a plan for a few steps."""
+"""A rank whose memory is measured: it trains a workload for a few steps, by a plan or as a peer does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.lab import serve
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
 from autopar.runtime import collectives
 from autopar.runtime.exchange import AllGather, AllToAll, Exchange
-from benchmarks.peers import peer_named
+from benchmarks.peers import Options, peer_named
 from benchmarks.peers.planned import captured
 from benchmarks.suite import workload_named
 
@@ -25,21 +25,21 @@ MOMENT_S = 0.005
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"workload", "plan"}`: the most that was allocated during a step, and the most that was resident beyond what
-    was resident before there was a model."""
+    """`{"workload", "peer", "options"}`: the most that was allocated during a step, and the most that was resident
+    beyond what was resident before there was a model."""
     captured(workload_named(request["workload"]), dist.get_rank())
     release()
     before = resident_bytes()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        begin_ns, resident = _train(request["workload"], request["plan"])
+        begin_ns, resident = _train(request["workload"], request["peer"], request["options"])
     return {"allocated_bytes": _most(profiler, begin_ns), "resident_bytes": resident - before}
 
 
-def _train(name: str, plan: str) -> tuple[int, int]:
+def _train(name: str, peer: str, options: Options) -> tuple[int, int]:
     """When the steps began that are looked at, and what was resident at most during them."""
     workload, rank, n = workload_named(name), dist.get_rank(), dist.get_world_size()
     batches = [pytree.tree_map(_own, workload.batch(number, rank)) for number in range(1 + STEPS)]
-    step = peer_named("autopar").build(workload, rank, n, {"plan": plan})
+    step = peer_named(peer).build(workload, rank, n, options)
     step(batches[0])
     release()
     reset_peak()

@@ -11,7 +11,7 @@ from statistics import mean
 import numpy as np
 
 from autopar.cost_models.correction import Floats
-from autopar.cost_models.own_trials import OwnTrials
+from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials
 from benchmarks.fidelity.figures import Quality
 from benchmarks.fidelity.lab import Said, Table
 from benchmarks.harness import Target
@@ -81,7 +81,8 @@ def predict(said: Sequence[Said]) -> WithOwn:
         for number in range(DRAWS):
             mixed = draw.permutation(at)
             spent, others = mixed[:OWN], mixed[OWN:][clean[mixed[OWN:]]]
-            trials = OwnTrials.of(correction, rows[spent], np.log(truth[spent] / corrected[spent]))
+            noise = np.where(clean[spent], NOISE, NOISY)
+            trials = OwnTrials.of(correction, rows[spent], np.log(truth[spent] / corrected[spent]), noise)
             off, half = trials.residual(rows[others])
             predicted = corrected[others] * np.exp(off)
             found.predicted += predicted.tolist()

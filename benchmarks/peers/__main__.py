@@ -70,7 +70,8 @@ def main(
     report = Report(name=f"peers-{suite.name}", title=title, columns=COLUMNS)
     limit_s = None if only else suite.limit_s
     outcomes, left_out = _measure(suite, cases, peers, limit_s, keep, no_lab)
-    report.notes.append(METHOD)
+    begun = sorted(outcome.machine.split(";")[0] for outcome in outcomes)
+    report.notes.append(f"{METHOD} Cases were begun between {begun[0]} and {begun[-1]}." if begun else METHOD)
     fill(report, outcomes)
     if left_out:
         report.notes.append(f"No time was left for {', '.join(left_out)}.")
@@ -103,7 +104,11 @@ def _measure(
         if not missing:
             continue
         cluster = case_named(cluster_name).cluster
-        with _lab(cluster, no_lab) as lab, Ranks(lab.ranks) as ranks, TemporaryDirectory(prefix="autopar-") as folder:
+        with (
+            _lab(cluster, no_lab) as lab,
+            Ranks(lab.ranks, lab.servers) as ranks,
+            TemporaryDirectory(prefix="autopar-") as folder,
+        ):
             for name in missing:
                 begun = time.monotonic()
                 expected_s = statistics.median(took_s or [0.0])

@@ -14,9 +14,11 @@ from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.outcome import Measured
 from benchmarks.peers.ranks import Ranks, SystemFailed
 
-TUNING_STEPS = 3
+TUNING_STEPS, TUNING_S = 3, 6.0
+"""A choice is tried for so many steps behind its warm-up; for fewer, where they take longer than that together."""
 HOPELESS = 1.5
-"""A choice whose first step takes so many times that of the best choice before it is tried no further."""
+"""A choice whose first step takes so many times that of the best before it, of this peer or of another of its fidelity,
+is tried no further; nor are the other choices of a peer that is so far behind another's."""
 
 Say = Callable[[str], None]
 
@@ -66,11 +68,12 @@ def enter(
     fidelities = {"exact"} | {peer.fidelity for peer in peers if reasons[peer.name] is None}
     by_key: dict[str, Entrant] = {}
     absent = {}
+    best_s: dict[str, float] = {}
     for peer in (*(p for p in OURS.values() if p.fidelity in fidelities), *peers):
         reason = reasons.get(peer.name)
         if reason is None:
             try:
-                options = _tuned(peer, case, ranks, effort, say)
+                options = _tuned(peer, case, ranks, effort, best_s, say)
             except (AutoparError, SystemFailed) as e:
                 reason = first_line(e)
             else:
@@ -81,20 +84,25 @@ def enter(
     return sorted(by_key.values(), key=lambda e: not e.ours), absent
 
 
-def _tuned(peer: Peer, case: Case, ranks: Ranks, effort: Effort, say: Say) -> Options:
-    """The fastest of a peer's choices; raises the last one's failure where none runs."""
+def _tuned(peer: Peer, case: Case, ranks: Ranks, effort: Effort, best_s: dict[str, float], say: Say) -> Options:
+    """The fastest of a peer's choices; raises the last one's failure where none runs. `best_s` is, by fidelity, the
+    time of a step of the best choice of all peers so far."""
     choices = peer.choices(case)
     if len(choices) == 1 or not effort.tune:
         return choices[0]
     times_s: list[tuple[float, int]] = []
     for i, options in enumerate(choices):
+        others_s = best_s.get(peer.fidelity, float("inf"))
+        if times_s and min(times_s)[0] > HOPELESS * others_s:
+            break
         say(f"{peer.name}: trying {_shown(options)}")
         try:
             system = ranks.build("tuning", peer, case.workload.name, options)
             turns = Turns(lambda block: None)
             took_s = list(turns.warm_up([system], peer.warm_up_steps + 1)[0].step_s[-1:])
-            if took_s[0] < HOPELESS * min(times_s, default=(float("inf"), 0))[0]:
-                took_s += turns.warm_up([system], TUNING_STEPS - 1)[0].step_s
+            more = min(TUNING_STEPS - 1, round(TUNING_S / took_s[0]))
+            if more and took_s[0] < HOPELESS * min([others_s, *(t for t, _ in times_s)]):
+                took_s += turns.warm_up([system], more)[0].step_s
             ranks.drop("tuning")
         except SystemFailed as e:
             failure = e
@@ -102,7 +110,9 @@ def _tuned(peer: Peer, case: Case, ranks: Ranks, effort: Effort, say: Say) -> Op
         times_s.append((statistics.median(took_s), i))
     if not times_s:
         raise failure
-    return choices[min(times_s)[1]]
+    step_s, best = min(times_s)
+    best_s[peer.fidelity] = min(step_s, best_s.get(peer.fidelity, step_s))
+    return choices[best]
 
 
 def first_line(error: Exception) -> str:

@@ -27,8 +27,8 @@ class SystemFailed(RuntimeError):
 class Ranks:
     """Living ranks, one on each of `hosts`. A context manager."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
-        self.hosts = tuple(hosts)
+    def __init__(self, hosts: Sequence[Host], servers: Sequence[Host] = ()) -> None:
+        self.hosts, self.servers = tuple(hosts), tuple(servers)
         self._stack = ExitStack()
         self._job: Job | None = None
 
@@ -77,5 +77,5 @@ class Ranks:
 
     def _launch(self) -> Job:
         if self._job is None:
-            self._job = self._stack.enter_context(Job(self.hosts, _WORKER, _ENVIRONMENT))
+            self._job = self._stack.enter_context(Job(self.hosts, _WORKER, _ENVIRONMENT, self.servers))
         return self._job
