@@ -3,7 +3,8 @@
     python -m benchmarks.strategies [--only CASE] [--check] [--json FILE] [--save]
 
 Each case is a workload on a cluster of the lab. autopar takes the plan that its search finds, within what is exact;
-all take blocks of steps in turn on the same ranks, as in `benchmarks.peers`.
+all take blocks of steps in turn on the same ranks, as in `benchmarks.peers`. The last case is held against its floor
+rather than against DDP (`benchmarks.overlap`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from tempfile import TemporaryDirectory
 import click
 
 from autopar.lab import Job, Lab, loopback, unavailable_reason
+from benchmarks import overlap
 from benchmarks.fidelity.memory import TIMEOUT_S, WORKER, of_plan
 from benchmarks.harness import Report, Target, options, publish
+from benchmarks.overlap import Overlap
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.measure import Contest
 from benchmarks.peers.outcome import CaseOutcome, Entry, median_step_s, relative
@@ -65,8 +68,9 @@ GOALS = (
 @options
 def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) -> None:
     """Measures every case, about three minutes each."""
-    if strangers := set(only) - {g.name for g in GOALS}:
-        raise click.UsageError(f"no case {', '.join(strangers)}; there are {', '.join(g.name for g in GOALS)}")
+    cases = [*(g.name for g in GOALS), overlap.NAME]
+    if strangers := set(only) - set(cases):
+        raise click.UsageError(f"no case {', '.join(strangers)}; there are {', '.join(cases)}")
     reason = unavailable_reason()
     if reason is not None:
         raise click.ClickException(f"without network namespaces there is no network to save: {reason}")
@@ -77,6 +81,9 @@ def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) 
             fill(report, goal, _measure(goal, start))
             if goal.memory is not None:
                 weigh(report, goal)
+    if not only or overlap.NAME in only:
+        found = overlap.Step(EFFORT.search_time_s).measure(lambda what: _say(start, overlap.NAME, what))
+        fill_overlap(report, found)
     report.notes.append(
         "DDP takes the fastest bucket size of a sweep. Times are medians over rounds in which all take a block of "
         "steps in turn; the ratio is the median (quartiles) over rounds. The loss difference is the greatest relative "
@@ -95,11 +102,12 @@ def _measure(goal: Goal, start: float) -> CaseOutcome:
     ):
         case = Case(workload_named(goal.workload), goal.cluster, cluster.cluster, Path(folder), EFFORT.search_time_s)
 
-        def say(what: str) -> None:
-            click.echo(f"[{time.monotonic() - start:4.0f} s] {goal.name}: {what}", err=True)
-
-        contest = Contest(case, ranks, EFFORT, say)
+        contest = Contest(case, ranks, EFFORT, lambda what: _say(start, goal.name, what))
         return contest.run(tuple(goal.faster), f"{cluster.about}, {lab.note}", lab.emulated)
+
+
+def _say(start: float, case: str, what: str) -> None:
+    click.echo(f"[{time.monotonic() - start:4.0f} s] {case}: {what}", err=True)
 
 
 def fill(report: Report, goal: Goal, outcome: CaseOutcome) -> None:
@@ -140,6 +148,26 @@ def weigh(report: Report, goal: Goal) -> None:
         f"{most[1] / 2**20:.0f} MiB in one of DDP."
     )
     report.targets.append(Target(f"{goal.name}: peak memory, as part of DDP's", most[0] / most[1], goal.memory))
+
+
+def fill_overlap(report: Report, found: Overlap) -> None:
+    """Adds what a step across iterations takes, and how near it comes to its floor."""
+    ours_s = found.step_s[overlap.OURS]
+    for name, step_s in found.step_s.items():
+        times = "" if name == overlap.OURS else f"{step_s / ours_s:.2f}"
+        sent = found.sent_bytes[name]
+        shown = "not counted" if sent is None else f"{sent / 1e6:.2f}"
+        note = f"predicted {found.predicted_s[name] * 1e3:.0f} ms"
+        report.rows.append((overlap.NAME, name, f"{step_s * 1e3:.0f}", times, shown, "nothing is computed", note))
+    report.notes.append(
+        f"{overlap.NAME}: {overlap.PICTURES} pictures of {overlap.SIDE} x {overlap.SIDE} a rank; compute is slept "
+        f"through, {found.compute_s * 1e3:.0f} ms of it. What autopar's plan sends takes {found.bytes_s * 1e3:.0f} ms "
+        f"at the link's rate, without headers. {found.noise}".strip()
+    )
+    report.targets.append(
+        Target(f"{overlap.NAME}: step, in max(compute, bytes over bandwidth)", ours_s / found.floor_s, 1.1)
+    )
+    report.data[overlap.NAME] = ours_s / found.floor_s
 
 
 def _row(goal: Goal, outcome: CaseOutcome, entry: Entry, ours: Entry | None) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ class Neighbourhood:
         self.moves: tuple[Callable[[Groups, random.Random], Groups | None], ...] = (
             self.switch,
             self.switch_all,
+            self.switch_run,
             self.merge,
             self.split,
             self.shift,
@@ -80,6 +81,14 @@ class Neighbourhood:
         """One strategy for all groups that can use it."""
         choice = self._draw_choice(draw)
         return tuple(choice.of(g) if self.possible(choice, g) else g for g in groups)
+
+    def switch_run(self, groups: Groups, draw: random.Random) -> Groups | None:
+        """One strategy for those of a stretch of groups that can use it: what comes first in the backward pass has
+        more time than what comes last."""
+        first, last = sorted(draw.choices(range(len(groups)), k=2))
+        choice = self._draw_choice(draw)
+        run = (choice.of(g) if self.possible(choice, g) else g for g in groups[first : last + 1])
+        return (*groups[:first], *run, *groups[last + 1 :])
 
     def merge(self, groups: Groups, draw: random.Random) -> Groups | None:
         """Two neighbours become one group."""

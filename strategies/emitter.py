@@ -18,8 +18,10 @@ right order]"""
 class Emitter:
     """Records the primitives of a step. With one rank, collectives and waits vanish."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, end: int = 0) -> None:
         self.context = context
+        self.end = end
+        """Position of the last node in the graph's compute."""
         self.world_size = context.world_size
         self.primitives: list[Primitive] = []
         self.own: Sums = tuple(frozenset({r}) for r in range(self.world_size))

@@ -77,7 +77,7 @@ class StepProgram:
 
 def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Context) -> StepProgram:
     """Lowers sync groups for one training graph; raises `PlanError` where a strategy cannot be used."""
-    emit = Emitter(context)
+    emit = Emitter(context, len(graph.compute) - 1)
     resolved = []
     for index, spec in enumerate(groups):
         strategy = strategy_named(spec.strategy)

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Annotated
+
+from pydantic import Field
 
 from autopar.strategies.base import Context, Group, Member, Options, Shares, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
+
+EARLY = (0.0, 0.25, 0.5, 0.75)
+"""How early slices may be sent back, of what is worth pricing."""
 
 
 class PartitionedParameterServerOptions(Options):
@@ -21,9 +27,10 @@ class PartitionedParameterServerOptions(Options):
     """Number format of the gradients on the wire; parameters come back in their own."""
     late: bool = False
     """Whether parameters may come back in the next step, beside its forward pass."""
-    early: bool = False
-    """Whether slices are updated and sent beside the rest of the backward pass, rather than behind it; where gradients
-    are clipped, there is no difference."""
+    early: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How early slices are updated and sent back: 0, behind the backward pass; 0.5, when half of what of it lies behind
+    the group's gradients has gone by; 1, as soon as they are summed. Where gradients are clipped, there is no
+    difference."""
 
 
 class PartitionedParameterServer(Strategy):
@@ -42,7 +49,7 @@ class PartitionedParameterServer(Strategy):
 
     def options(self, context: Context) -> Sequence[PartitionedParameterServerOptions]:
         late = (False, True) if context.late_parameters else (False,)
-        early = (False,) if context.clips else (False, True)
+        early = (0.0,) if context.clips else EARLY
         shares = ((), balanced_shares(context.rates)) if context.rates else ((),)
         each = product(early, late, shares)
         return [PartitionedParameterServerOptions(shares=s, late=x, early=e) for e, x, s in each]
@@ -50,18 +57,16 @@ class PartitionedParameterServer(Strategy):
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, PartitionedParameterServerOptions)
         shares = options.shares or (1.0,) * emit.world_size
-        position = turn(group) if options.early and not emit.context.clips else None
+        position = _turn(group, options.early, emit.end) if options.early and not emit.context.clips else None
         gradients = emit.pack(group, options.wire)
         shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)), position)
         parameters = emit.update(shard, group, position=position)
         emit.store(emit.all_gather(parameters, lane=1), group, late=options.late)
 
 
-def turn(group: Group) -> int:
-    """Position in the backward pass at which a group's sums are waited for, where that is not left to its end: when as
-    much of it has gone by again as lies between the group's gradients, and nothing reads the parameters any more."""
-    ready = [m.parameter.ready for m in group.members]
-    return max(2 * max(ready) - min(ready), max(ready) + 1, *(m.parameter.last_use for m in group.members))
+def _turn(group: Group, early: float, end: int) -> int:
+    """Position in the backward pass at which a group's sums are waited for: nothing reads the parameters any more."""
+    return max(round(end - early * (end - group.ready)), *(m.parameter.last_use for m in group.members))
 
 
 def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:

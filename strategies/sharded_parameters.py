@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from autopar.ir.primitives import DTYPE_BYTES, GATHERED
 from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
-from autopar.strategies.partitioned_parameter_server import turn
 from autopar.strategies.row_exchange import row_shares
 
 
@@ -67,7 +66,6 @@ class ShardedParameters(Strategy):
     def _reduce(self, group: Group, options: ShardedParametersOptions, emit: Emitter) -> None:
         """The sums of gradients go to the owners of rows. They are waited for when as much of the backward pass has
         gone by again, so that no more than two groups' gradients are there at a time."""
-        ready = [m.parameter.ready for m in group.members]
         shares, width = row_shares(group, emit.world_size), DTYPE_BYTES[group.dtype]
         sent_as = group.dtype if options.wire == "same" else options.wire
         packed = emit.local(
@@ -77,10 +75,11 @@ class ShardedParameters(Strategy):
             dtype=sent_as,
             sums=emit.own,
             ragged=False,
-            position=max(ready),
+            position=group.ready,
             moved_bytes=group.elements * (width + DTYPE_BYTES[sent_as]),
         )
-        position = turn(group)
+        span = _span([m.parameter.ready for m in group.members])
+        position = max(group.ready + span, *(m.parameter.last_use for m in group.members))
         summed = emit.wait(emit.reduce_scatter(packed, shares), position)
         gradient = emit.local(
             f"{GATHERED}gradient",

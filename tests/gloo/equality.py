@@ -180,7 +180,7 @@ def _late(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
     the backward pass."""
     by_use = sorted(graph.parameters, key=lambda p: p.ready)
     options: tuple[dict[str, Any], ...]
-    options = ({"late": True}, {"owner": world_size - 1, "late": True}, {"early": True})
+    options = ({"late": True}, {"owner": world_size - 1, "late": True}, {"early": 0.5})
     names = ("partitioned_parameter_server", "parameter_server", "partitioned_parameter_server")
     return tuple(
         SyncGroup(strategy=name, options=chosen, members=_whole(by_use[i::3]))

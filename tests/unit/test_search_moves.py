@@ -30,7 +30,7 @@ def seed(name: str, of: Problem) -> Groups:
 
 
 @pytest.mark.parametrize("name", ["ddp", "PartitionedPS", "RandomAxisPartitionAR"])
-@pytest.mark.parametrize("move", ["switch", "switch_all", "merge", "split", "shift", "rebucket"])
+@pytest.mark.parametrize("move", ["switch", "switch_all", "switch_run", "merge", "split", "shift", "rebucket"])
 def test_a_move_keeps_every_parameter_in_one_place(name: str, move: str) -> None:
     of = problem(dtypes=("float32", "bfloat16"))
     near, draw = Neighbourhood(of), random.Random(1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.harness import Machine, Report
+from benchmarks.overlap import NAME, OURS, THEIRS, Overlap
 from benchmarks.peers import peer_named
 from benchmarks.peers.outcome import CaseOutcome, Entry, Measured
-from benchmarks.strategies import COLUMNS, GOALS, SPARSE, TUNED, Goal, fill
+from benchmarks.strategies import COLUMNS, GOALS, SPARSE, TUNED, Goal, fill, fill_overlap
 from benchmarks.suite import workload_named
 from benchmarks.suite.clusters import case_named
 
@@ -48,3 +49,13 @@ def test_a_peer_that_did_not_run_falls_short() -> None:
 def test_speed_at_other_losses_does_not_count() -> None:
     report = _report(_entry("autopar", 1.0, loss=0.5), _entry(TUNED, 30.0), _entry(SPARSE, 2.0))
     assert not any(t.met for t in report.targets)
+
+
+@pytest.mark.parametrize(("compute_s", "bytes_s", "met"), [(0.14, 0.13, True), (0.13, 0.13, False), (0.1, 0.14, True)])
+def test_a_step_is_held_against_the_longer_of_compute_and_bytes(compute_s: float, bytes_s: float, met: bool) -> None:
+    report = Report("strategies", "a table", COLUMNS, MACHINE)
+    steps = {OURS: 0.15, THEIRS: 0.3}
+    fill_overlap(report, Overlap(compute_s, bytes_s, steps, steps, dict.fromkeys(steps, 2e6), "a busy machine"))
+    assert [t.met for t in report.targets] == [met]
+    assert [row[:4] for row in report.rows] == [(NAME, OURS, "150", ""), (NAME, THEIRS, "300", "2.00")]
+    assert report.notes[0].endswith("a busy machine")
