@@ -161,8 +161,8 @@ def main(check: bool, json_file: str | None, save: bool) -> None:
         f"The links count headers: a full frame holds {GOODPUT:.3f} of payload, so a collective that never waits takes "
         f"{1 / GOODPUT:.3f} times the ideal, and reaches {GOODPUT:.3f} of the line rate. What goes below that after a "
         "pause is the token bucket, which is full then and lets the first 2 ms (at least 72 KiB) through at once.",
-        "Only the all-reduce has a target. The reduce-scatter is an all-to-all and a sum, broadcast and reduce are "
-        "gloo's: a binomial tree that passes a value on when it is there as a whole, and a ring with a last hop.",
+        "Only the all-reduce has a target. Reduce-scatter and all-gather are rings of autopar's, broadcast and reduce "
+        "are gloo's: a binomial tree that passes a value on when it is there as a whole, and a ring with a last hop.",
     ]
     for rate in RATES:
         examine(report, rate)

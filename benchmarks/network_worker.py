@@ -26,7 +26,7 @@ def collective(what: str, elements: int, group: str) -> Run:
     issue: dict[str, Run] = {
         "all-reduce": lambda: collectives.all_reduce(x, group),
         "reduce-scatter": lambda: collectives.sum_parts(
-            collectives.wait(collectives.reduce_scatter(x, splits, rank, group)), n, x.dtype
+            collectives.wait(collectives.reduce_scatter(x, splits, rank, group)), x.dtype
         ),
         "all-gather": lambda: collectives.all_gather(part, splits, rank, group),
         "broadcast": lambda: collectives.broadcast(x, 0, group),

@@ -26,10 +26,12 @@ from autopar.cost_models.compute import is_cpu
 from autopar.ir.primitives import (
     COLLECTIVES,
     DTYPE_BYTES,
+    EXACT_BYTES,
     ROUNDS_BYTES,
     Kind,
     Primitive,
     Teams,
+    alike,
     all_teams,
     broadcast_children,
     ring_reduce_bytes,
@@ -241,12 +243,11 @@ class Network:
         others: Floats = np.array([len(primitive.team_of(r, n)) - 1 for r in range(n)], float)
         if kind is Kind.ALL_REDUCE:
             return [(kind, np.asarray(flows.ring @ (2 * others / (others + 1) * held)))]
-        if kind is Kind.REDUCE_SCATTER:
-            return [(kind, np.asarray(flows.to_each @ held))]
         if kind is Kind.ALL_TO_ALL:
             return [(kind, np.asarray(flows.from_each @ (held / (others + 1))))]
-        if is_all_to_all(primitive, n):
-            return [(Kind.REDUCE_SCATTER, np.asarray(flows.from_each @ held))]
+        if not is_ring(primitive, n, self.backend):
+            flow = flows.to_each if kind is Kind.REDUCE_SCATTER else flows.from_each
+            return [(Kind.REDUCE_SCATTER, np.asarray(flow @ held))]
         return [(kind, np.asarray(flows.ring @ (others * held)))]
 
     def _around(self, sent: Floats) -> Floats:
@@ -373,11 +374,14 @@ def in_rounds(primitive: Primitive) -> bool:
     return primitive.kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) and part > ROUNDS_BYTES
 
 
-def is_all_to_all(primitive: Primitive, world_size: int) -> bool:
-    """Whether the runtime sends from each rank to each: for every reduce-scatter, and to gather unequal parts."""
-    teams = all_teams(primitive.teams, world_size)
-    unequal = any(len({primitive.splits[r] for r in team}) > 1 for team in teams if primitive.splits)
-    return primitive.kind is Kind.REDUCE_SCATTER or (primitive.kind is Kind.ALL_GATHER and unequal)
+def is_ring(primitive: Primitive, world_size: int, backend: Backend) -> bool:
+    """Whether ranks send on to the next one what they gather or add up, and not from each to each."""
+    teams = all_teams(primitive.teams, world_size) if primitive.splits else ()
+    splits = [[primitive.splits[r] for r in team] for team in teams]
+    if not backend.chains and in_rounds(primitive):
+        exact = primitive.kind is Kind.ALL_GATHER or DTYPE_BYTES[primitive.dtype] >= EXACT_BYTES
+        return exact and all(map(alike, splits))
+    return primitive.kind is Kind.ALL_GATHER and all(len(set(each)) == 1 for each in splits)
 
 
 def _all_but(last: int, n: int, size: int) -> Floats:

@@ -7,6 +7,7 @@ into the FX graph, the cost model prices it. So a cost cannot drift from what is
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +24,8 @@ def all_teams(teams: Teams, world_size: int) -> Teams:
 ROUNDS_BYTES = 64 * 1024
 """Of an exchange, parts up to here fit the buffers on their way, so that sending all at once costs nothing; larger ones
 go in rounds (`autopar.runtime.exchange`)."""
+EXACT_BYTES = 4
+"""Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""
 SERVED_PIECE_BYTES = 1 << 19
 """Of a sum over serving hosts, what is added up and sent back at a time, over all that add up, while the next piece is
 on its way. [Empirical: four hosts at 1 Gbit/s and two servers at 2, torch 2.13. 16 MiB take 153 ms, in pieces of 256
@@ -158,6 +161,12 @@ GATHERED = "shards."
 WHOLE_STEP = -1
 FORWARD_STAGE = -2
 CLIP_STAGE = 100
+
+
+def alike(splits: Sequence[int]) -> bool:
+    """Whether parts differ by one element at most: then they may go around in a ring, without the slow waiting for the
+    fast."""
+    return max(splits) - min(splits) <= 1
 
 
 def wire_bytes(primitive: Primitive, world_size: int) -> tuple[list[int], list[int]]:

@@ -6,8 +6,8 @@ others are asynchronous `torch.distributed` calls whose work is registered, so t
 Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Some choices follow from what gloo does:
 its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all; its all-gather refuses
 unequal parts, so those go through an all-to-all as well; neither is fast, so that large ones on CPU go in rounds of our
-own (`exchange`); and the functional all-gather of torch 2.13 corrupts the heap where several are under way ("double
-free", a fault in malloc, within seconds of small messages), so it is not used.
+own, in a ring where parts are alike (`exchange`); and the functional all-gather of torch 2.13 corrupts the heap where
+several are under way ("double free", a fault in malloc, within seconds of small messages), so it is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from autopar.runtime.exchange import AllGather, AllToAll, in_rounds
+from autopar.ir.primitives import EXACT_BYTES, alike
+from autopar.runtime.exchange import AllGather, AllToAll, ReduceScatter, in_rounds
 from autopar.runtime.served_sum import ServedSum
 from autopar.runtime.servers import mesh_named
 
@@ -67,14 +68,17 @@ def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
 
 @may_fail()
 def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
-    """Sends part r of `x` to rank r; the result, once waited for, is what `sum_parts` adds up."""
+    """Sends part r of `x` to rank r. The result, once waited for, is what `sum_parts` takes: what came from each rank,
+    [ranks, elements], or its sum, where it was added up on its way."""
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     mine = splits[rank]
-    out = x.new_empty(mine * len(splits))
+    if in_rounds(x, splits) and alike(splits) and x.element_size() >= EXACT_BYTES:
+        out = x.new_empty(mine)
+        return _registered(out, ReduceScatter(torch.split(x, list(splits)), out, rank, pg).begin())
+    out = x.new_empty(len(splits), mine)
     if in_rounds(x, splits):
-        parts = torch.split(x, list(splits)), torch.split(out, [mine] * len(splits))
-        return _registered(out, AllToAll(*parts, rank, pg).begin())
-    work = dist.all_to_all_single(out, x, [mine] * len(splits), list(splits), group=pg, async_op=True)
+        return _registered(out, AllToAll(torch.split(x, list(splits)), out.unbind(), rank, pg).begin())
+    work = dist.all_to_all_single(out.view(-1), x, [mine] * len(splits), list(splits), group=pg, async_op=True)
     return _registered(out, work)
 
 
@@ -83,9 +87,9 @@ def reduce_scatter_equal(x: torch.Tensor, world_size: int, rank: int, group: str
     return reduce_scatter(x, [x.numel() // world_size] * world_size, rank, group)
 
 
-def sum_parts(x: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the parts that `reduce_scatter` received, in rank order, in `dtype`."""
-    return x.view(world_size, -1).sum(0, dtype=dtype)
+def sum_parts(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum, in `dtype`, of what `reduce_scatter` received, in rank order."""
+    return x.to(dtype) if x.dim() == 1 else x.sum(0, dtype=dtype)
 
 
 @may_fail()
@@ -95,6 +99,8 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) ->
         return all_gather_equal(x, len(splits), group)
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out = x.new_empty(sum(splits))
+    if in_rounds(x, splits) and alike(splits):
+        return _registered(out, AllGather(x, torch.split(out, list(splits)), rank, pg).begin())
     if in_rounds(x, splits):
         return _registered(out, AllToAll([x] * len(splits), torch.split(out, list(splits)), rank, pg).begin())
     sent = x.repeat(len(splits))

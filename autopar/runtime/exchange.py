@@ -1,9 +1,9 @@
 """Collectives of our own, made of messages between two ranks, each in a thread of its own.
 
 Gloo's own all-to-all sends to all ranks at once, so that all senders meet at one receiver: at 200 Mbit/s between four
-hosts that took 1.77 times the bytes over the bandwidth, rounds take 1.09. Its all-gather, and its all-to-all of two
-ranks, do not send and receive at the same time: 1.8 to 2.2 times at 1.5 Gbit/s between two hosts, rounds 1.0. Those of
-one process group follow one another, as a round begins where the last one has ended.
+hosts that took 1.77 times the bytes over the bandwidth, rounds take 1.09, a ring 1.05. Its all-gather, and its
+all-to-all of two ranks, do not send and receive at the same time: 1.8 to 2.2 times at 1.5 Gbit/s between two hosts,
+rounds 1.0. Those of one process group follow one another, as a round begins where the last one has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.primitives import ROUNDS_BYTES
+
+PIECES, PIECE_BYTES = 4, 1 << 19
+"""Of what goes around a ring, the most pieces, and how small they may be."""
 
 _latest: dict[str, Exchange] = {}
 """Of each channel, the exchange behind which the next one begins."""
@@ -118,9 +121,43 @@ class AllToAll(_Rounds):
         self._sent, self._received = (), ()
 
 
-class AllGather(_Rounds):
-    """Fills `parts[r]` with rank r's `own`. A ring: what a rank has received it sends on to the next one, so that a
-    link between hosts carries each part once, however many ranks lie behind it."""
+class _Ring(_Rounds):
+    """Rounds in which a rank sends to the next one what it had from the one before."""
+
+    def _around(self, first: torch.Tensor, into: Sequence[torch.Tensor], added: Sequence[torch.Tensor] = ()) -> None:
+        """Sends `first`, receives `into` one after the other, adds to each what is `added`, and sends all but the last
+        on. In pieces, so that one is on its way while another is added to."""
+        n = self._pg.size()
+        to, source = (self._rank + 1) % n, (self._rank - 1) % n
+        count = max(1, min(PIECES, max(x.numel() * x.element_size() for x in (first, *into)) // PIECE_BYTES))
+        awaited = [
+            [(piece, self._receive(piece, source, count * k + i)) for i, piece in enumerate(x.tensor_split(count))]
+            for k, x in enumerate(into)
+        ]
+        sent = [self._send(piece, to, i) for i, piece in enumerate(first.tensor_split(count))]
+        for k, pieces in enumerate(awaited):
+            own = added[k].tensor_split(count) if added else ()
+            for i, (piece, work) in enumerate(pieces):
+                if work is not None:
+                    work.wait()
+                if own:
+                    piece += own[i]
+                if k + 1 < len(awaited):
+                    sent.append(self._send(piece, to, count * (k + 1) + i))
+        for work in sent:
+            if work is not None:
+                work.wait()
+
+    def _receive(self, piece: torch.Tensor, source: int, tag: int) -> dist.Work | None:
+        return dist.irecv(piece, group_src=source, group=self._pg, tag=tag) if piece.numel() else None
+
+    def _send(self, piece: torch.Tensor, to: int, tag: int) -> dist.Work | None:
+        return dist.isend(piece, group_dst=to, group=self._pg, tag=tag) if piece.numel() else None
+
+
+class AllGather(_Ring):
+    """Fills `parts[r]` with rank r's `own`. What a rank has received it sends on, so that a link between hosts carries
+    each part once, however many ranks lie behind it."""
 
     def __init__(self, own: torch.Tensor, parts: Sequence[torch.Tensor], rank: int, pg: dist.ProcessGroup) -> None:
         super().__init__(rank, pg)
@@ -129,9 +166,25 @@ class AllGather(_Rounds):
     def _messages(self) -> None:
         n, rank = len(self._parts), self._rank
         self._parts[rank].copy_(self._own)
-        for k in range(n - 1):
-            here, before = (rank - k) % n, (rank - k - 1) % n
-            self._round((rank + 1) % n, self._parts[here], (rank - 1) % n, self._parts[before])
+        self._around(self._parts[rank], [self._parts[(rank - k) % n] for k in range(1, n)])
 
     def _forget(self) -> None:
         self._own, self._parts = torch.empty(0), ()
+
+
+class ReduceScatter(_Ring):
+    """Fills `out` with the sum of what all ranks have as `parts[r]` for this rank r. The part of a rank begins behind
+    it, at the next one, and grows on its way around."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], out: torch.Tensor, rank: int, pg: dist.ProcessGroup) -> None:
+        super().__init__(rank, pg)
+        self._parts, self._out = parts, out
+
+    def _messages(self) -> None:
+        n, rank = len(self._parts), self._rank
+        added = [self._parts[(rank - k) % n] for k in range(2, n + 1)]
+        into = [torch.empty_like(part) for part in added[:-1]]
+        self._around(self._parts[(rank - 1) % n], [*into, self._out], added)
+
+    def _forget(self) -> None:
+        self._parts, self._out = (), torch.empty(0)

@@ -132,8 +132,7 @@ class Writer:
 
     def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
         """The sum of what a reduce-scatter has received, behind its wait `p`."""
-        team = self.program.primitives[p.inputs[0]].team_of(self.target.rank, self.target.world_size)
-        return self.call(collectives.sum_parts, (parts, len(team), self.summed_as(p)))
+        return self.call(collectives.sum_parts, (parts, self.summed_as(p)))
 
     def summed_as(self, p: Primitive) -> torch.dtype:
         """The dtype of that sum: the wire's where it is sent on, else the parameters'."""

@@ -32,7 +32,7 @@ def exchange(rank: int, n: int, names: list[str]) -> dict[str, list[float]]:
         values = torch.randn(PENDING, n, ELEMENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         assert in_rounds(values[0, 0], splits)
         started = [collectives.reduce_scatter(v[rank].clone(), splits, rank, group) for v in values]
-        parts = [collectives.sum_parts(collectives.wait(s), n, torch.float64) for s in started]
+        parts = [collectives.sum_parts(collectives.wait(s), torch.float64) for s in started]
         gathered = [collectives.wait(g) for g in [collectives.all_gather(p, splits, rank, group) for p in parts]]
         begin = sum(splits[:rank])
         sums = values.sum(1)

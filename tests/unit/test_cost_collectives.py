@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_models.collectives import GLOO, NCCL, Host, Network, backend_of
-from autopar.ir.primitives import COLLECTIVES, Kind, Primitive, wire_bytes
+from autopar.ir.primitives import COLLECTIVES, ROUNDS_BYTES, Kind, Primitive, wire_bytes
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from tests.unit.synthetic import cpu_hosts
@@ -63,12 +65,17 @@ def test_a_transfer_is_never_slower_on_a_faster_network(kind: Kind) -> None:
 
 
 def test_ranks_of_a_host_share_its_card() -> None:
-    """A ring crosses each card once; from each rank to each, all pairs of ranks on different hosts cross it."""
+    """A ring crosses each card once; from each rank to each, all pairs of ranks on different hosts cross it: what is
+    small, and sums that would be rounded on their way."""
     network = Network(Topology(cpu_hosts(2, devices="2 x cpu")))
     card = [link.id for link in network.links].index("host-0->switch")
     size = 8 * MIB
     assert network.link_bytes(collective(Kind.ALL_REDUCE, size, 4))[card] == pytest.approx(1.5 * size)
-    assert network.link_bytes(collective(Kind.REDUCE_SCATTER, size, 4))[card] == pytest.approx(size)
+    assert network.link_bytes(collective(Kind.REDUCE_SCATTER, size, 4))[card] == pytest.approx(0.75 * size)
+    small = 4 * ROUNDS_BYTES
+    assert network.link_bytes(collective(Kind.REDUCE_SCATTER, small, 4))[card] == pytest.approx(small)
+    narrow = replace(collective(Kind.REDUCE_SCATTER, size, 4), dtype="bfloat16")
+    assert network.link_bytes(narrow)[card] == pytest.approx(size / 2)
     # From rank 1 to both ranks of host-1; from rank 3 to both of host-0, one of which sends it on to rank 2.
     assert network.link_bytes(collective(Kind.BROADCAST, size, 4, owner=1))[card] == pytest.approx(2 * size)
     assert network.link_bytes(collective(Kind.BROADCAST, size, 4, owner=3))[card] == pytest.approx(size)
