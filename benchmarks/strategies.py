@@ -57,8 +57,8 @@ GOALS = (
     Goal("bert", "4x200m", {TUNED: 2.0}),
     Goal("gpt2", "4x200m", {TUNED: 2.0}),
     Goal("resnet50", "3x1g-1x200m", {TUNED: 1.35}),
-    Goal("resnet50", "2x2-1g", {TUNED: 1.35}),
-    Goal("resnet50", "4x1g-2-servers", {TUNED: 1.3}),
+    Goal("resnet50", "2x2-200m", {TUNED: 1.35}),
+    Goal("resnet50", "4x200m-2-servers", {TUNED: 1.3}),
 )
 """On two hosts of two ranks, DDP's all-reduce is the flat ring."""
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from autopar.cost_models.collectives import in_rounds
 from autopar.cost_models.device_work import sent_values
 from autopar.cost_models.optimizers import OptimizerCost
-from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, GATHERED, Kind, Primitive
+from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, GATHERED, LARGE_BYTES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.strategies.lowering import StepProgram
 
@@ -50,7 +50,7 @@ class MemoryModel:
         n = program.context.world_size
         positions = np.array([p.position for p in program.placed], dtype=np.int64)
         while_running, in_between = self._gradients(program, positions)
-        not_run, not_held = self._alive([self._position[name] for name in program.replaced])
+        not_run, not_held = self._alive([self._position[name] for name in program.replaced - program.handed])
         live, behind = self.live - not_run + while_running, self.behind - not_held
         made, freed, carried = self._buffers(program, n)
         before = carried + np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
@@ -132,6 +132,8 @@ class MemoryModel:
             source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
             packed = p.index in sent and len(program.groups[p.group].members) > 1
             size = allocated(p, source, n, packed, self.rounds and in_rounds(p))
+            if size is not None and p.in_pieces and self.rounds:
+                size = np.where(np.asarray(size) < LARGE_BYTES, size, 0)
             if size is not None:
                 sizes[i] = size
                 born[p.index] = i

@@ -9,6 +9,7 @@ from autopar.errors import PlanError, did_you_mean
 from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Context, Group, Member, Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
+from autopar.strategies.column_parallel_linear import ColumnParallelLinear
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
@@ -24,6 +25,7 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "ClassShardedHead",
+    "ColumnParallelLinear",
     "Context",
     "Emitter",
     "Group",
@@ -48,6 +50,7 @@ STRATEGIES: dict[str, Strategy] = {
     for s in (
         AllReduce(),
         ClassShardedHead(),
+        ColumnParallelLinear(),
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),

@@ -62,12 +62,13 @@ class ClassShardedHead(Strategy):
             return
         table = RowExchange(group, options.wire, emit)
         table.look_up()
-        of_head = _gradient(group, head, options.wire, emit)
+        of_head = _gradient(group, head, options.wire, emit, tied=bool(table.waves))
         emit.update(table.gradient(of_head) if table.waves else of_head, group, resident=True)
 
 
-def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value:
-    """From what this rank's layer is given, to the gradients of the classes that it keeps."""
+def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter, tied: bool) -> Value:
+    """From what this rank's layer is given, to the gradients of the classes that it keeps. `tied`: whether those of
+    rows that were looked up are added to them."""
     n, samples, width = emit.world_size, head.samples, head.width
     sent_as = group.dtype if wire == "same" else wire
     scores = samples * head.classes  # n times the samples, a share of the classes
@@ -148,7 +149,8 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter) -> Value
         splits=row_shares(group, n),
         sums=emit.everyone,
         ragged=False,
-        position=head.turn,
+        in_pieces=not tied and not emit.context.clips,
+        position=emit.end,  # nobody waits for it, and it hides what is being sent
         flops=product,
         moved_bytes=weight_bytes + given_bytes + score_bytes,
     )

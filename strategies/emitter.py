@@ -108,6 +108,7 @@ class Emitter:
         moved_bytes: int = 0,
         touched: int | None = None,
         in_place: bool = False,
+        in_pieces: bool = False,
     ) -> Value:
         """Work that the runtime knows by its name, on the values of earlier primitives. `elements`, `flops` and
         `moved_bytes` are those expected from the batch that was captured; the last two, of one rank. `in_place`: its
@@ -130,6 +131,7 @@ class Emitter:
             work=work,
             position=position,
             in_place=in_place,
+            in_pieces=in_pieces,
         )
 
     def count(self, group: Group) -> Value:
@@ -313,6 +315,7 @@ class Emitter:
         resident: bool = False,
         late: bool = False,
         in_place: bool = False,
+        in_pieces: bool = False,
     ) -> Value:
         is_collective = recorded_splits is not None
         if source is not None and not is_collective and splits is None:
@@ -354,6 +357,7 @@ class Emitter:
                 resident=resident,
                 late=late,
                 in_place=in_place,
+                in_pieces=in_pieces,
             )
         )
         return value

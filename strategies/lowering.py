@@ -44,13 +44,30 @@ class StepProgram:
     def replaced(self) -> frozenset[str]:
         """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
         of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
-        exchanged = [m for m in self.resident_members if m.slice.name not in self.gathered]
-        of_heads = [m.parameter.head for m in exchanged]
-        of_tables = [m.parameter.table for m in exchanged]
+        of_heads = [m.parameter.head for m in self._working_on("head")]
+        of_tables = [m.parameter.table for m in self._working_on("rows")]
+        of_layers = [m.parameter.layer for m in self._working_on("layer")]
         return frozenset(
             [name for g in of_parts for m in g.members for name in m.parts.replaced]
             + [name for head in of_heads if head is not None for name in head.replaced]
             + [name for table in of_tables if table is not None for name in table.parts.replaced]
+            + [name for layer in of_layers if layer is not None for name in layer.replaced]
+        )
+
+    @cached_property
+    def handed(self) -> frozenset[str]:
+        """Of these, nodes whose values a strategy makes in another way."""
+        of_heads = [m.parameter.head for m in self._working_on("head")]
+        of_layers = [m.parameter.layer for m in self._working_on("layer")]
+        return frozenset(
+            [head.hidden_gradient for head in of_heads if head is not None and head.hidden_gradient is not None]
+            + [
+                name
+                for layer in of_layers
+                if layer is not None
+                for name in (layer.product, layer.given_gradient)
+                if name is not None
+            ]
         )
 
     @cached_property
@@ -63,6 +80,11 @@ class StepProgram:
         """Parameters whose rows live on one rank each, and are gathered for each pass that reads them."""
         groups = {p.group for p in self.primitives if p.work.startswith(GATHERED)}
         return frozenset(m.slice.name for g in groups for m in self.groups[g].members)
+
+    def _working_on(self, what: str) -> list[Member]:
+        """Members of groups with a strategy's own works on heads, layers, or rows of tables."""
+        groups = {p.group for p in self.primitives if p.work.partition(".")[0] == what}
+        return [m for g in sorted(groups) for m in self.groups[g].members]
 
     @property
     def resident_members(self) -> tuple[Member, ...]:
@@ -180,6 +202,8 @@ def _place(
     # A program without an optimizer has no part in the forward pass.
     issued, early = -1, -1 if context.has_optimizer else start
     placed: list[Placed] = []
+    last: dict[int, Placed] = {}
+    """What has time until the end: sums whose gradients are complete only there are issued first."""
     at: dict[int, int] = {}
     for p in primitives:
         if p.position is not None:
@@ -187,7 +211,10 @@ def _place(
             of_step_before = p.late and p.kind in (Kind.WAIT, Kind.STORE)
             needed = -1 if of_step_before else max((at[i] for i in p.inputs if i in at), default=-1)
             at[p.index] = min(max(p.position, needed), end)
-            placed.append(Placed(p, at[p.index]))
+            if at[p.index] == end:
+                last[p.index] = Placed(p, end)
+            else:
+                placed.append(Placed(p, at[p.index]))
             continue
         if p.stage > 0 or p.kind is Kind.CLIP:
             continue
@@ -197,15 +224,19 @@ def _place(
             placed.append(Placed(p, early if p.stage == FORWARD_STAGE else start))
             continue
         if p.kind in (Kind.UPDATE, Kind.DELIVER, Kind.STORE):
-            position = max(group.ready, *(m.parameter.last_use for m in group.members))
+            made = max((at[i] for i in p.inputs if i in at), default=-1)
+            position = max(made, group.ready, *(m.parameter.last_use for m in group.members))
         elif context.world_size == 1:
             position = group.ready
         else:
             position = issued = max(issued, group.ready)
         at[p.index] = position
-        placed.append(Placed(p, position))
+        if any(i in last for i in p.inputs):
+            last[p.index] = Placed(p, end)
+        else:
+            placed.append(Placed(p, position))
     behind = sorted((p for p in primitives if p.stage > 0 and p.position is None), key=lambda p: _turn(p, groups))
-    return [*placed, *(Placed(p, end) for p in behind)]
+    return [*placed, *last.values(), *(Placed(p, end) for p in behind)]
 
 
 def _turn(p: Primitive, groups: Sequence[Group]) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ class Wave:
     """Index of the table among the group's members, and the lookup."""
     known: int
     """Position behind which all indices are known."""
+    needed: int
+    """Position behind which the first lookup follows."""
     turn: int | None
     """Position behind which the gradients of all rows are there; `None` where none gets any."""
 
@@ -41,7 +43,9 @@ def waves(group: Group) -> tuple[Wave, ...]:
         if not cut or lookup.known >= cut[-1][0][1].position:
             cut.append([])
         cut[-1].append((i, lookup))
-    return tuple(Wave(tuple(w), max(k.known for _, k in w), _turn(group, w)) for w in cut)
+    return tuple(
+        Wave(tuple(w), max(k.known for _, k in w), min(k.position for _, k in w) - 1, _turn(group, w)) for w in cut
+    )
 
 
 def _turn(group: Group, entries: list[tuple[int, Lookup]]) -> int | None:
@@ -72,29 +76,31 @@ class RowExchange:
         """By wave: how many rows each rank wants of each, and which of this rank's."""
 
     def look_up(self) -> None:
-        """The forward pass: rows come from their owners in time for their lookups."""
+        """The forward pass: rows come from their owners in time for their lookups, and what is computed before these
+        hides the ways there and back."""
         emit, group, n = self.emit, self.group, self.emit.world_size
         for i, wave in enumerate(self.waves):
-            known, length = wave.known, 1 + n * len(wave.entries)
+            asked, found, needed = (wave.known + k * (wave.needed - wave.known) // 3 for k in (1, 2, 3))
+            length = 1 + n * len(wave.entries)
             counts = emit.local(
                 f"rows.ask.{i}",
                 group,
                 elements=n * length,
                 dtype="int64",
                 splits=(length,) * n,
-                position=known,
+                position=wave.known,
                 moved_bytes=sum(k.rows for _, k in wave.entries) * SORT_BYTES,
             )
-            counts = emit.wait(emit.all_gather(counts), known)
-            ids = self._send(f"rows.wanted.{i}", [counts], _multiple(_distinct(wave), n), "int64", known)
-            rows = self._send(f"rows.found.{i}", [ids, counts], self._elements(wave), self.sent_as, known)
+            counts = emit.wait(emit.all_gather(counts), asked)
+            ids = self._send(f"rows.wanted.{i}", [counts], _multiple(_distinct(wave), n), "int64", asked, found)
+            rows = self._send(f"rows.found.{i}", [ids, counts], self._elements(wave), self.sent_as, found, needed)
             emit.local(
                 f"rows.received.{i}",
                 group,
                 [rows],
                 elements=rows.elements // n,
                 dtype=group.dtype,
-                position=known,
+                position=needed,
                 moved_bytes=self._bytes(wave),
             )
             self._asked.append((counts, ids))
@@ -103,13 +109,12 @@ class RowExchange:
         """The backward pass: the gradients of this rank's rows, added to what a head has for them."""
         emit, group, n = self.emit, self.group, self.emit.world_size
         inputs = [] if also is None else [also]
-        position = -1 if also is None or also.position is None else also.position
         for i, (wave, asked) in enumerate(zip(self.waves, self._asked, strict=True)):
             if wave.turn is None:
                 continue
-            back = self._send(f"rows.returned.{i}", [], self._elements(wave), self.sent_as, wave.turn)
+            # What comes back has until the end of the backward pass.
+            back = self._send(f"rows.returned.{i}", [], self._elements(wave), self.sent_as, wave.turn, emit.end)
             inputs += [*asked, back]
-            position = max(position, wave.turn)
         passes_over = also is None and all(map(emit.passes_over, group.members))
         return emit.local(
             "rows.gradient",
@@ -120,13 +125,14 @@ class RowExchange:
             splits=row_shares(group, n),
             sums=emit.everyone,
             ragged=False,
-            position=position,
+            position=emit.end,
             moved_bytes=group.elements // n * DTYPE_BYTES[group.dtype] + sum(map(self._bytes, self.waves)),
             touched=min(group.elements // n, sum(map(self._elements, self.waves))) if passes_over else None,
         )
 
-    def _send(self, work: str, inputs: list[Value], each: int, dtype: str, position: int) -> Value:
-        """A work whose value goes to the ranks that it is meant for; `each`: expected elements a rank."""
+    def _send(self, work: str, inputs: list[Value], each: int, dtype: str, position: int, until: int) -> Value:
+        """A work whose value goes to the ranks that it is meant for, between two positions; `each`: expected elements
+        a rank."""
         n = self.emit.world_size
         value = self.emit.local(
             work,
@@ -138,7 +144,7 @@ class RowExchange:
             position=position,
             moved_bytes=2 * each * DTYPE_BYTES[dtype],
         )
-        return self.emit.wait(self.emit.all_to_all(value), position)
+        return self.emit.wait(self.emit.all_to_all(value), until)
 
     def _elements(self, wave: Wave) -> int:
         total = sum(k.distinct * self._width(i) for i, k in wave.entries)

@@ -19,11 +19,13 @@ from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
 from autopar.ir.heads import find_heads
 from autopar.ir.hoist import hoist_indices
+from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
+from autopar.ir.primitives import EXACT_BYTES
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
 from autopar.ir.structure import find_parts
-from autopar.ir.training_graph import Parameter, Table, TrainingGraph
+from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
 Unused = Literal["error", "freeze"]
@@ -162,7 +164,8 @@ def _with_readers(
     position: dict[torch.fx.Node, int],
     example: dict[torch.fx.Node, torch.Tensor],
 ) -> tuple[Parameter, ...]:
-    """The parameters, each with the head that it belongs to and the table that it is, where it is nothing else."""
+    """The parameters, each with the head or layer that it belongs to and the table that it is, where it is nothing
+    else."""
     names = {n: p.name for p in parameters for n in (p.name, *p.spec.ties)}
     # A tied parameter is an input under each of its names, one of which is read.
     read = {n: str(key) for (kind, key), n in inputs.items() if kind == "parameter" and n.users}
@@ -171,8 +174,12 @@ def _with_readers(
     heads = {h.weight: h for h in find_heads(joint.module.graph, nodes, position)}
     parameter = {p.name: p for p in parameters}
     table_of: dict[str, Table] = {}
+    layer_of: dict[str, Layer | None] = {}
+    # A loss in 16 bits is scaled behind the backward pass, each rank's by its own share; layers would add up before.
+    narrow = any(n.meta["val"].dtype.itemsize < EXACT_BYTES for (kind, _), n in inputs.items() if kind == "tangent")
     for node, name in nodes.items():
         p, head, own = parameter[name], heads.get(name), ()
+        layer_of[name] = None if narrow else find_layer(node, p.parts, position)
         parts = p.parts
         if head is not None:
             own = tuple(by_name[n] for n in head.replaced)
@@ -184,7 +191,9 @@ def _with_readers(
         elif head is not None and head.weight_gradient != p.gradient:
             del heads[name]
     head_of = {name: h for h in heads.values() for name in (h.weight, h.bias)}
-    return tuple(replace(p, head=head_of.get(p.name), table=table_of.get(p.name)) for p in parameters)
+    return tuple(
+        replace(p, head=head_of.get(p.name), table=table_of.get(p.name), layer=layer_of.get(p.name)) for p in parameters
+    )
 
 
 def _backward_start(

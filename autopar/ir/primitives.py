@@ -26,6 +26,9 @@ ROUNDS_BYTES = 64 * 1024
 go in rounds (`autopar.runtime.exchange`)."""
 EXACT_BYTES = 4
 """Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""
+LARGE_BYTES = 1 << 25
+"""From here on, CPUs form what works `in_pieces` make a few rows at a time: glibc gives memory of this size back to the
+system at once, and every new page costs."""
 SERVED_PIECE_BYTES = 1 << 19
 """Of a sum over serving hosts, what is added up and sent back at a time, over all that add up, while the next piece is
 on its way. [Empirical: four hosts at 1 Gbit/s and two servers at 2, torch 2.13. 16 MiB take 153 ms, in pieces of 256
@@ -131,6 +134,8 @@ class Primitive:
     `position` of the latter two."""
     touched: int | None = None
     """`UPDATE`: how many elements it is expected to touch, where it passes over the others."""
+    in_pieces: bool = False
+    """`LOCAL`: whether its value, where it is large, is formed only as it is used (`autopar.runtime.products`)."""
     in_place: bool = False
     """`LOCAL`: its value takes the place of its first input."""
 

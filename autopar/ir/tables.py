@@ -9,7 +9,16 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from autopar.ir.training_graph import ComputeNode, GradientStructure, Head, Parameter, Parts, Table, TrainingGraph
+from autopar.ir.training_graph import (
+    ComputeNode,
+    GradientStructure,
+    Head,
+    Layer,
+    Parameter,
+    Parts,
+    Table,
+    TrainingGraph,
+)
 from autopar.spec.plan import ModelFingerprint
 
 
@@ -29,6 +38,8 @@ class GraphTables(BaseModel):
     """Heads that parameters are the weights or biases of."""
     tables: dict[str, Table] = {}
     """By parameter, how rows of it are looked up."""
+    layers: dict[str, Layer] = {}
+    """By parameter, the linear layer that it is the weight of."""
     names: tuple[str, ...]
     ops: tuple[str, ...]
     """The operators that occur."""
@@ -59,6 +70,7 @@ class GraphTables(BaseModel):
             parts=tuple(p.parts for p in graph.parameters),
             heads=tuple(dict.fromkeys(p.head for p in graph.parameters if p.head is not None)),
             tables={p.name: p.table for p in graph.parameters if p.table is not None},
+            layers={p.name: p.layer for p in graph.parameters if p.layer is not None},
             names=tuple(n.name for n in graph.compute),
             ops=ops,
             op=tuple(number[n.op] for n in graph.compute),
@@ -89,6 +101,7 @@ class GraphTables(BaseModel):
                     parts=parts,
                     head=head_of.get(spec.name),
                     table=self.tables.get(spec.name),
+                    layer=self.layers.get(spec.name),
                     last_forward=last_forward,
                     first_backward=first_backward,
                 )

@@ -134,6 +134,29 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer, by the nodes that take part; a bias is added to the product."""
+
+    given: str
+    """[samples, width]."""
+    product: str
+    """[samples, outputs]: of what is given and the weight, [outputs, width]."""
+    bias: str | None
+    """What the product's node adds."""
+    error: str
+    """The product's gradient."""
+    given_gradient: str | None
+    samples: int
+    width: int
+    outputs: int
+    product_position: int
+    turn: int
+    """Position behind which the error is there, and nobody has needed it yet."""
+    replaced: tuple[str, ...]
+    """Nodes that need not be computed where ranks share the outputs out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A trainable parameter, seen from the graph. Positions are indices into `TrainingGraph.compute`."""
 
@@ -154,6 +177,8 @@ class Parameter:
     """The head whose weight or bias it is, where it is nothing else, or a table besides."""
     table: Table | None = None
     """Where rows of it are looked up, and nothing else reads it but its head."""
+    layer: Layer | None = None
+    """The linear layer whose weight it is, where it is nothing else."""
     last_forward: int = -1
     """Position of the last node of the forward pass that reads it, or a view of it; -1 where that is not known."""
     first_backward: int = -1

@@ -59,6 +59,11 @@ def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     return _registered(x, dist.reduce(x, group_dst=owner, group=pg, async_op=True))
 
 
+def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Starts the sum of a value that stays as it is here."""
+    return all_reduce(x.clone(), group)
+
+
 @may_fail()
 def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """Rank `owner`'s value, in place."""

@@ -6,11 +6,14 @@ a fragment of each member that this range touches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import torch
 
+from autopar.runtime.products import Product, rows_of_piece
 from autopar.spec.plan import ParameterSlice
 from autopar.strategies.base import Group
 
@@ -70,13 +73,38 @@ def rows_of_rank(rank: int, world_size: int) -> slice:
 
 
 def own_rows(group: Group, shards: Mapping[str, torch.Tensor], rank: int, world_size: int) -> tuple[Fragment, ...]:
-    """A fragment for the rows of each of a group's parameters that a rank keeps."""
-    found, start, rows = [], 0, rows_of_rank(rank, world_size)
+    """Fragments for the rows of each of a group's parameters that a rank keeps: one, or as many as their gradient is
+    formed in."""
+    found, start = [], 0
     for member in group.members:
         shard = shards[member.slice.name]
-        found.append(Fragment(member.slice.name, False, shard, member.slice, 0, start, rows))
-        start += shard.numel()
+        product = member.parameter.head is not None or member.parameter.layer is not None
+        count = rows_of_piece(shard) if product else len(shard)
+        for first in range(0, max(1, len(shard)), max(1, count)):
+            piece = shard[first : first + count]
+            rows = slice(rank + world_size * first, rank + world_size * (first + len(piece)), world_size)
+            found.append(Fragment(member.slice.name, False, piece, member.slice, 0, start, rows))
+            start += piece.numel()
     return tuple(found)
+
+
+Formed = torch.Tensor | Callable[[], torch.Tensor]
+"""A gradient, or what forms it as it is used."""
+
+
+def of_fragments(parts: Sequence[Fragment], gradients: Iterable[torch.Tensor | Product]) -> list[Formed]:
+    """The gradient of each fragment, from those of the rows of whole parameters."""
+    found: list[Formed] = []
+    for (_, group), gradient in zip(groupby(parts, lambda f: f.piece), gradients, strict=True):
+        first, own = 0, list(group)
+        for fragment in own:
+            count = len(fragment.tensor)
+            if isinstance(gradient, Product):
+                found.append(partial(gradient.rows, first, count))
+            else:
+                found.append(gradient if len(own) == 1 else gradient[first : first + count])
+            first += count
+    return found
 
 
 def _cut(tensor: torch.Tensor, piece: ParameterSlice, begin: int, elements: int) -> torch.Tensor:

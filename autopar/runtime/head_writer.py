@@ -65,9 +65,11 @@ def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     names = [m.slice.name for m in w.program.groups[p.group].members]
     found = _do(w, p, *inputs, names)
-    tied = any(m.parameter.table is not None for m in w.program.groups[p.group].members)
-    parts = [w.call(operator.getitem, (found, i)) for i in range(len(names))]
-    return parts if tied else [w.gradient(name, part) for name, part in zip(names, parts, strict=True)]
+    weight = _head(w, p).weight
+    parts = {name: w.call(operator.getitem, (found, i)) for i, name in enumerate(names)}
+    if any(m.parameter.table is not None for m in w.program.groups[p.group].members):  # rows are added to it
+        return [w.graph.call_method("whole", (part,)) if name == weight else part for name, part in parts.items()]
+    return [w.product(p, name, part) if name == weight else w.gradient(name, part) for name, part in parts.items()]
 
 
 _WORKS: dict[str, Work] = {

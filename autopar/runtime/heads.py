@@ -16,7 +16,8 @@ from torch import nn
 
 from autopar.ir.training_graph import Head
 from autopar.runtime.parts import as_integers
-from autopar.runtime.resident import uneven_micro_batches
+from autopar.runtime.products import Product
+from autopar.runtime.samples import agreed, apart, padded
 from autopar.strategies.emitter import index_width
 
 
@@ -64,10 +65,8 @@ class HeadShard(nn.Module):
 
         `counts`: each rank's samples, negative where its step has further micro-batches to come.
         """
-        if counts.min() < 0 < counts.max():
-            raise uneven_micro_batches("a head whose classes are")
         extra = index_width(str(dtype).removeprefix("torch."))
-        longest, count = int(counts.abs().max()), len(hidden)
+        longest, count = max(agreed(counts, "a head whose classes are")), len(hidden)
         size = longest * (hidden.shape[1] + extra)
         flat = hidden.new_zeros(size + size % 2, dtype=dtype)  # an even number: the next rank's integers are aligned
         as_integers(flat[: longest * extra])[:count].copy_(target)
@@ -81,8 +80,7 @@ class HeadShard(nn.Module):
         extra = index_width(str(gathered.dtype).removeprefix("torch.")) * longest
         flats = gathered.view(self.world_size, -1)
         target = torch.cat([as_integers(f[:extra])[:c] for f, c in zip(flats, by_rank, strict=True)]).long()
-        given = torch.cat([f[extra:][: c * width].view(c, width) for f, c in zip(flats, by_rank, strict=True)])
-        given = given.to(self.weight.dtype)
+        given = apart(flats, by_rank, width, first=extra).to(self.weight.dtype)
         product = given @ self.weight.t() if self.bias is None else torch.addmm(self.bias, given, self.weight.t())
         scores = product.to(getattr(torch, self.head.dtype))
         sums = scores.new_zeros(self.head.numbers, len(given))
@@ -150,20 +148,12 @@ class HeadShard(nn.Module):
 
     def returned(self, errors: Errors, dtype: torch.dtype) -> torch.Tensor:
         """Every rank's part of the gradient of what its layer is given, as long as that of the largest batch."""
-        product = errors.values @ self.weight
-        longest = max(errors.counts)
-        if set(errors.counts) == {longest}:
-            return product.to(dtype).view(-1)
-        flat = product.new_zeros(self.world_size, longest, product.shape[1], dtype=dtype)
-        for into, part in zip(flat, torch.split(product, errors.counts), strict=True):
-            into[: len(part)] = part
-        return flat.view(-1)
+        return padded(errors.values @ self.weight, errors.counts, dtype)
 
-    def gradient(self, errors: Errors, names: Sequence[str]) -> list[torch.Tensor]:
+    def gradient(self, errors: Errors, names: Sequence[str]) -> list[Product | torch.Tensor]:
         """Gradients of the rows kept here, in the order of the group's members."""
-        return [
-            errors.values.t() @ errors.given if name == self.head.weight else errors.values.sum(0) for name in names
-        ]
+        product = Product(errors.values, errors.given)
+        return [product if name == self.head.weight else errors.values.sum(0) for name in names]
 
     def _own(self, scored: Scored) -> slice:
         """This rank's samples among those of all."""

@@ -10,7 +10,8 @@ import torch.fx
 from autopar.ir.primitives import Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime import collectives
-from autopar.runtime.writer import NARROW, Target, Writer, Written, all_reduce_copy, batch_share
+from autopar.runtime.step_writer import batch_share
+from autopar.runtime.writer import NARROW, Target, Writer, Written
 from autopar.strategies.lowering import StepProgram
 
 
@@ -98,7 +99,7 @@ class BackwardWriter(_Half):
 
     def whole_step(self, p: Primitive) -> None:
         if p.kind is Kind.ALL_REDUCE:
-            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.channel()))
+            self.values[p.index] = self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
             return
         total = self.call(collectives.wait, (self.values[p.inputs[0]],))
         dtypes = {t.meta["val"].dtype for t in self.tangents}

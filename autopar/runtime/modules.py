@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from autopar.runtime.collectives import all_reduce, wait
-from autopar.runtime.fragments import Fragment, pack
+from autopar.runtime.fragments import Formed, Fragment, of_fragments, pack
 from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.products import Product
 
 Observer = Callable[[Fragment, torch.Tensor], None]
 
@@ -25,20 +26,24 @@ class Update(nn.Module):
         """Is shown each fragment's synchronized gradient before the update; for verification."""
 
     def forward(
-        self, gradients: torch.Tensor | Sequence[torch.Tensor], clip: torch.Tensor | None = None
+        self, gradients: torch.Tensor | Sequence[torch.Tensor | Product], clip: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """`gradients`: the flat value this rank holds, or one tensor a fragment."""
+        """`gradients`: the flat value this rank holds, or one for each parameter."""
         parts = self.part.fragments
+        views: list[Formed]
         if isinstance(gradients, torch.Tensor):
             views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
         else:
-            views = list(gradients)
+            views = of_fragments(parts, gradients)
         if clip is not None and views:
+            tensors = [v for v in views if isinstance(v, torch.Tensor)]
+            assert len(tensors) == len(views), "gradients that are clipped are whole"
             # Out of place: with one rank, two parameters may have one and the same gradient tensor.
-            views = list(torch._foreach_mul(views, clip.to(views[0].dtype)))
+            views = list(torch._foreach_mul(tensors, clip.to(tensors[0].dtype)))
         if self.observer is not None:
             for fragment, view in zip(parts, views, strict=True):
-                self.observer(fragment, view.to_dense() if view.is_sparse else view)
+                formed = view if isinstance(view, torch.Tensor) else view()
+                self.observer(fragment, formed.to_dense() if formed.is_sparse else formed)
         if views:
             self.part.step(views)
         if self.sent_as is None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError
-from autopar.runtime.fragments import Fragment
+from autopar.runtime.fragments import Formed, Fragment
 from autopar.strategies.base import Context
 
 ELEMENTWISE = frozenset(
@@ -111,25 +111,38 @@ class OptimizerPart:
             if fragment.whole and leaf in optimizer.state:
                 self._part.state[leaf] = optimizer.state[leaf]
 
-    def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Updates the fragments from gradients in their shapes."""
+    def step(self, gradients: Sequence[Formed]) -> None:
+        """Updates the fragments from gradients in their shapes: all at once, but those that are still to be formed one
+        after the other."""
+        formed = [isinstance(g, torch.Tensor) for g in gradients]
+        known = [g for g in gradients if isinstance(g, torch.Tensor)]
+        sparse = any(g.is_sparse for g in known)
         for mine, whole in zip(self._part.param_groups, self._whole.param_groups, strict=True):
             for key, value in whole.items():
                 if key != "params":
                     mine[key] = value
-            if _may_fuse(self._part, mine) and not any(g.is_sparse for g in gradients):
+            if _may_fuse(self._part, mine) and not sparse:
                 mine["fused"] = True
-        if any(g.is_sparse for g in gradients) and not leaves_zeros_alone(self._whole):  # set since it was planned for
-            gradients = [g.to_dense() for g in gradients]
+        if sparse and not leaves_zeros_alone(self._whole):  # set since it was planned for
+            known = [g.to_dense() for g in known]
+        self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
+            if not isinstance(gradient, torch.Tensor):
+                self._apply([leaf], [gradient()])
+        for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+            if fragment.whole:
+                self._whole.state[leaf] = self._part.state[leaf]
+
+    def _apply(self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        if not leaves:
+            return
+        for leaf, gradient in zip(leaves, gradients, strict=True):
             # Fused kernels read gradients in the parameter's layout, as autograd would leave them.
             fits = gradient.is_sparse or gradient.stride() == leaf.stride()
             leaf.grad = gradient if fits else torch.empty_like(leaf).copy_(gradient)
         self._part.step()
-        for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+        for leaf in leaves:
             leaf.grad = None
-            if fragment.whole:
-                self._whole.state[leaf] = self._part.state[leaf]
 
     def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
         """The optimizer state of each fragment."""

@@ -10,7 +10,7 @@ import torch.fx
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime import collectives, parts
-from autopar.runtime.writer import NARROW, Target, Writer, all_reduce_copy, batch_share
+from autopar.runtime.writer import NARROW, Target, Writer
 from autopar.strategies.lowering import StepProgram
 
 
@@ -99,7 +99,7 @@ class StepWriter(Writer):
             else:
                 self.copies[self.tangent] = self.share
         elif of_weight:
-            self.values[p.index] = self.call(all_reduce_copy, (self.total_weight, self.channel()))
+            self.values[p.index] = self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
         else:
             assert self.share is not None
             part = self.call(loss_share, (self.copies[self.loss_source], self.share))
@@ -140,3 +140,8 @@ class LocalWriter(Writer):
 def loss_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """This batch's part of the global loss, float64; a batch of weight 0 has none, whatever its loss."""
     return torch.where(share == 0, 0.0, loss.double().reshape(()) * share)
+
+
+def batch_share(weight: torch.Tensor, global_weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the backward pass starts from: this batch's share of the global batch."""
+    return (weight / global_weight).to(dtype)

@@ -141,7 +141,7 @@ def virtual_step(
     """The step as a module from a `Device` and the weights of `StepWriter.write` to the loss."""
     if program.context.clips != (clip_grad_norm is not None):
         raise ValueError("the plan was lowered with clipping, or the step is to be written with it, and not both")
-    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm, late.of)
+    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm, late=late.of)
     return VirtualWriter(graph, program, target, times).write()
 
 

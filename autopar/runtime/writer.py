@@ -19,7 +19,7 @@ from autopar.ir.aliases import base, is_view, is_written, readers
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import Term, TrainingGraph
-from autopar.runtime import collectives, head_writer, parts, row_writer, shard_writer
+from autopar.runtime import collectives, head_writer, layer_writer, parts, row_writer, shard_writer
 from autopar.runtime.fragments import Fragment, fragments, own_rows, pack
 from autopar.runtime.late import Late
 from autopar.runtime.modules import Clip, Store, Update
@@ -31,6 +31,14 @@ from autopar.strategies.lowering import StepProgram
 NARROW = (torch.float16, torch.bfloat16)
 
 Written = torch.fx.Node | list[torch.fx.Node] | None
+
+_WRITE = {
+    "head": head_writer.write,
+    "layer": layer_writer.write,
+    "rows": row_writer.write,
+    "shards": shard_writer.write,
+}
+"""What writes works of a strategy's own, by what their names begin with."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Writer:
         """By group and exchange: which rows this rank wants."""
         self.counts: dict[tuple[int, int], torch.fx.Node] = {}
         """By group and exchange: how many rows each rank wants of each."""
+        self.of_layers: dict[int, dict[str, torch.fx.Node]] = {}
+        """By group: what the later works of a layer need of the earlier ones."""
         self.instead: dict[torch.fx.Node, dict[torch.fx.Node, torch.fx.Node]] = {}
         """What a node reads instead of some of its inputs."""
         self.scale: torch.fx.Node | None = None
@@ -121,6 +131,12 @@ class Writer:
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
         """A parameter's local gradient, once it is complete; subclasses add to it."""
         return node
+
+    def product(self, p: Primitive, name: str, node: torch.fx.Node) -> torch.fx.Node:
+        """A gradient that is made as a `Product`: computed here, unless that may be done in pieces, as it is used."""
+        if p.in_pieces and self.is_last and not self.has_earlier(name):
+            return node
+        return self.gradient(name, self.graph.call_method("whole", (node,)))
 
     def whole_step(self, p: Primitive) -> None:
         """Writes a primitive that belongs to no group: the sums of the weights and of the loss."""
@@ -261,8 +277,7 @@ class Writer:
 
     def _local(self, p: Primitive, value: Written) -> Written:
         whose, _, work = p.work.partition(".")
-        write = {"head": head_writer.write, "rows": row_writer.write, "shards": shard_writer.write}[whose]
-        return write(self, p, work, [self.values[i] for i in p.inputs])
+        return _WRITE[whose](self, p, work, [self.values[i] for i in p.inputs])
 
     def gradient_source(self, name: str) -> torch.fx.Node:
         parameter = self.training.by_name[name]
@@ -383,13 +398,3 @@ class Writer:
                 root[str(node.target)] = getattr(self.joint.module, str(node.target))
         self.graph.lint()
         return torch.fx.GraphModule(root, self.graph, class_name=name)
-
-
-def batch_share(weight: torch.Tensor, global_weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the backward pass starts from: this batch's share of the global batch."""
-    return (weight / global_weight).to(dtype)
-
-
-def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Starts the sum of a value that stays as it is here."""
-    return collectives.all_reduce(x.clone(), group)

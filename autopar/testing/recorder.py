@@ -9,7 +9,6 @@ import torch.fx
 
 from autopar.runtime import collectives
 from autopar.runtime.modules import Clip
-from autopar.runtime.writer import all_reduce_copy
 
 COLLECTIVES = (
     collectives.all_reduce,
@@ -20,7 +19,7 @@ COLLECTIVES = (
     collectives.reduce,
     collectives.reduce_scatter,
     collectives.reduce_scatter_equal,
-    all_reduce_copy,
+    collectives.all_reduce_copy,
 )
 
 

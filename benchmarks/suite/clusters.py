@@ -78,10 +78,16 @@ def _cards(*hosts: tuple[str, int, float, float]) -> Callable[[], ClusterSpec]:
     return build
 
 
-def _with_servers() -> ClusterSpec:
-    workers = HostSpec(name="worker", count=4, devices=(_cpus(1, 4),), bandwidth=_card(1000, 1000))
-    servers = HostSpec(name="server", count=2, serves=True, bandwidth=_card(2000, 2000))
-    return ClusterSpec(hosts=(workers, servers), network=NetworkSpec())
+def _with_servers(mbit_per_s: float) -> Callable[[], ClusterSpec]:
+    """Four workers, and two hosts of twice their rate that only serve."""
+
+    def build() -> ClusterSpec:
+        workers = HostSpec(name="worker", count=4, devices=(_cpus(1, 4),), bandwidth=_card(mbit_per_s, mbit_per_s))
+        twice = _card(2 * mbit_per_s, 2 * mbit_per_s)
+        servers = HostSpec(name="server", count=2, serves=True, bandwidth=twice)
+        return ClusterSpec(hosts=(workers, servers), network=NetworkSpec())
+
+    return build
 
 
 def _gpus(hosts: int, kind: str, network: str) -> Callable[[], ClusterSpec]:
@@ -103,7 +109,9 @@ _CASES = (
         _cards(("host", 3, 1000, 1000), ("slow", 1, 200, 200)),
     ),
     ClusterCase("2x2-1g", "2 hosts of 2 ranks at 1 Gbit/s", _even(2, 1000, ranks=2)),
-    ClusterCase("4x1g-2-servers", "4 workers at 1 Gbit/s, and 2 hosts at 2 Gbit/s that only serve", _with_servers),
+    ClusterCase(
+        "4x1g-2-servers", "4 workers at 1 Gbit/s, and 2 hosts at 2 Gbit/s that only serve", _with_servers(1000)
+    ),
     ClusterCase(
         "8x10g-virtual",
         "8 hosts with a T4 each at 10 Gbit/s, run 40 times slower",
@@ -112,6 +120,9 @@ _CASES = (
         slowdown=40.0,
     ),
     ClusterCase("2x2-200m", "2 hosts of 2 ranks at 200 Mbit/s", _even(2, 200, ranks=2)),
+    ClusterCase(
+        "4x200m-2-servers", "4 workers at 200 Mbit/s, and 2 hosts at 400 Mbit/s that only serve", _with_servers(200)
+    ),
     ClusterCase("4x400m", "4 hosts at 400 Mbit/s", _even(4, 400)),
     ClusterCase("3x500m", "3 hosts at 500 Mbit/s", _even(3, 500)),
     ClusterCase(

@@ -63,16 +63,18 @@ BUILDERS: dict[str, Builder] = {
     "sharded_head_zero1": structured("partitioned_parameter_server", heads=True),
     "sharded_tables": structured("all_reduce", heads=True, tables=True),
     "sharded_tables_zero1": structured("partitioned_parameter_server", heads=True, tables=True),
+    "column_parallel": structured("all_reduce", heads=True, tables=True, layers=True),
+    "column_parallel_zero1": structured("partitioned_parameter_server", heads=True, tables=True, layers=True),
     "sharded_tables_servers": structured("summation_servers", heads=True, tables=True),
     **AUTODIST,
     "PSLoadBalancing_fused": _fused(ps_load_balancing),
     "PartitionedPS_fused": _fused(partitioned_ps),
 }
 """All builders that are exact. `structured`: rows of tables and factors of products where that is less to send;
-`sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too. `sharded`:
-parameters live in rows on one rank each, as with FSDP (ZeRO stage 3). `servers`: hosts that only serve add up, where
-there are any. `zero1_by_rate`: ranks own as much as their links can bear. `_fused`: pieces of one owner in buckets of
-25 MiB, not each for itself."""
+`sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too;
+`column_parallel`: and outputs of linear layers, where there are few samples. `sharded`: parameters live in rows on one
+rank each, as with FSDP (ZeRO stage 3). `servers`: hosts that only serve add up, where there are any. `zero1_by_rate`:
+ranks own as much as their links can bear. `_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
 
 
 def builder_named(name: str) -> Builder:

@@ -13,27 +13,30 @@ from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, Member, strategy_named
 from autopar.strategies.emitter import index_elements
 
-_HEAD, _TABLE = "class_sharded_head", "row_sharded_table"
+_HEAD, _TABLE, _LAYER = "class_sharded_head", "row_sharded_table", "column_parallel_linear"
 _STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}
 
 
-def structured(dense: str, heads: bool = False, tables: bool = False) -> Builder:
+def structured(dense: str, heads: bool = False, tables: bool = False, layers: bool = False) -> Builder:
     """A builder that puts dense gradients through the strategy of this name, or through all-reduces where that has no
-    use here; with `heads`, classes are shared out, with `tables`, rows of tables."""
+    use here; with `heads`, classes are shared out, with `tables`, rows of tables, with `layers`, outputs of linear
+    layers."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
             return alone(parameters)
         headed = [p for p in parameters if heads and _is_head(p, context)]
-        sent = [p for p in parameters if p not in headed and _is_less(p, context)]
+        outputs = [p for p in parameters if layers and p not in headed and _is_layer(p, context)]
+        sent = [p for p in parameters if p not in headed and p not in outputs and _is_less(p, context)]
         shared = [p for p in sent if tables and _applies(_TABLE, p, context)]
         groups = [group(_TABLE, pieces) for pieces in one_dtype_each([whole(p) for p in shared])]
         rows = [whole(p) for p in sent if p.structure == "rows" and p not in shared]
         groups += [group(_STRATEGY["rows"], pieces) for pieces in one_dtype_each(rows)]
         groups += [group(_STRATEGY["factors"], [whole(p)]) for p in sent if p.structure == "factors"]
+        groups += [group(_LAYER, [whole(p)]) for p in outputs]
         for head in dict.fromkeys(p.head for p in headed):
             groups.append(group(_HEAD, [whole(p) for p in headed if p.head == head]))
-        rest = [p for p in parameters if p not in sent and p not in headed]
+        rest = [p for p in parameters if p not in sent and p not in headed and p not in outputs]
         used = dense if strategy_named(dense).options(context) else "all_reduce"
         groups += [group(used, pieces) for pieces in buckets(rest, DDP_BUCKET_BYTES)]
         return issue_order(groups, parameters)
@@ -52,6 +55,15 @@ def _is_head(parameter: Parameter, context: Context) -> bool:
     if head is None or not _applies(_HEAD, parameter, context):
         return False
     return n * head.samples * (2 * head.width + 3 * n) < 2 * head.classes * head.width
+
+
+def _is_layer(parameter: Parameter, context: Context) -> bool:
+    """Whether what a layer is given, its outputs, and their gradients are less than its weight's gradient in a ring's
+    all-reduce."""
+    layer, n = parameter.layer, context.world_size
+    if layer is None or not _applies(_LAYER, parameter, context):
+        return False
+    return layer.samples * (n * layer.width + layer.outputs) < layer.width * layer.outputs
 
 
 def _is_less(parameter: Parameter, context: Context) -> bool:

@@ -112,7 +112,7 @@ def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Cont
     """A plan by a builder's name; `mixed` has every strategy, slices, and unequal shares in one model; `parts` sends
     what gradients are made of, for all that have structure; `late` leaves parameters to the next step; `heads` shares
     the classes of heads out; `shares` the rows of tables as well; `servers` has hosts that serve add up; `sharded`
-    gathers parameters for each pass."""
+    gathers parameters for each pass; `layers` shares the outputs of linear layers out."""
     cluster = cluster_of(world_size)
     if strategy == "servers":
         plan = build_plan("AllReduce", graph, cluster, context)
@@ -123,6 +123,9 @@ def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Cont
     if strategy in ("heads", "shares"):
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _in_shares(graph, strategy == "shares")})
+    if strategy == "layers":
+        plan = build_plan("AllReduce", graph, cluster, context)
+        return plan.model_copy(update={"groups": _layers(graph)})
     if strategy == "late":
         plan = build_plan("AllReduce", graph, cluster, context)
         return plan.model_copy(update={"groups": _late(graph, world_size)})
@@ -172,6 +175,19 @@ def _in_shares(graph: TrainingGraph, with_tables: bool) -> tuple[SyncGroup, ...]
         *(SyncGroup(strategy="class_sharded_head", members=_whole(head)) for head in heads),
         *(SyncGroup(strategy="row_sharded_table", members=_whole(t)) for t in (tables[::2], tables[1::2]) if t),
         *(SyncGroup(strategy="all_reduce", members=_whole(rest)) for _ in rest[:1]),
+    )
+
+
+def _layers(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+    """The outputs of every linear layer shared out, the rest gathered for each pass or in one all-reduce."""
+    layers = [p for p in graph.parameters if p.layer is not None]
+    assert layers, "the model has no linear layer"
+    rest = [p for p in graph.parameters if p.layer is None]
+    gathered, summed = rest[::2], rest[1::2]
+    return (
+        *(SyncGroup(strategy="column_parallel_linear", members=_whole([p])) for p in layers),
+        *(SyncGroup(strategy="sharded_parameters", members=_whole(some)) for some in (gathered,) if some),
+        *(SyncGroup(strategy="all_reduce", members=_whole(some)) for some in (summed,) if some),
     )
 
 

@@ -14,13 +14,15 @@ from autopar import ClusterSpec, Plan
 from autopar.errors import PlanError, SignatureError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
+from autopar.runtime import products
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.testing import classes
 
 CLASSES = 13
 SAMPLES = (3, 1, 2)
-SHARED_OUT = {
+SHARED_OUT: dict[str, tuple[str, ...]] = {
+    "column_parallel_linear": ("inner.weight", "head.weight"),
     "class_sharded_head": ("head.weight", "head.bias"),
     "sharded_parameters": ("head.weight", "head.bias", "inner.weight", "inner.bias", "table.weight"),
 }
@@ -44,7 +46,7 @@ def plan_for(n: int, strategy: str, options: dict[str, Any] | None = None) -> Pl
     rest = tuple(ParameterSlice(name=p.name) for p in graph.parameters if p.name not in names)
     shared = tuple(
         SyncGroup(strategy=strategy, members=tuple(ParameterSlice(name=name) for name in some), options=options or {})
-        for some in (names[:2], names[2:])
+        for some in ([(name,) for name in names] if strategy == "column_parallel_linear" else (names[:2], names[2:]))
         if some
     )
     fidelity = "rounded" if options else "exact"
@@ -88,6 +90,8 @@ def distance(program: Program, other: nn.Module) -> float:
 
 def everything(rank: int, n: int) -> dict[str, Any]:
     """All findings of one rank, by strategy."""
+    # Products are formed and applied a row or two at a time, as those of a large model are.
+    products.FROM_BYTES, products.PIECE_BYTES = 1, 100
     return {strategy: _findings(rank, n, strategy) for strategy in SHARED_OUT}
 
 

@@ -37,6 +37,11 @@ CASES += [
     for i, (model, training) in enumerate(product(("gpt2", "bag-of-words", "lookups", "lookups"), TRAININGS))
 ]
 """Rows of tables that ranks share out, tied to a head or not."""
+CASES += [
+    Case(model, "layers", training, ("unequal", "equal")[i % 2])
+    for i, (model, training) in enumerate(product(("bag-of-words", "classes", "few-classes", "smoothed"), TRAINED))
+]
+"""Outputs of linear layers that ranks share out, more than ranks or fewer, with a bias or without."""
 
 
 def runs_on(world_size: int, index: int) -> bool:
