@@ -3,7 +3,7 @@
 Gloo's own all-to-all sends to all ranks at once, so that all senders meet at one receiver: at 200 Mbit/s between four
 hosts that took 1.77 times the bytes over the bandwidth, rounds take 1.09, a ring 1.05. Its all-gather, and its
 all-to-all of two ranks, do not send and receive at the same time: 1.8 to 2.2 times at 1.5 Gbit/s between two hosts,
-rounds 1.0. Those of one process group follow one another, as a round begins where the last one has ended.
+rounds 1.0. Those of one process group follow one another, each behind what the one before it sends.
 """
 
 from __future__ import annotations
@@ -69,40 +69,41 @@ class Exchange(dist.Work):
         except Exception as e:
             self._error = e
         finally:
-            self._next_may_begin.set()
+            self._pass_on()
             self._behind = None
             self._forget()
 
     def _messages(self) -> None:
+        """Sends and receives. May call `_pass_on` once all is sent, and what it waits for is asked for."""
         raise NotImplementedError
+
+    def _pass_on(self) -> None:
+        """Lets the exchange behind this one begin."""
+        self._next_may_begin.set()
 
     def _forget(self) -> None:
         """Lets go of the values."""
         raise NotImplementedError
 
 
-class _Rounds(Exchange):
-    """Rounds, in each of which a rank sends to one other and receives from one other."""
+class _Between(Exchange):
+    """Messages between the ranks of a process group."""
 
     def __init__(self, rank: int, pg: dist.ProcessGroup) -> None:
         super().__init__(pg.group_name)
         self._rank, self._pg = rank, pg
 
-    def _round(self, to: int, sent: torch.Tensor, source: int, received: torch.Tensor) -> None:
-        """Sends to one rank of the group and receives from one, at the same time; nothing where there is nothing."""
-        works = []
-        if received.numel():
-            works.append(dist.irecv(received, group_src=source, group=self._pg))
-        if sent.numel():
-            works.append(dist.isend(sent, group_dst=to, group=self._pg))
-        for work in works:
-            assert work is not None
-            work.wait()
+    def _receive(self, piece: torch.Tensor, source: int, tag: int = 0) -> dist.Work | None:
+        return dist.irecv(piece, group_src=source, group=self._pg, tag=tag) if piece.numel() else None
+
+    def _send(self, piece: torch.Tensor, to: int, tag: int = 0) -> dist.Work | None:
+        return dist.isend(piece, group_dst=to, group=self._pg, tag=tag) if piece.numel() else None
 
 
-class AllToAll(_Rounds):
-    """Sends `sent[r]` to rank r of the group, and fills `received[r]` with what r sends; parts may be empty. In round
-    k, rank r sends to rank r+k and receives from rank r-k."""
+class AllToAll(_Between):
+    """Sends `sent[r]` to rank r of the group, and fills `received[r]` with what r sends; parts may be empty. Rank r
+    sends to rank r+1, then to r+2, and so on, so that no two of equal speed meet; a slow receiver holds up those alone
+    that send to it."""
 
     def __init__(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, pg: dist.ProcessGroup
@@ -113,15 +114,19 @@ class AllToAll(_Rounds):
     def _messages(self) -> None:
         n = len(self._sent)
         self._received[self._rank].copy_(self._sent[self._rank])
-        for k in range(1, n):
-            to, source = (self._rank + k) % n, (self._rank - k) % n
-            self._round(to, self._sent[to], source, self._received[source])
+        others = [(self._rank + k) % n for k in range(1, n)]
+        awaited = [self._receive(self._received[r], r) for r in reversed(others)]
+        for r in others:
+            _wait(self._send(self._sent[r], r))
+        self._pass_on()
+        for work in awaited:
+            _wait(work)
 
     def _forget(self) -> None:
         self._sent, self._received = (), ()
 
 
-class _Ring(_Rounds):
+class _Ring(_Between):
     """Rounds in which a rank sends to the next one what it had from the one before."""
 
     def _around(self, first: torch.Tensor, into: Sequence[torch.Tensor], added: Sequence[torch.Tensor] = ()) -> None:
@@ -138,21 +143,13 @@ class _Ring(_Rounds):
         for k, pieces in enumerate(awaited):
             own = added[k].tensor_split(count) if added else ()
             for i, (piece, work) in enumerate(pieces):
-                if work is not None:
-                    work.wait()
+                _wait(work)
                 if own:
                     piece += own[i]
                 if k + 1 < len(awaited):
                     sent.append(self._send(piece, to, count * (k + 1) + i))
         for work in sent:
-            if work is not None:
-                work.wait()
-
-    def _receive(self, piece: torch.Tensor, source: int, tag: int) -> dist.Work | None:
-        return dist.irecv(piece, group_src=source, group=self._pg, tag=tag) if piece.numel() else None
-
-    def _send(self, piece: torch.Tensor, to: int, tag: int) -> dist.Work | None:
-        return dist.isend(piece, group_dst=to, group=self._pg, tag=tag) if piece.numel() else None
+            _wait(work)
 
 
 class AllGather(_Ring):
@@ -188,3 +185,8 @@ class ReduceScatter(_Ring):
 
     def _forget(self) -> None:
         self._parts, self._out = (), torch.empty(0)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
