@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import InfeasibleError, PlanMismatchError
 from autopar.ir.batch import example_batch, flatten
 from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
@@ -23,7 +23,7 @@ from autopar.runtime.profile import node_seconds
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import Fidelity, Plan
+from autopar.spec.plan import Fidelity, Plan, Recompute
 from autopar.spec.topology import Topology
 from autopar.strategies.base import Context
 
@@ -65,12 +65,16 @@ def plan(
     """
     batch = example_batch(model) if example_inputs is None else example_inputs
     flat = module_batch(model, batch) if mode == "module" and loss_fn is None else flatten(batch)
-    graph = training_graph(model, flat, loss_fn, mode, unused_parameters)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
     context = context_for(cluster.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
-    nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
-    cost_model = _cost_model(cluster, optimizer, calibration, nodes)
-    return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
+
+    def make(recompute: Recompute) -> Plan:
+        graph = training_graph(model, flat, loss_fn, mode, unused_parameters, recompute)
+        nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
+        cost_model = _cost_model(cluster, optimizer, calibration, nodes)
+        return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
+
+    return _that_fits(make, mode == "step")
 
 
 @overload
@@ -154,18 +158,25 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
     flat = module_batch(model, batch) if mode == "module" else flatten(batch)
     _make_equal(model, loss_fn, group)
-    graph = training_graph(model, flat, loss_fn if mode == "step" else None, mode, unused_parameters)
+
+    def capture(recompute: Recompute) -> TrainingGraph:
+        return training_graph(model, flat, loss_fn if mode == "step" else None, mode, unused_parameters, recompute)
+
+    graph = capture("none" if plan is None else plan.recompute)
     scope = optimizer_scope(optimizer, optimizer_acts_on)
     context = context_for(group.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
     if plan is None:
 
-        def search() -> Plan:
+        def make(recompute: Recompute) -> Plan:
+            seen = graph if recompute == "none" else capture(recompute)
             cluster = job_cluster(cluster_spec, group)
-            nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
+            nodes = node_seconds(seen, model, flat, loss_fn) if measure_compute else None
             cost_model = _cost_model(cluster, optimizer, calibration, nodes)
-            return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
+            return _plan(seen, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
 
-        plan = _plan_on_rank_0(group, search)
+        plan = _plan_on_rank_0(group, lambda: _that_fits(make, mode == "step"))
+        if plan.recompute != "none":
+            graph = capture(plan.recompute)
     settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
     key = signature_key(model, flat)
     if optimizer is None:
@@ -202,6 +213,19 @@ def _cost_model(
     updates = ADAMW if optimizer is None else optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
     measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
     return cost_model_for(updates, measured_s, calibration)
+
+
+def _that_fits(make: Callable[[Recompute], Plan], may_recompute: bool) -> Plan:
+    """A plan that keeps all activations; where none fits, one that computes some of them again, or most."""
+    try:
+        return make("none")
+    except InfeasibleError:
+        if not may_recompute:
+            raise
+    try:
+        return make("selective")
+    except InfeasibleError:
+        return make("full")
 
 
 def _plan(

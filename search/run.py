@@ -163,6 +163,7 @@ def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Pla
         cluster=problem.cluster.fingerprint,
         fidelity=fidelity_of(best.groups, problem.context),
         groups=Reasons(problem).of(best.groups),
+        recompute=problem.graph.recompute,
         prediction=best.estimate.prediction(),
         alternatives=tuple(
             Alternative(
@@ -195,4 +196,5 @@ def _does_not_fit(problem: Problem, evaluate: Evaluator) -> str:
         f"({device.kind}, {size(device.memory_bytes.value)}), {size(least.overflow_bytes)} too much. Of it, "
         f"{size(graph.parameter_bytes)} are trainable parameters and up to {size(live)} activations. What helps: "
         + "; ".join(advice)
+        + ("" if graph.recompute == "none" else ". Activations are computed again in the backward pass already")
     )

@@ -22,6 +22,7 @@ def estimate(
     from autopar.cost_models import cost_model_for, optimizer_cost
     from autopar.ir.batch import example_batch, flatten
     from autopar.ir.build import training_graph
+    from autopar.ir.capture import Mode
     from autopar.runtime.module import module_batch
     from autopar.runtime.optimizer import context_for, optimizer_scope
     from autopar.spec.cluster import ClusterSpec
@@ -32,7 +33,8 @@ def estimate(
     inputs = example_batch(made.model) if made.example_inputs is None else made.example_inputs
     without = chosen is None
     batch = module_batch(made.model, inputs) if without and made.loss_fn is None else flatten(inputs)
-    graph = training_graph(made.model, batch, made.loss_fn, "module" if without else "step")
+    mode: Mode = "module" if without else "step"
+    graph = training_graph(made.model, batch, made.loss_fn, mode, recompute=plan.recompute)
     plan.check_model(graph.model)
     scope = optimizer_scope(chosen)
     context = context_for(plan.cluster.world_size, chosen, scope, None, not without, late_parameters=True)

@@ -22,22 +22,29 @@ from autopar.ir.hoist import hoist_indices
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
 from autopar.ir.primitives import EXACT_BYTES
+from autopar.ir.recompute import recompute_activations
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
-from autopar.spec.plan import ModelFingerprint, ParameterSpec
+from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 Unused = Literal["error", "freeze"]
 
 
 def training_graph(
-    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", unused: Unused = "error"
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Any = None,
+    mode: Mode = "step",
+    unused: Unused = "error",
+    recompute: Recompute = "none",
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`.
 
-    `unused`: what to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what
-    eager PyTorch does silently (the optimizer passes over them).
+    `recompute`: what of the forward pass is computed again in the backward pass; only of a whole step. `unused`: what
+    to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what eager PyTorch does
+    silently (the optimizer passes over them).
     """
     with _without_collector():
         joint = capture_joint(model, batch, loss_fn, mode)
@@ -45,6 +52,7 @@ def training_graph(
     hoist_indices(joint.module.graph, [n for (kind, _), n in inputs.items() if kind in ("batch", "buffer")])
     if mode == "step":
         rematerialize_products(joint.module.graph)
+        recompute_activations(joint.module.graph, recompute)
     fingerprint = model_fingerprint(model, loss_fn)
     order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(order)}
@@ -65,6 +73,7 @@ def training_graph(
         batch_size=batch.size,
         buffer_bytes=sum(_bytes(n.meta["val"]) for n in buffers),
         input_bytes=sum(_bytes(t) for t in batch.tensors),
+        recompute=recompute if mode == "step" else "none",
         joint=joint,
     )
 

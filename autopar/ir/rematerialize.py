@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def rematerialize_products(graph: torch.fx.Graph) -> None:
     """Forms such products anew before their first use in the backward pass; no value changes."""
     order = {n: i for i, n in enumerate(graph.nodes)}
-    late = _backward(graph)
+    late = backward_nodes(graph)
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         factors = [a for a in product.args if isinstance(a, torch.fx.Node)]
         if product in late or len(factors) != 2 or product.kwargs:
@@ -31,7 +31,7 @@ def rematerialize_products(graph: torch.fx.Graph) -> None:
     graph.lint()
 
 
-def _backward(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def backward_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Nodes that depend on a tangent, and views that only such nodes read."""
     late = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
     for node in graph.nodes:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
+from autopar.ir.simplify import dropout_noise
 from autopar.ir.training_graph import Parts, Term
 
 aten = torch.ops.aten
@@ -188,4 +189,4 @@ def ancestors(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
 def is_random(node: torch.fx.Node) -> bool:
     """Whether it draws random numbers."""
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return node.target is dropout_noise or torch.Tag.nondeterministic_seeded in tags

@@ -19,7 +19,7 @@ from autopar.ir.training_graph import (
     Table,
     TrainingGraph,
 )
-from autopar.spec.plan import ModelFingerprint
+from autopar.spec.plan import ModelFingerprint, Recompute
 
 
 class GraphTables(BaseModel):
@@ -54,6 +54,7 @@ class GraphTables(BaseModel):
     batch_size: int | None
     buffer_bytes: int
     input_bytes: int
+    recompute: Recompute = "none"
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> GraphTables:
@@ -83,6 +84,7 @@ class GraphTables(BaseModel):
             batch_size=graph.batch_size,
             buffer_bytes=graph.buffer_bytes,
             input_bytes=graph.input_bytes,
+            recompute=graph.recompute,
         )
 
     def graph(self) -> TrainingGraph:
@@ -112,4 +114,5 @@ class GraphTables(BaseModel):
             batch_size=self.batch_size,
             buffer_bytes=self.buffer_bytes,
             input_bytes=self.input_bytes,
+            recompute=self.recompute,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from autopar.spec.plan import ModelFingerprint, ParameterSpec
+from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 if TYPE_CHECKING:
     from autopar.ir.capture import JointGraph
@@ -226,6 +226,8 @@ class TrainingGraph:
     """Samples in the batch that was captured (dimension 0 of its first tensor)."""
     buffer_bytes: int
     input_bytes: int
+    recompute: Recompute = "none"
+    """What of the forward pass is computed again in the backward pass."""
     joint: JointGraph | None = field(default=None, compare=False, repr=False)
     """The graph itself; absent where only a plan is to be priced."""
 

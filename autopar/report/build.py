@@ -15,7 +15,7 @@ from autopar.report import charts, rows
 from autopar.report.environment import environment
 from autopar.report.rows import Compared
 from autopar.spec.plan import Plan
-from autopar.spec.summary import FIDELITY_MEANING, PROVENANCE_MEANING, parameter_bytes, verdict
+from autopar.spec.summary import FIDELITY_MEANING, PROVENANCE_MEANING, RECOMPUTE_MEANING, parameter_bytes, verdict
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -56,6 +56,7 @@ def build_report(
         verdict=verdict(plan),
         measured_verdict=rows.measured_verdict(plan, measured or {}),
         fidelity=FIDELITY_MEANING[plan.fidelity],
+        recompute=RECOMPUTE_MEANING[plan.recompute],
         provenance=PROVENANCE_MEANING[plan.prediction.provenance] if plan.prediction else "",
         facts=rows.facts(plan),
         comparison=compared,

@@ -150,12 +150,14 @@ class Program:
         if key in self._compiled:
             return self._compiled[key]
         with self._resident.traceable(), self._late.traceable():
-            graph = training_graph(self.model, batch, self.settings.loss_fn, unused=self.settings.unused_parameters)
+            unused, recompute = self.settings.unused_parameters, self.plan.recompute
+            graph = training_graph(self.model, batch, self.settings.loss_fn, unused=unused, recompute=recompute)
         return self.adopt(key, graph)
 
     def adopt(self, key: Hashable, graph: TrainingGraph) -> _Compiled:
         """Lowers and writes a captured graph."""
         self.plan.check_model(graph.model)
+        assert graph.recompute == self.plan.recompute, "the graph was captured for another plan"
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program)
         self._resident.spread(m.slice.name for m in program.resident_members)

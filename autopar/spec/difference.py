@@ -92,6 +92,8 @@ def _facts(a: Plan, b: Plan) -> list[str]:
         lines.append(f"cluster: {a.cluster.summary} -> {b.cluster.summary}")
     if a.fidelity != b.fidelity:
         lines.append(f"fidelity: {a.fidelity} -> {b.fidelity}")
+    if a.recompute != b.recompute:
+        lines.append(f"recompute: {a.recompute} -> {b.recompute}")
     return lines
 
 

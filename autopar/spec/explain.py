@@ -14,6 +14,7 @@ from autopar.spec.plan import ParameterSpec, Plan, Prediction
 from autopar.spec.summary import (
     FIDELITY_MEANING,
     PROVENANCE_MEANING,
+    RECOMPUTE_MEANING,
     GroupRow,
     ParameterRow,
     alternative_rows,
@@ -87,6 +88,7 @@ def _header(plan: Plan) -> list[str]:
         *_wrapped("model", f"{plan.model.name}: {', '.join(parts)}"),
         *_wrapped("cluster", f"{plan.cluster.summary} ({number_of(plan.cluster.world_size, 'rank')})"),
         *_wrapped("fidelity", f"{plan.fidelity}: {FIDELITY_MEANING[plan.fidelity]}"),
+        *(_wrapped("recompute", RECOMPUTE_MEANING[plan.recompute]) if plan.recompute != "none" else []),
         _fact("digest", plan.digest),
     ]
 

@@ -21,6 +21,8 @@ from autopar.spec.stored import Record, Stored
 SCHEMA_VERSION: Final = 1
 
 Fidelity = Literal["exact", "rounded", "compressed", "stale", "local"]
+Recompute = Literal["none", "selective", "full"]
+"""What of the forward pass is computed again in the backward pass, to save memory (`autopar.ir.recompute`)."""
 FIDELITIES: tuple[Fidelity, ...] = ("exact", "rounded", "compressed", "stale", "local")
 
 OptionValue = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
@@ -166,6 +168,8 @@ class Plan(Stored):
     cluster: ClusterFingerprint
     fidelity: Fidelity = "exact"
     groups: tuple[SyncGroup, ...]
+    recompute: Recompute = "none"
+    """What of the forward pass is computed again in the backward pass, where memory is short."""
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
 
@@ -180,7 +184,8 @@ class Plan(Stored):
     def digest(self) -> str:
         """A hash of what is executed: groups, strategies and options, not predictions or reasons."""
         core = [g.model_dump(exclude={"reason"}) for g in self.groups]
-        text = json.dumps([self.model.digest, self.cluster.world_size, core], sort_keys=True)
+        again = [] if self.recompute == "none" else [self.recompute]
+        text = json.dumps([self.model.digest, self.cluster.world_size, core, *again], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check_model(self, model: ModelFingerprint) -> None:

@@ -13,10 +13,16 @@ from autopar.spec.plan import (
     ParameterSpec,
     Plan,
     Prediction,
+    Recompute,
     SyncGroup,
 )
 from autopar.spec.wording import element_bytes, name_pattern, number_of, size
 
+RECOMPUTE_MEANING: Mapping[Recompute, str] = {
+    "none": "all activations are kept for the backward pass",
+    "selective": "what takes little time is computed again in the backward pass, for memory is short",
+    "full": "most of the forward pass is computed again in the backward pass, for memory is short",
+}
 FIDELITY_MEANING: dict[Fidelity, str] = {
     "exact": "the single-process result on the global batch, up to the order of additions",
     "rounded": "an exact algorithm with a narrower number format on the wire",
