@@ -96,9 +96,9 @@ def test_gradients_and_parameters_do_not_queue_behind_one_another() -> None:
     assert lanes == {Kind.ALL_GATHER: {1}, Kind.REDUCE_SCATTER: {0}}
 
 
-def _devices_of(memory: str) -> ClusterSpec:
+def _devices_of(memory: str, bandwidth: str = "1 Gbit/s") -> ClusterSpec:
     return ClusterSpec.loads(
-        f"hosts: [{{name: a, count: 4, devices: {{kind: cpu, memory: {memory}}}}}]\nnetwork: {{bandwidth: 1 Gbit/s}}"
+        f"hosts: [{{name: a, count: 4, devices: {{kind: cpu, memory: {memory}}}}}]\nnetwork: {{bandwidth: {bandwidth}}}"
     )
 
 
@@ -117,8 +117,9 @@ def test_a_model_that_fits_no_other_way_is_sharded() -> None:
     graph, budget = training_graph(MLP), Budget(evaluations=80)
     used = {g.strategy for g in search(graph, _devices_of("60 MiB"), Context(4), budget=budget).groups}
     assert "sharded_parameters" in used
-    roomy = {g.strategy for g in search(graph, _devices_of("1 GiB"), Context(4), budget=budget).groups}
-    assert "sharded_parameters" not in roomy
+    for bandwidth in ("200 Mbit/s", "10 Gbit/s"):
+        roomy = search(graph, _devices_of("1 GiB", bandwidth), Context(4), budget=budget)
+        assert "sharded_parameters" not in {g.strategy for g in roomy.groups}
 
 
 def test_what_cannot_be_shared_out_says_why() -> None:
