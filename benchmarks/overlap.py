@@ -2,7 +2,8 @@
 
 A ResNet-50 on pictures of 224 x 224, as many of them a rank that eight T4 compute about as long as its gradients take
 at 10 Gbit/s. No step is shorter than max(compute, bytes over bandwidth). Devices are virtual, the network is the lab's;
-both run slower by one factor. `late_parameters=True`: parameters may come back beside the next forward pass.
+both run slower by one factor, and plans are priced with gloo's costs divided by it. `late_parameters=True`: parameters
+may come back beside the next forward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from benchmarks.suite import workload_named
-from benchmarks.suite.clusters import case_named
+from benchmarks.suite.clusters import backend_in_lab, case_named
 from benchmarks.suite.pictures import digits
 from benchmarks.trials.cells import Captured
 
@@ -63,7 +64,8 @@ class Step:
     def plans(self) -> dict[str, Plan]:
         from autopar.cost_models import AnalyticCostModel
 
-        graph, cost_model = self.captured.graph, AnalyticCostModel(self.captured.optimizer)
+        backend = backend_in_lab(self.case.slowdown, virtual=True)
+        graph, cost_model = self.captured.graph, AnalyticCostModel(self.captured.optimizer, backend=backend)
         found = search(
             graph, self.cluster, self.context, budget=Budget(time_s=self.search_time_s), cost_model=cost_model
         )

@@ -36,7 +36,7 @@ class Budget:
     """
 
     time_s: float = 30.0
-    evaluations: int = 300
+    evaluations: int = 600
     """Plans priced, seeds not counted."""
 
 

@@ -53,6 +53,7 @@ class Neighbourhood:
             self.switch,
             self.switch_all,
             self.switch_run,
+            self.tune,
             self.merge,
             self.split,
             self.shift,
@@ -88,6 +89,17 @@ class Neighbourhood:
         first, last = sorted(draw.choices(range(len(groups)), k=2))
         choice = self._draw_choice(draw)
         run = (choice.of(g) if self.possible(choice, g) else g for g in groups[first : last + 1])
+        return (*groups[:first], *run, *groups[last + 1 :])
+
+    def tune(self, groups: Groups, draw: random.Random) -> Groups | None:
+        """Other options, for those of a stretch of groups that have the strategy of one of them."""
+        first, last = sorted(draw.choices(range(len(groups)), k=2))
+        strategy = groups[draw.randint(first, last)].strategy
+        offered = self.choices.get(strategy, ())
+        if len(offered) < 2:
+            return None
+        choice = draw.choice(offered)
+        run = (choice.of(g) if g.strategy == strategy else g for g in groups[first : last + 1])
         return (*groups[:first], *run, *groups[last + 1 :])
 
     def merge(self, groups: Groups, draw: random.Random) -> Groups | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.cost_models.collectives import GLOO, Host, Network
+from autopar.cost_models.collectives import Host, Network
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.learning import learn
@@ -17,6 +17,7 @@ from autopar.ir.primitives import COLLECTIVES
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
+from benchmarks.suite.clusters import backend_in_lab
 from benchmarks.trials.records import Dataset, Trial
 
 CORE_BYTES_PER_S = 1.1e9
@@ -109,9 +110,7 @@ class Lab:
 
     def _network(self, trial: Trial, topology: Topology) -> Network:
         d = trial.dilation
-        backend = replace(GLOO, call_s=GLOO.call_s / d, hop_s=GLOO.hop_s / d, issue_s=GLOO.issue_s / d)
-        if trial.compute == "virtual":
-            backend = replace(backend, host_bytes_per_s=float("inf"))
+        backend = backend_in_lab(d, virtual=trial.compute == "virtual")
         cores = self.data.sessions[trial.session].cores
         machine = Host(tuple(range(topology.world_size)), d * cores * CORE_BYTES_PER_S)
         known = self.data.calibrations.get((trial.cluster, d)) if trial.compute == "virtual" else None

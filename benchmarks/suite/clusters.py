@@ -8,8 +8,9 @@ The lab's hosts share this machine's cores and memory evenly, whichever network 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopar.cost_models.collectives import GLOO, Backend
 from autopar.errors import did_you_mean
 from autopar.spec.cluster import ClusterSpec, DeviceSpec, DuplexSpec, HostSpec, NetworkSpec
 from autopar.spec.units import Figure
@@ -38,6 +39,13 @@ def case_named(name: str) -> ClusterCase:
     if name not in CLUSTERS:
         raise KeyError(f"no cluster '{name}' in the suite{did_you_mean(name, CLUSTERS)}")
     return CLUSTERS[name]
+
+
+def backend_in_lab(slowdown: float, *, virtual: bool) -> Backend:
+    """gloo, as a cluster sees it whose lab runs `slowdown` times slower: what a collective costs beside its bytes is
+    that much less there. It takes nothing from virtual compute, and nothing holds it up but links."""
+    backend = replace(GLOO, **{name: getattr(GLOO, name) / slowdown for name in ("call_s", "hop_s", "issue_s")})
+    return replace(backend, host_bytes_per_s=float("inf")) if virtual else backend
 
 
 def _bytes_per_s(mbit_per_s: float) -> Figure:

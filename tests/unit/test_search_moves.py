@@ -70,6 +70,19 @@ def test_a_switch_respects_what_a_strategy_can_do() -> None:
             assert group.strategy != "partitioned_parameter_server"
 
 
+def test_tuning_changes_options_and_no_strategy() -> None:
+    of = problem()
+    near, draw = Neighbourhood(of), random.Random(4)
+    groups, seen = seed("PartitionedPS", of), set()
+    for _ in range(40):
+        changed = near.tune(groups, draw)
+        assert changed is not None
+        assert [(g.strategy, g.members) for g in changed] == [(g.strategy, g.members) for g in groups]
+        seen |= {tuple(sorted(g.options.items())) for g in changed}
+    assert len(seen) > 1
+    assert near.tune(seed("ddp", of), draw) is None, "an exact all-reduce has one set of options"
+
+
 def test_dtypes_are_not_merged() -> None:
     of = problem(dtypes=("float32", "bfloat16"))
     near = Neighbourhood(of)
