@@ -15,7 +15,7 @@ import numpy.typing as npt
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.collectives import GLOO, Backend, Network, Transfer
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
-from autopar.cost_models.device_work import Work, clip_s, sent_values
+from autopar.cost_models.device_work import Work, clip_s
 from autopar.cost_models.memory import MemoryModel
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
 from autopar.cost_models.simulate import Price, Streams, simulate
@@ -24,7 +24,8 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
 from autopar.spec.units import PROVENANCES, Provenance
-from autopar.strategies.lowering import StepProgram
+from autopar.strategies import Context
+from autopar.strategies.lowering import Known, StepProgram
 
 RELATIVE_ERROR: dict[Provenance, float] = {"measured": 0.15, "looked up": 0.35, "guessed": 0.6}
 """Of the step time, by the weakest figure behind it. [Empirical: calibrated event simulations of others err by 3 to
@@ -99,13 +100,15 @@ class StepPricer:
         self._streams: dict[frozenset[str], Streams] = {}
         found = [compute_provenance(graph, [d], t, measured) for d, t in zip(devices, times, strict=True)]
         self._compute_provenance: Provenance = max(found, key=PROVENANCES.index)
+        self._of_groups: dict[Context, Known[tuple[Price, Transfer | None]]] = {}
         self._prices: dict[tuple[object, ...], tuple[Price, Transfer | None]] = {}
 
     def estimate(self, program: StepProgram, *, timeline: bool = False) -> Estimate:
         """The cost of one step of a program."""
         n = self.network.world_size
-        sent = sent_values(program.primitives)
-        priced = [self.price(p.primitive, program, p.primitive.index in sent) for p in program.placed]
+        known = self._of_groups.setdefault(program.context, {})
+        prices = program.each(known, lambda p: self.price(p, program))
+        priced = [prices[p.primitive.index] for p in program.placed]
         outcome = simulate(
             program, [p for p, _ in priced], self.streams(program), self.network.backend.name, timeline=timeline
         )
@@ -146,21 +149,20 @@ class StepPricer:
     def alone_s(self, program: StepProgram) -> tuple[float, float]:
         """What a program's primitives take by themselves, with nothing beside them and no compute of the graph:
         seconds on the channel, and on the busiest rank's device. The step's own two sums are left out."""
-        sent = sent_values(program.primitives)
         channel, device = 0.0, np.zeros(self.network.world_size)
         for p in program.primitives:
             if p.group == WHOLE_STEP:
                 continue
-            price, _ = self.price(p, program, p.index in sent)
+            price, _ = self.price(p, program)
             channel += price.transfer_s
             device += price.device_s
         return channel, float(device.max())
 
-    def price(self, primitive: Primitive, program: StepProgram, sent: bool) -> tuple[Price, Transfer | None]:
+    def price(self, primitive: Primitive, program: StepProgram) -> tuple[Price, Transfer | None]:
         """One primitive's price, and what it puts on the wire; remembered, for plans share most of their groups."""
         if primitive.kind is Kind.CLIP:
             return self._clip(primitive, program)
-        work = Work.of(primitive, program, sent)
+        work = Work.of(primitive, program)
         key = work.key
         if key not in self._prices:
             self._prices[key] = self._price(work)

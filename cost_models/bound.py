@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.cost_models.device_work import sent_values
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP
 from autopar.strategies.lowering import StepProgram
 
@@ -35,18 +34,17 @@ class Bound:
 
     def add(self, alone: StepProgram) -> int:
         """Takes a group in, lowered by itself; returns the number that it goes by. The step's own sums are left out."""
-        pricer, sent = self.pricer, sent_values(alone.primitives)
         row = np.zeros_like(self._graph)
         for p in alone.primitives:
             if p.group == WHOLE_STEP:
                 continue
-            price, _ = pricer.price(p, alone, p.index in sent)
+            price, _ = self.pricer.price(p, alone)
             if price.device_s:
                 row[: self._ranks] += price.device_s
             if p.kind in COLLECTIVES and price.loads:
                 row[self._ranks :] += price.transfer_s * np.asarray(price.loads)
         if alone.replaced:
-            row[: self._ranks] += pricer.graph_s(alone.replaced) - self._graph[: self._ranks]
+            row[: self._ranks] += self.pricer.graph_s(alone.replaced) - self._graph[: self._ranks]
         self._rows.append(row)
         return len(self._rows) - 1
 

@@ -15,9 +15,10 @@ from itertools import islice
 
 _NOTHING_S = 1e-12
 """What rounding leaves of a transfer that has ended."""
+_ALONE = (1.0,)
 
 
-@dataclass
+@dataclass(slots=True)
 class Job:
     """A transfer that was issued."""
 
@@ -61,7 +62,9 @@ class Channels:
 
     def issue(self, job: Job) -> None:
         """Puts a transfer behind those of its channel."""
-        queue = self._queues.setdefault(job.channel, deque())
+        queue = self._queues.get(job.channel)
+        if queue is None:
+            queue = self._queues[job.channel] = deque()
         queue.append(job)
         if len(queue) <= job.at_once and job.ready_s < self.next_s:
             self.next_s = job.ready_s
@@ -112,7 +115,13 @@ class Channels:
                         job.start_s = now
                 elif job.ready_s < change:
                     change = job.ready_s
-        self._active, self._rates = active, _rates(active)
+        self._active = active
+        if len(active) == 1:  # mostly
+            alone = active[0]
+            self._rates, self.taken = _ALONE, alone.taken
+            self.next_s = min(change, now + alone.left_s)
+            return
+        self._rates = _rates(active)
         for job, rate in zip(active, self._rates, strict=True):
             change = min(change, now + job.left_s / rate)
         self.next_s = change
@@ -127,9 +136,16 @@ def _together(takers: Sequence[Sequence[float]]) -> Sequence[float]:
 
 def _rates(active: Sequence[Job]) -> list[float]:
     """How fast each transfer runs beside the others, 1 for as fast as alone."""
-    if len(active) < 2:
-        return [1.0] * len(active)
+    if not active:
+        return []
     totals = [sum(parts) for parts in zip(*(j.loads for j in active), strict=True)]
-    return [
-        min((1 / t for load, t in zip(j.loads, totals, strict=True) if t > 1 and load > 0), default=1.0) for j in active
-    ]
+    most = max(totals, default=0.0)
+    if most <= 1:
+        return [1.0] * len(active)
+    fullest = totals.index(most)
+    return [1 / most if j.loads[fullest] > 0 else _rate(j.loads, totals) for j in active]
+
+
+def _rate(loads: Sequence[float], totals: Sequence[float]) -> float:
+    """By the fullest of the links that a transfer fills."""
+    return min((1 / t for load, t in zip(loads, totals, strict=True) if t > 1 and load > 0), default=1.0)

@@ -5,7 +5,6 @@ As `autopar.runtime` does them; bytes read and written, over the device's memory
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopar.cost_models.compute import Rates
@@ -41,10 +40,11 @@ class Work(NamedTuple):
     """The rank that need not store what it sent, where one does."""
 
     @classmethod
-    def of(cls, primitive: Primitive, program: StepProgram, sent: bool) -> Work:
+    def of(cls, primitive: Primitive, program: StepProgram) -> Work:
         """Reads from the program what belongs to a primitive."""
         source = program.primitives[primitive.inputs[0]] if len(primitive.inputs) == 1 else None
         stored_at = _broadcaster(primitive, program) if primitive.kind is Kind.STORE else None
+        sent = primitive.index in program.sent
         if not 0 <= primitive.group < len(program.groups):
             return cls(primitive, source, 1, primitive.dtype, sent, stored_at)
         group = program.groups[primitive.group]
@@ -143,11 +143,6 @@ def clip_s(primitive: Primitive, program: StepProgram, rank: int, rates: Rates) 
         source = program.primitives[index]
         held += source.held_elements(rank) * DTYPE_BYTES[source.dtype]
     return rates.copy_s(held, 1 + MEMBER_START * len(primitive.inputs))
-
-
-def sent_values(primitives: Sequence[Primitive]) -> frozenset[int]:
-    """Indices of the values that collectives take."""
-    return frozenset(i for p in primitives if p.kind in COLLECTIVES for i in p.inputs)
 
 
 def _broadcaster(primitive: Primitive, program: StepProgram) -> int | None:

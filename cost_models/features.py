@@ -6,7 +6,6 @@ import math
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import Estimate
-from autopar.cost_models.device_work import sent_values
 from autopar.ir.primitives import COLLECTIVES, Kind
 from autopar.strategies.lowering import StepProgram
 
@@ -19,12 +18,11 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     `dilation`: how many times slower than `pricer` says a lab ran everything.
     """
     step, n = estimate.step_time_s, pricer.network.world_size
-    sent = sent_values(program.primitives)
     kinds = dict.fromkeys(COLLECTIVES - {Kind.SERVED_SUM}, 0.0)
     messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     sizes = [0.0]
     for p in program.primitives:
-        price, transfer = pricer.price(p, program, p.index in sent)
+        price, transfer = pricer.price(p, program)
         if transfer is None:
             device_s += max(price.device_s, default=0.0)
             continue

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.collectives import in_rounds
-from autopar.cost_models.device_work import sent_values
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, GATHERED, LARGE_BYTES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
-from autopar.strategies.lowering import StepProgram
+from autopar.strategies import Context
+from autopar.strategies.lowering import Known, StepProgram
 
 Bytes = npt.NDArray[np.int64]
 _IN_PLACE = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.STORE, Kind.DELIVER, Kind.CLIP, Kind.COUNT})
@@ -43,6 +43,7 @@ class MemoryModel:
             self.behind = self._alive(range(len(self._own)))[1]
         self._index = {p.name: i for i, p in enumerate(graph.parameters)}
         self._ready = np.array([p.ready for p in graph.parameters], dtype=np.int64)
+        self._allocated: dict[Context, Known[int | Bytes | None]] = {}
         self._size = np.array([p.numel * DTYPE_BYTES[p.spec.dtype] for p in graph.parameters], dtype=np.int64)
 
     def peaks(self, program: StepProgram, optimizer: OptimizerCost) -> tuple[int, ...]:
@@ -90,10 +91,12 @@ class MemoryModel:
             for i, placed in enumerate(program.placed)
             if placed.primitive.kind in consumers or placed.primitive.work == packs
         }
-        # One gradient that is sent as it is becomes the buffer.
-        is_sent = np.array([p.primitive.kind is Kind.PACK and _as_it_is(p.primitive, program) for p in program.placed])
-        exchanged = program.resident - {p.group for p in program.primitives if p.work == packs}
-        never_formed = {p.group for p in program.primitives if p.kind is Kind.PARTS} | exchanged
+        is_sent = np.zeros(len(program.placed), np.int64)
+        for i in taken_by.values():  # one gradient that is sent as it is becomes the buffer
+            taker = program.placed[i].primitive
+            is_sent[i] = taker.kind is Kind.PACK and _as_it_is(taker, program)
+        packed = {group for group, i in taken_by.items() if program.placed[i].primitive.work == packs}
+        never_formed = {p.group for p in program.primitives if p.kind is Kind.PARTS} | (program.resident - packed)
         count, end = len(program.placed), len(self.live) - 1
         taken = np.full(len(self._ready), -1)
         members = [self._index[m.slice.name] for group in program.groups for m in group.members]
@@ -113,53 +116,66 @@ class MemoryModel:
         np.add.at(placed, (taken + 1 - np.append(is_sent, 0)[taken])[formed], -self._size[formed])
         return np.cumsum(running)[: len(self.live)], np.cumsum(placed)[:count]
 
+    def _size_of(self, p: Primitive, program: StepProgram, n: int) -> int | Bytes | None:
+        """What a primitive allocates, as `allocated` says it, less what is made in pieces."""
+        packed = p.index in program.sent and len(program.groups[p.group].members) > 1
+        source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
+        size = allocated(p, source, n, packed, self.rounds and in_rounds(p))
+        if size is not None and p.in_pieces and self.rounds:
+            size = np.where(np.asarray(size) < LARGE_BYTES, size, 0)
+        return size
+
     def _buffers(self, program: StepProgram, n: int) -> tuple[Bytes, Bytes, Bytes]:
         """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]. And what is
         there from the step before, by rank."""
-        sizes: list[int | Bytes] = [0] * len(program.placed)
-        root: dict[int, int] = {}
-        last: dict[int, int] = {}
+        known = self._allocated.setdefault(program.context, {})
+        allocates = program.each(known, lambda p: self._size_of(p, program, n))
+        primitives, sizes = program.primitives, list[int | Bytes]([0] * len(program.placed))
+        root = list(range(len(primitives)))
+        """Of each value, the one whose memory it lies in."""
+        last = [-1] * len(primitives)
         born: dict[int, int] = {}
         received: dict[int, int] = {}
         dropped: list[tuple[int, int, Bytes]] = []
         """Values that some ranks have no use for any more, with the place behind which that is so, and these ranks."""
-        sent = sent_values(program.primitives)
         for i, placed in enumerate(program.placed):
             p = placed.primitive
             if p.late and p.kind in (Kind.WAIT, Kind.STORE):  # of the step before
                 received.setdefault(p.inputs[0], i)
                 continue
-            source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
-            packed = p.index in sent and len(program.groups[p.group].members) > 1
-            size = allocated(p, source, n, packed, self.rounds and in_rounds(p))
-            if size is not None and p.in_pieces and self.rounds:
-                size = np.where(np.asarray(size) < LARGE_BYTES, size, 0)
+            index, size = p.index, allocates[p.index]
+            source = primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
             if size is not None:
                 sizes[i] = size
-                born[p.index] = i
-            reused = size is None and source is not None
-            root[p.index] = root.get(source.index, p.index) if reused and source is not None else p.index
+                born[index] = i
+            elif source is not None:
+                root[index] = root[source.index]
             if p.kind is Kind.UPDATE and p.owner is not None:  # the others do nothing here
-                value = root.get(p.inputs[0], p.inputs[0])
+                value = root[p.inputs[0]]
                 dropped.append((value, last[value], np.arange(n) != p.owner))
-            for used in (p.index, *p.inputs):
-                last[root.get(used, used)] = i
-            for used in source.inputs if source is not None and source.kind in COLLECTIVES else ():
-                last[root.get(used, used)] = max(last[root.get(used, used)], i - 1)  # until it was sent
+            last[root[index]] = i
+            for used in p.inputs:
+                last[root[used]] = i
+            if source is not None and source.kind in COLLECTIVES:
+                for used in source.inputs:  # until it was sent
+                    last[root[used]] = max(last[root[used]], i - 1)
         made = _by_rank(sizes, n)
         freed, carried = np.zeros_like(made), np.zeros(n, np.int64)
         for i, placed in enumerate(program.placed):
-            passing = _joined_factors(placed.primitive, program, n)
-            made[i] += passing
-            freed[i] += passing
-        ends = last | received  # of what is begun in one step and completed in the next, the latter
+            if placed.primitive.kind is Kind.FORM:
+                passing = _joined_factors(placed.primitive, program, n)
+                made[i] += passing
+                freed[i] += passing
+        ends = last
+        for index, i in received.items():  # of what is begun in one step and completed in the next
+            ends[index] = i
         np.add.at(freed, [ends[index] for index in born], made[list(born.values())])
         for value, i, ranks in dropped:
             if value in born:
                 freed[ends[value], ranks] -= made[born[value], ranks]
                 freed[i, ranks] += made[born[value], ranks]
         for index, i in born.items():
-            if program.primitives[index].late:
+            if primitives[index].late:
                 carried += made[i]
         return made, freed, carried
 
@@ -171,10 +187,13 @@ def _as_it_is(pack: Primitive, program: StepProgram) -> bool:
 
 def _by_rank(sizes: Sequence[int | Bytes], n: int) -> Bytes:
     """One row for each, of n ranks."""
-    found = np.repeat(np.array([s if isinstance(s, int) else 0 for s in sizes], np.int64)[:, None], n, axis=1)
-    for i, size in enumerate(sizes):
-        if not isinstance(size, int):
-            found[i] = size
+    unequal = [(i, size) for i, size in enumerate(sizes) if not isinstance(size, int)]
+    alike = list(sizes)
+    for i, _ in unequal:
+        alike[i] = 0
+    found = np.repeat(np.array(alike, np.int64)[:, None], n, axis=1)
+    for i, size in unequal:
+        found[i] = size
     return found
 
 
@@ -218,8 +237,6 @@ def allocated(
 
 def _joined_factors(p: Primitive, program: StepProgram, n: int) -> int:
     """Bytes that the factors of all ranks take once more while a product is formed of them, of one member at a time."""
-    if p.kind is not Kind.FORM:
-        return 0
     factors = [m.parts for m in program.groups[p.group].members if m.parts.kind == "factors"]
     return max((n * f.rows * f.row_width for f in factors), default=0) * DTYPE_BYTES[p.dtype]
 

@@ -87,6 +87,7 @@ def simulate(
                 state.issue(primitive, price)
                 state.wait_for(state.channels.end_of(state.number(primitive.index)))
         state.compute_until(len(streams.prefix_s[0]) - 2)
+        state.settle()
     slowest = max(range(len(ranks)), key=state.now.__getitem__)
     return Outcome(
         step_time_s=state.now[slowest] - state.began_s,
@@ -124,10 +125,12 @@ class _State:
         self.done = 0
         """Nodes of the graph that have run."""
         self.now = [0.0] * len(ranks)
+        self.ahead_s = [0.0] * len(ranks)
+        """Work that was handed to each stream, of which it is not yet known how long it takes."""
         self.busy = [0.0] * len(ranks)
         self.channels = Channels()
-        # For each representative the first stretch of slowed compute that may still lie ahead.
-        self.ahead = [0] * len(ranks)
+        self.stretch = [0] * len(ranks)
+        """For each, the first stretch of slowed compute that may still lie ahead."""
         self.labels: dict[int, str] = {}
 
     def begin_step(self) -> None:
@@ -166,14 +169,20 @@ class _State:
 
     def work(self, primitive: Primitive, price: Price) -> None:
         """Runs what a primitive does on the device."""
-        name = label(primitive) if self.timeline else ""
         device_s = price.device_s
+        if self.timeline:
+            name = label(primitive)
+            for i, rank in enumerate(self.ranks):
+                if device_s[rank] > 0.0:
+                    self._run(i, device_s[rank], name)
+            return
         for i, rank in enumerate(self.ranks):
-            if device_s[rank] > 0.0:
-                self._run(i, device_s[rank], name)
+            self.busy[i] += device_s[rank]
+            self.ahead_s[i] += device_s[rank]
 
     def issue(self, primitive: Primitive, price: Price) -> None:
         """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
+        self.settle()
         taken = tuple(price.taken[r] for r in self.ranks) if price.taken else ()
         channel = (primitive.teams, primitive.lane, price.at_once, bool(primitive.summed_by))
         number = self.number(primitive.index)
@@ -201,23 +210,32 @@ class _State:
             self.wait_for(self.channels.end_of(self.number(primitive.inputs[0], steps_ago=int(primitive.late))))
 
     def wait_for(self, end: float) -> None:
+        self.settle()
         self.now = [max(t, end) for t in self.now]
 
     def _run(self, i: int, seconds: float, name: str) -> None:
         """Advances one compute stream by `seconds` of work, longer where transfers take their part."""
-        begin = self.now[i]
         self.busy[i] += seconds
-        self.now[i] = self._slowed(i, begin, seconds)
+        self.ahead_s[i] += seconds
         if self.timeline:
+            begin = self.now[i]
+            self.settle()
             self.spans.append(Span(f"rank {self.ranks[i]}", name, begin, self.now[i]))
+
+    def settle(self) -> None:
+        """Does what was handed to the streams: what follows depends on when they are done."""
+        for i, seconds in enumerate(self.ahead_s):
+            if seconds > 0.0:
+                self.now[i] = self._slowed(i, self.now[i], seconds)
+                self.ahead_s[i] = 0.0
 
     def _slowed(self, i: int, now: float, seconds: float) -> float:
         """When work is done that would take `seconds` alone."""
         channels = self.channels
         stretches = channels.slowed
         while True:
-            while self.ahead[i] < len(stretches):
-                start, end, taken = stretches[self.ahead[i]]
+            while self.stretch[i] < len(stretches):
+                start, end, taken = stretches[self.stretch[i]]
                 if now < end:
                     if now + seconds <= start:
                         return now + seconds
@@ -229,7 +247,7 @@ class _State:
                         return now + seconds / speed
                     seconds -= (end - now) * speed
                     now = end
-                self.ahead[i] += 1
+                self.stretch[i] += 1
             if now < channels.now_s:  # nothing was taken since
                 if now + seconds <= channels.now_s:
                     return now + seconds

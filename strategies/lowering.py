@@ -6,19 +6,34 @@ groups, each as soon as its gradients are complete and the one before it has bee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from autopar.errors import PlanError, did_you_mean
-from autopar.ir.primitives import CLIP_STAGE, FORWARD_STAGE, GATHERED, WHOLE_STEP, Kind, Primitive, order_hash
-from autopar.ir.training_graph import TrainingGraph
+from autopar.ir.primitives import (
+    CLIP_STAGE,
+    COLLECTIVES,
+    FORWARD_STAGE,
+    GATHERED,
+    WHOLE_STEP,
+    Kind,
+    Primitive,
+    order_hash,
+)
+from autopar.ir.training_graph import Head, Layer, TrainingGraph
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
 from autopar.strategies.base import Context, Group, Member, Options, Strategy
 from autopar.strategies.emitter import Emitter
+
+T = TypeVar("T")
+Known = dict[int, tuple[SyncGroup, tuple[T, ...]]]
+"""By the identity of a group's object, which is kept with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +59,20 @@ class StepProgram:
     def replaced(self) -> frozenset[str]:
         """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
         of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
-        of_heads = [m.parameter.head for m in self._working_on("head")]
         of_tables = [m.parameter.table for m in self._working_on("rows")]
-        of_layers = [m.parameter.layer for m in self._working_on("layer")]
         return frozenset(
             [name for g in of_parts for m in g.members for name in m.parts.replaced]
-            + [name for head in of_heads if head is not None for name in head.replaced]
+            + [name for head in self._heads for name in head.replaced]
             + [name for table in of_tables if table is not None for name in table.parts.replaced]
-            + [name for layer in of_layers if layer is not None for name in layer.replaced]
+            + [name for layer in self._layers for name in layer.replaced]
         )
 
     @cached_property
     def handed(self) -> frozenset[str]:
         """Of these, nodes whose values a strategy makes in another way."""
-        of_heads = [m.parameter.head for m in self._working_on("head")]
-        of_layers = [m.parameter.layer for m in self._working_on("layer")]
-        return frozenset(
-            [head.hidden_gradient for head in of_heads if head is not None and head.hidden_gradient is not None]
-            + [
-                name
-                for layer in of_layers
-                if layer is not None
-                for name in (layer.product, layer.given_gradient)
-                if name is not None
-            ]
-        )
+        made = [head.hidden_gradient for head in self._heads]
+        made += [name for layer in self._layers for name in (layer.product, layer.given_gradient)]
+        return frozenset(name for name in made if name is not None)
 
     @cached_property
     def resident(self) -> frozenset[int]:
@@ -81,6 +85,19 @@ class StepProgram:
         groups = {p.group for p in self.primitives if p.work.startswith(GATHERED)}
         return frozenset(m.slice.name for g in groups for m in self.groups[g].members)
 
+    @property
+    def _heads(self) -> list[Head]:
+        return [m.parameter.head for m in self._working_on("head") if m.parameter.head is not None]
+
+    @property
+    def _layers(self) -> list[Layer]:
+        return [m.parameter.layer for m in self._working_on("layer") if m.parameter.layer is not None]
+
+    @cached_property
+    def sent(self) -> frozenset[int]:
+        """Indices of the values that collectives take."""
+        return frozenset(i for p in self.primitives if p.kind in COLLECTIVES for i in p.inputs)
+
     def _working_on(self, what: str) -> list[Member]:
         """Members of groups with a strategy's own works on heads, layers, or rows of tables."""
         groups = {p.group for p in self.primitives if p.work.partition(".")[0] == what}
@@ -90,6 +107,19 @@ class StepProgram:
     def resident_members(self) -> tuple[Member, ...]:
         """Of those groups, in the order of the plan."""
         return tuple(m for g in sorted(self.resident) for m in self.groups[g].members)
+
+    def each(self, known: Known[T], make: Callable[[Primitive], T]) -> list[T]:
+        """`make` of each primitive, in order. Of a group's primitives it must depend on their group and on the context
+        alone: it is remembered in `known` by the group's object, which plans of a search share."""
+        found: list[T] = []
+        for group in self.groups:
+            entry = known.get(id(group.spec))
+            if entry is None:
+                rest = takewhile(lambda p, i=group.index: p.group == i, self.primitives[len(found) :])  # type: ignore[misc]
+                entry = known[id(group.spec)] = group.spec, tuple(map(make, rest))
+            found += entry[1]
+        found += map(make, self.primitives[len(found) :])
+        return found
 
     @property
     def order_hash(self) -> str:

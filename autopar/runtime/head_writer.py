@@ -6,11 +6,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.fx
 
 from autopar.ir.primitives import Primitive
 from autopar.ir.training_graph import Head
+from autopar.runtime import works
 from autopar.runtime.heads import HeadShard
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ Work = Callable[["Writer", Primitive, Sequence[Any]], "Written"]
 
 
 def _count(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    samples = _head(w, p).samples * (1 if w.is_last else -1)
-    return w.call(torch.full, ((1,), samples), {"dtype": torch.int64, "device": w.device})
+    return works.count(w, _head(w, p).samples)
 
 
 def _samples(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -56,10 +55,7 @@ def _returned(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     head = _head(w, p)
     assert head.hidden_gradient is not None
-    own = w.call(torch.narrow, (inputs[0], 0, 0, head.samples * head.width))
-    value = w.call(torch.reshape, (own, (head.samples, head.width)))
-    w.copies[w.nodes[head.hidden_gradient]] = value
-    return value
+    return works.hand_back(w, head.hidden_gradient, inputs[0], head.samples, head.width)
 
 
 def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:

@@ -3,7 +3,6 @@ which they replace."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch.fx
 
 from autopar.ir.primitives import Primitive
 from autopar.ir.training_graph import Layer
+from autopar.runtime import works
 from autopar.runtime.layers import LayerShard
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 def _count(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
-    samples = _layer(w, p).samples * (1 if w.is_last else -1)
-    return w.call(torch.full, ((1,), samples), {"dtype": torch.int64, "device": w.device})
+    return works.count(w, _layer(w, p).samples)
 
 
 def _given(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -30,7 +29,7 @@ def _given(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 
 def _found(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     _known(w, p)["everyone"] = everyone = _do(w, p, "everyone", inputs[0], _counts(w, p))
-    return _message(w, _do(w, p, "found", everyone, _counts(w, p), _dtype(p)))
+    return works.message(w, _do(w, p, "found", everyone, _counts(w, p), _dtype(p)))
 
 
 def _product(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -46,7 +45,7 @@ def _product(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 
 def _errors(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     error = w.copies[w.nodes[_layer(w, p).error]]
-    return _message(w, _do(w, p, "errors", error, _counts(w, p), _dtype(p)))
+    return works.message(w, _do(w, p, "errors", error, _counts(w, p), _dtype(p)))
 
 
 def _own_errors(w: Writer, p: Primitive, received: Any) -> torch.fx.Node:
@@ -63,10 +62,7 @@ def _returned(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
 def _hand_back(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
     layer = _layer(w, p)
     assert layer.given_gradient is not None
-    own = w.call(torch.narrow, (inputs[0], 0, 0, layer.samples * layer.width))
-    value = w.call(torch.reshape, (own, (layer.samples, layer.width)))
-    w.copies[w.nodes[layer.given_gradient]] = value
-    return value
+    return works.hand_back(w, layer.given_gradient, inputs[0], layer.samples, layer.width)
 
 
 def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -109,10 +105,6 @@ def _counts(w: Writer, p: Primitive) -> torch.fx.Node:
 
 def _dtype(p: Primitive) -> torch.dtype:
     return getattr(torch, p.dtype)  # type: ignore[no-any-return]
-
-
-def _message(w: Writer, node: torch.fx.Node) -> Written:
-    return [w.call(operator.getitem, (node, i)) for i in range(3)]
 
 
 def _do(w: Writer, p: Primitive, work: str, *args: Any) -> torch.fx.Node:

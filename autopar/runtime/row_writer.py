@@ -12,6 +12,7 @@ import torch.fx
 
 from autopar.ir.primitives import Primitive
 from autopar.ir.training_graph import Lookup
+from autopar.runtime import works
 from autopar.runtime.rows import RowShards
 from autopar.strategies.base import Member
 from autopar.strategies.row_exchange import Wave, waves
@@ -28,11 +29,11 @@ def _ask(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
 
 def _wanted(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
     w.counts[p.group, wave] = _do(w, p, "agreed", inputs[0])
-    return _message(w, _do(w, p, "wanted", w.asked[p.group, wave], w.counts[p.group, wave]))
+    return works.message(w, _do(w, p, "wanted", w.asked[p.group, wave], w.counts[p.group, wave]))
 
 
 def _found(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
-    return _message(w, _do(w, p, "found", wave, inputs[0], w.counts[p.group, wave], getattr(torch, p.dtype)))
+    return works.message(w, _do(w, p, "found", wave, inputs[0], w.counts[p.group, wave], getattr(torch, p.dtype)))
 
 
 def _received(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Written:
@@ -58,7 +59,9 @@ def _returned(w: Writer, p: Primitive, wave: int, inputs: Sequence[Any]) -> Writ
         values.append([v for v, _ in terms])
         padding.append([pad for _, pad in terms])
     asked, counts = w.asked[p.group, wave], w.counts[p.group, wave]
-    return _message(w, _do(w, p, "returned", wave, asked, counts, values, padding, getattr(torch, p.dtype), w.scale))
+    return works.message(
+        w, _do(w, p, "returned", wave, asked, counts, values, padding, getattr(torch, p.dtype), w.scale)
+    )
 
 
 def _gradient(w: Writer, p: Primitive, inputs: Sequence[Any]) -> Written:
@@ -101,10 +104,6 @@ def _lookups(member: Member) -> tuple[Lookup, ...]:
 
 def _wave(w: Writer, p: Primitive, wave: int) -> Wave:
     return waves(w.program.groups[p.group])[wave]
-
-
-def _message(w: Writer, node: torch.fx.Node) -> Written:
-    return [w.call(operator.getitem, (node, i)) for i in range(3)]
 
 
 def _do(w: Writer, p: Primitive, work: str, *args: Any) -> torch.fx.Node:

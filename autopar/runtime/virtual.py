@@ -30,7 +30,6 @@ import torch
 import torch.fx
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.cost_models.device_work import sent_values
 from autopar.ir.capture import JointGraph
 from autopar.ir.primitives import COLLECTIVES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
@@ -57,10 +56,10 @@ class DeviceTimes:
     @classmethod
     def of(cls, pricer: StepPricer, program: StepProgram, rank: int, dilation: float = 1.0) -> DeviceTimes:
         """As the cost model prices them, each times `dilation`."""
-        streams, sent = pricer.streams(program), sent_values(program.primitives)
+        streams = pricer.streams(program)
         work_s = [0.0] * len(program.primitives)
         for p in program.primitives:
-            price, _ = pricer.price(p, program, p.index in sent)
+            price, _ = pricer.price(p, program)
             if p.kind not in COLLECTIVES and price.device_s:
                 work_s[p.index] = dilation * price.device_s[rank]
         return cls([dilation * s for s in streams.prefix_s[streams.device_of_rank[rank]]], work_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.trials.records import DATA, Dataset
+from benchmarks.trials.records import COMPUTES, DATA, Compute, Dataset
 
 JOURNAL = Path("out") / "trials.jsonl"
 CALIBRATIONS = Path("out") / "calibrations.jsonl"
@@ -26,8 +26,15 @@ def main() -> None:
 @click.option("--seed", default=0, show_default=True, help="Of the plans.")
 @click.option("--workload", "workloads", multiple=True, help="This one only; may be repeated.")
 @click.option("--cluster", "clusters", multiple=True, help="This one only; may be repeated.")
+@click.option("--compute", "computes", multiple=True, type=click.Choice(COMPUTES), help="This one only.")
 def collect(
-    minutes: float, most: int, out: Path, seed: int, workloads: tuple[str, ...], clusters: tuple[str, ...]
+    minutes: float,
+    most: int,
+    out: Path,
+    seed: int,
+    workloads: tuple[str, ...],
+    clusters: tuple[str, ...],
+    computes: tuple[Compute, ...],
 ) -> None:
     """Take trials and append them to a journal. A journal that is there already is continued."""
     import torch
@@ -45,7 +52,7 @@ def collect(
         collector = Collector(
             journal, seed, progress=lambda line: click.echo(f"{time.monotonic() - began:7.1f} {line}")
         )
-        taken = collector.run(minutes, workloads or None, clusters or None, most)
+        taken = collector.run(minutes, workloads or None, clusters or None, most, computes or COMPUTES)
     elapsed_s = time.monotonic() - began
     click.echo(f"{taken} trials in {elapsed_s:.0f} s, {elapsed_s / max(1, taken):.1f} s each")
 

@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import geometric_mean
-from typing import Literal
 
 from autopar.cost_models import AnalyticCostModel, OptimizerCost, optimizer_cost
 from autopar.ir.batch import flatten
@@ -25,6 +24,7 @@ from autopar.strategies.lowering import StepProgram, lower_plan
 from benchmarks.suite.workload import Workload
 from benchmarks.trials.clusters import ClusterCase
 from benchmarks.trials.plans import PlanSource
+from benchmarks.trials.records import Compute
 
 LAB_BPS, HOST_BPS = 6e9, 2e9
 """What all hosts of a lab may send together, and each of them, in bit/s. [Empirical: on two cores, an all-reduce of
@@ -75,11 +75,11 @@ class Draw:
 class Cell:
     """One workload on one cluster, with real or virtual compute."""
 
-    def __init__(self, workload: Captured, case: ClusterCase, compute: Literal["real", "virtual"]) -> None:
+    def __init__(self, workload: Captured, case: ClusterCase, compute: Compute) -> None:
         self.workload = workload
         self.graph = workload.graph
         self.case = case
-        self.compute: Literal["real", "virtual"] = compute
+        self.compute: Compute = compute
         self.name = f"{workload.name} {case.name} {compute}"
 
     @cached_property

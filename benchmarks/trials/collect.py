@@ -25,7 +25,7 @@ from benchmarks.trials.cells import Captured, Cell, Draw
 from benchmarks.trials.clusters import ClusterCase, clusters
 from benchmarks.trials.groups import encode
 from benchmarks.trials.journal import Journal, digest
-from benchmarks.trials.records import Cluster, Graph, Session, Trial
+from benchmarks.trials.records import COMPUTES, Cluster, Compute, Graph, Session, Trial
 from benchmarks.trials.small import SMALL, named
 from benchmarks.trials.speed import additions_us
 
@@ -56,11 +56,12 @@ class Collector:
         workloads: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
         most: int = 10**9,
+        computes: Sequence[Compute] = COMPUTES,
     ) -> int:
         """Takes trials until the time is over, or `most` of them; returns how many."""
         deadline, taken = time.monotonic() + 60 * minutes, 0
         labs: defaultdict[object, list[Cell]] = defaultdict(list)
-        for cell in self.cells(workloads, names):
+        for cell in self.cells(workloads, names, computes):
             wiring = of_cluster(cell.case.cluster)
             labs[wiring.layout, tuple(p.host.name for p in cell.case.cluster.ranks)].append(cell)
         began = False
@@ -83,7 +84,9 @@ class Collector:
                         break
         return taken
 
-    def cells(self, workloads: Sequence[str] | None, names: Sequence[str] | None) -> Iterator[Cell]:
+    def cells(
+        self, workloads: Sequence[str] | None, names: Sequence[str] | None, computes: Sequence[Compute]
+    ) -> Iterator[Cell]:
         """All cells of these workloads and clusters, by default of all, that are not too slow for the lab."""
         cases = [case for name, case in clusters().items() if names is None or name in names]
         for workload in workloads or (*SMALL, *WORKLOADS):
@@ -91,9 +94,8 @@ class Collector:
             cost = OptimizerCost(graph.optimizer, graph.state_tensors)
             known = Captured(workload, graph.tables.graph(), cost, graph.sparse_update)
             for case in cases:
-                cells = [Cell(known, case, "virtual")]
-                if case.real and workload in SMALL:
-                    cells.append(Cell(known, case, "real"))
+                possible = COMPUTES if case.real and workload in SMALL else COMPUTES[:1]
+                cells = [Cell(known, case, compute) for compute in possible if compute in computes]
                 yield from (cell for cell in cells if cell.ddp_s <= TOO_SLOW_S)
 
     def _need(self, cell: Cell, done: Counter[str]) -> float:

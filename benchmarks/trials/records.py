@@ -30,6 +30,10 @@ from benchmarks.trials.groups import Encoded, decode
 DATA = Path(__file__).parent / "data"
 
 
+Compute = Literal["virtual", "real"]
+COMPUTES: tuple[Compute, ...] = ("virtual", "real")
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -98,7 +102,7 @@ class Trial(_Record):
     """The digest of its graph."""
     cluster: str
     """The digest of its cluster."""
-    compute: Literal["real", "virtual"]
+    compute: Compute
     dilation: float = 1.0
     """The lab ran so many times slower than the cluster: rates divided by it, with virtual compute also its sleeps
     multiplied by it. Below 1, faster."""
