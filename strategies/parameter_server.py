@@ -34,6 +34,9 @@ class ParameterServer(Strategy):
         return None
 
     def options(self, context: Context) -> Sequence[ParameterServerOptions]:
+        """None where links differ and shares can be unequal: a reduce passes through all ranks, a slow one too."""
+        if context.rates and context.elementwise_update:
+            return []
         late = (False, True) if context.late_parameters else (False,)
         return [ParameterServerOptions(owner=r, late=x) for x in late for r in range(context.world_size)]
 

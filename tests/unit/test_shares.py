@@ -7,7 +7,7 @@ import pytest
 from autopar.search import build_plan, search
 from autopar.search.base import Budget
 from autopar.spec.cluster import ClusterSpec
-from autopar.strategies import Context
+from autopar.strategies import Context, strategy_named
 from autopar.strategies.partitioned_parameter_server import balanced_shares
 from tests.unit.synthetic import cpu_hosts, training_graph
 
@@ -57,3 +57,10 @@ def test_a_slow_host_is_spared() -> None:
     assert spared.groups[0].options["shares"] == (0.3333, 0.3333, 0.3333, 0.0)
     assert ring.step_time_s / spared.prediction.step_time_s > 1.2
     assert found.prediction.step_time_s <= spared.prediction.step_time_s
+
+
+def test_no_reduce_passes_through_a_slow_host() -> None:
+    servers = strategy_named("parameter_server")
+    assert servers.options(Context(4).on(cpu_hosts(4)))
+    assert not servers.options(Context(4).on(SLOW_HOST))
+    assert servers.options(Context(4, elementwise_update=False).on(SLOW_HOST)), "shares are no way out there"
