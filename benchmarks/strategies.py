@@ -74,7 +74,8 @@ def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) 
     reason = unavailable_reason()
     if reason is not None:
         raise click.ClickException(f"without network namespaces there is no network to save: {reason}")
-    report = Report(name="strategies", title="What structure saves, against DDP", columns=COLUMNS)
+    name = "-".join(["strategies", *(case.replace("/", "-") for case in only)])
+    report = Report(name=name, title="What structure saves, against DDP", columns=COLUMNS)
     start = time.monotonic()
     for goal in GOALS:
         if not only or goal.name in only:
