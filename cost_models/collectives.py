@@ -376,12 +376,21 @@ def in_rounds(primitive: Primitive) -> bool:
 
 def is_ring(primitive: Primitive, world_size: int, backend: Backend) -> bool:
     """Whether ranks send on to the next one what they gather or add up, and not from each to each."""
-    teams = all_teams(primitive.teams, world_size) if primitive.splits else ()
-    splits = [[primitive.splits[r] for r in team] for team in teams]
     if not backend.chains and in_rounds(primitive):
-        exact = primitive.kind is Kind.ALL_GATHER or DTYPE_BYTES[primitive.dtype] >= EXACT_BYTES
-        return exact and all(map(alike, splits))
-    return primitive.kind is Kind.ALL_GATHER and all(len(set(each)) == 1 for each in splits)
+        return goes_around(primitive, world_size)
+    return primitive.kind is Kind.ALL_GATHER and all(len(set(each)) == 1 for each in _parts(primitive, world_size))
+
+
+def goes_around(primitive: Primitive, world_size: int) -> bool:
+    """Whether messages of the runtime's own go around a ring, where they add up on their way; or from each to each."""
+    exact = primitive.kind is Kind.ALL_GATHER or DTYPE_BYTES[primitive.dtype] >= EXACT_BYTES
+    return exact and all(map(alike, _parts(primitive, world_size)))
+
+
+def _parts(primitive: Primitive, world_size: int) -> list[list[int]]:
+    """What each rank holds, by team."""
+    teams = all_teams(primitive.teams, world_size) if primitive.splits else ()
+    return [[primitive.splits[r] for r in team] for team in teams]
 
 
 def _all_but(last: int, n: int, size: int) -> Floats:

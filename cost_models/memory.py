@@ -13,9 +13,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models.collectives import in_rounds
+from autopar.cost_models.collectives import goes_around, in_rounds
 from autopar.cost_models.optimizers import OptimizerCost
-from autopar.ir.primitives import COLLECTIVES, DTYPE_BYTES, GATHERED, LARGE_BYTES, Kind, Primitive
+from autopar.ir.primitives import (
+    COLLECTIVES,
+    DTYPE_BYTES,
+    GATHERED,
+    LARGE_BYTES,
+    Kind,
+    Primitive,
+    all_teams,
+)
 from autopar.ir.training_graph import TrainingGraph
 from autopar.strategies import Context
 from autopar.strategies.lowering import Known, StepProgram
@@ -120,7 +128,8 @@ class MemoryModel:
         """What a primitive allocates, as `allocated` says it, less what is made in pieces."""
         packed = p.index in program.sent and len(program.groups[p.group].members) > 1
         source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
-        size = allocated(p, source, n, packed, self.rounds and in_rounds(p))
+        sent = source if p.kind is Kind.WAIT and source is not None else p
+        size = allocated(p, source, n, packed, self.rounds and in_rounds(sent))
         if size is not None and p.in_pieces and self.rounds:
             size = np.where(np.asarray(size) < LARGE_BYTES, size, 0)
         return size
@@ -202,16 +211,19 @@ def allocated(
 ) -> int | Bytes | None:
     """Bytes that a primitive allocates, on every one of n ranks or by rank; `None` where it works in place, on its
     input's memory. `packed`: whether what it updates is packed, to be sent; one tensor is sent as it is. `rounds`:
-    whether the runtime makes the collective of rounds.
+    whether the runtime makes the collective, this one or that which is waited for, of messages of its own.
 
     As `autopar.runtime.collectives` does it: the sum behind a reduce-scatter is taken by its wait, from one part of
-    every rank; an all-gather of unequal parts that does not go in rounds repeats the part for each receiver.
+    every rank, or grows on its way around a ring, with a part for each rank that it comes by; an all-gather of unequal
+    parts that does not go in rounds repeats the part for each receiver.
     """
     if p.kind in _IN_PLACE or p.in_place:
         return None
     width = DTYPE_BYTES[p.dtype]
     match p.kind:
         case Kind.WAIT if source is None or source.kind is not Kind.REDUCE_SCATTER:
+            return None
+        case Kind.WAIT if rounds and source is not None and source.dtype == p.dtype and goes_around(source, n):
             return None
         case Kind.PACK:
             return None if n == 1 else p.bytes
@@ -224,7 +236,8 @@ def allocated(
         case Kind.FORM:
             return (p.elements if p.touched is None else p.touched) * width
         case Kind.REDUCE_SCATTER:
-            return _held(p, n) * width * n
+            team = len(all_teams(p.teams, n)[0])
+            return _held(p, n) * width * (team - 1 if rounds and goes_around(p, n) else team)
         case Kind.ALL_GATHER:
             repeated = len(set(p.splits)) > 1 and not rounds
             return _held(p, n) * width * n + p.bytes if repeated else p.bytes

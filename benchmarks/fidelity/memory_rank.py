@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.lab import serve
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
 from autopar.runtime import collectives
-from autopar.runtime.exchange import AllGather, AllToAll, Exchange
+from autopar.runtime.exchange import AllGather, AllToAll, Exchange, ReduceScatter
 from benchmarks.peers import Options, peer_named
 from benchmarks.peers.planned import captured
 from benchmarks.suite import workload_named
@@ -52,7 +52,7 @@ def _train(name: str, peer: str, options: Options) -> tuple[int, int]:
 def _free_where_it_is_seen() -> None:
     """The profiler sees what its own thread frees. So what an exchange has sent is freed as a step waits for it, which
     is a little later than it is freed without this; and a wait gives gloo's threads the time to let go."""
-    for kind in (AllToAll, AllGather):
+    for kind in (AllToAll, AllGather, ReduceScatter):
         forget, wait = kind._forget, Exchange.wait
 
         def waited(self: Any, timeout: Any = None, forget: Any = forget, wait: Any = wait) -> bool:

@@ -16,7 +16,12 @@ LAYERS = tuple((f"w{i}", (1024, 1024)) for i in range(4))
 
 
 def peaks(
-    strategy: str, n: int = 4, optimizer: str = "AdamW", live_bytes: int = 0, **options: OptionValue
+    strategy: str,
+    n: int = 4,
+    optimizer: str = "AdamW",
+    live_bytes: int = 0,
+    rounds: bool = False,
+    **options: OptionValue,
 ) -> tuple[int, ...]:
     """Of a model of four equal weights, each in a group of its own."""
     graph = training_graph(LAYERS, live_bytes=live_bytes)
@@ -25,7 +30,7 @@ def peaks(
         for name, _ in reversed(LAYERS)
     ]
     program = lower_plan(groups, graph, Context(n, late_parameters=True))
-    return MemoryModel(graph).peaks(program, optimizer_cost(optimizer))
+    return MemoryModel(graph, rounds).peaks(program, optimizer_cost(optimizer))
 
 
 def test_replicas_hold_parameters_state_and_gradients() -> None:
@@ -44,6 +49,15 @@ def test_shards_spread_the_state() -> None:
     replicated, sharded = peaks("all_reduce"), peaks("partitioned_parameter_server")
     # Of 8 weights of state a rank keeps a quarter; the parts of all ranks lie beside what is still being sent.
     assert replicated[0] - sharded[0] == pytest.approx((6 - 4) * WEIGHT, rel=0.01)
+
+
+def test_sums_that_grow_on_their_way_take_one_part_less() -> None:
+    """Of two ranks the sum alone; of numbers that would be rounded on their way, a part of each."""
+    strategy = "partitioned_parameter_server"
+    at_once, around = (peaks(strategy, n=2, rounds=r)[0] for r in (False, True))
+    assert 2 * WEIGHT <= at_once - around <= 3 * WEIGHT
+    at_once, around = (peaks(strategy, n=2, rounds=r, wire="bfloat16")[0] for r in (False, True))
+    assert at_once == around
 
 
 def test_the_owner_holds_the_state() -> None:
