@@ -116,14 +116,14 @@ def _cut(tensor: torch.Tensor, piece: ParameterSlice, begin: int, elements: int)
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Flattens, concatenates and casts, in one pass over the elements."""
+    """Flattens, concatenates and casts, in one pass over the elements; and multiplies, before it rounds."""
     total = sum(t.numel() for t in tensors)
     flat = torch.empty(total, dtype=dtype, device=tensors[0].device)
     views, offset = [], 0
     for t in tensors:
         views.append(flat[offset : offset + t.numel()].view(t.shape))
         offset += t.numel()
-    if scale is not None:
-        tensors = [t * scale for t in tensors]
+    if scale is not None and dtype != tensors[0].dtype:
+        tensors, scale = [t * scale for t in tensors], None
     torch._foreach_copy_(views, list(tensors))
-    return flat
+    return flat if scale is None else flat.mul_(scale)

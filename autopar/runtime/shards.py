@@ -42,7 +42,7 @@ class ParameterShards(nn.Module):
 
     def pack(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
         """The whole gradients of all members, to be summed to the owners of their rows."""
-        return pack([row.contiguous() for row in self._rows(gradients)], dtype, scale)
+        return pack(self._rows(gradients), dtype, scale)
 
     def gradient(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients of this rank's rows of each member."""
