@@ -197,6 +197,4 @@ def _equal(values: Sequence[float]) -> bool:
 
 
 def _sum(rows: Sequence[tuple[int, ...]], n: int) -> tuple[int, ...]:
-    if not rows:
-        return (0,) * n
-    return tuple(int(x) for x in np.array(rows, dtype=np.int64).sum(axis=0))
+    return tuple(map(sum, zip(*rows, strict=True))) if rows else (0,) * n
