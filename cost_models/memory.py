@@ -127,7 +127,7 @@ class MemoryModel:
     def _size_of(self, p: Primitive, program: StepProgram, n: int) -> int | Bytes | None:
         """What a primitive allocates, as `allocated` says it, less what is made in pieces."""
         packed = p.index in program.sent and len(program.groups[p.group].members) > 1
-        source = program.primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
+        source = _source(p, program.primitives)
         sent = source if p.kind is Kind.WAIT and source is not None else p
         size = allocated(p, source, n, packed, self.rounds and in_rounds(sent))
         if size is not None and p.in_pieces and self.rounds:
@@ -153,7 +153,7 @@ class MemoryModel:
                 received.setdefault(p.inputs[0], i)
                 continue
             index, size = p.index, allocates[p.index]
-            source = primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
+            source = _source(p, primitives)
             if size is not None:
                 sizes[i] = size
                 born[index] = i
@@ -175,18 +175,22 @@ class MemoryModel:
                 passing = _joined_factors(placed.primitive, program, n)
                 made[i] += passing
                 freed[i] += passing
-        ends = last
         for index, i in received.items():  # of what is begun in one step and completed in the next
-            ends[index] = i
-        np.add.at(freed, [ends[index] for index in born], made[list(born.values())])
+            last[index] = i
+        np.add.at(freed, [last[index] for index in born], made[list(born.values())])
         for value, i, ranks in dropped:
             if value in born:
-                freed[ends[value], ranks] -= made[born[value], ranks]
+                freed[last[value], ranks] -= made[born[value], ranks]
                 freed[i, ranks] += made[born[value], ranks]
         for index, i in born.items():
             if primitives[index].late:
                 carried += made[i]
         return made, freed, carried
+
+
+def _source(p: Primitive, primitives: Sequence[Primitive]) -> Primitive | None:
+    """What a primitive works on, where that is one value."""
+    return primitives[p.inputs[0]] if p.inputs and p.kind is not Kind.CLIP else None
 
 
 def _as_it_is(pack: Primitive, program: StepProgram) -> bool:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.lab import serve
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
 from autopar.runtime import collectives
-from autopar.runtime.exchange import AllGather, AllToAll, Exchange, ReduceScatter
+from autopar.runtime.exchange import Exchange
 from benchmarks.peers import Options, peer_named
 from benchmarks.peers.planned import captured
 from benchmarks.suite import workload_named
@@ -52,18 +52,19 @@ def _train(name: str, peer: str, options: Options) -> tuple[int, int]:
 def _free_where_it_is_seen() -> None:
     """The profiler sees what its own thread frees. So what an exchange has sent is freed as a step waits for it, which
     is a little later than it is freed without this; and a wait gives gloo's threads the time to let go."""
-    for kind in (AllToAll, AllGather, ReduceScatter):
-        forget, wait = kind._forget, Exchange.wait
+    run, wait = Exchange._run, Exchange.wait
 
-        def waited(self: Any, timeout: Any = None, forget: Any = forget, wait: Any = wait) -> bool:
-            done: bool = wait(self, timeout)
-            if threading.current_thread() is threading.main_thread():
-                forget(self)
-            return done
+    def run_and_keep(self: Any) -> None:
+        self._forget = lambda: None
+        run(self)
 
-        kind.wait = waited  # type: ignore[method-assign]
-        kind._forget = lambda self: None  # type: ignore[method-assign]
+    def wait_and_forget(self: Any, timeout: Any = None) -> bool:
+        done = wait(self, timeout)
+        if threading.current_thread() is threading.main_thread():
+            type(self)._forget(self)
+        return done
 
+    Exchange._run, Exchange.wait = run_and_keep, wait_and_forget  # type: ignore[method-assign]
     wait_for = collectives.wait
 
     def and_a_moment(x: torch.Tensor) -> torch.Tensor:
