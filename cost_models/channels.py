@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import add
 
 _NOTHING_S = 1e-12
 """What rounding leaves of a transfer that has ended."""
@@ -138,7 +139,9 @@ def _rates(active: Sequence[Job]) -> list[float]:
     """How fast each transfer runs beside the others, 1 for as fast as alone."""
     if not active:
         return []
-    totals = [sum(parts) for parts in zip(*(j.loads for j in active), strict=True)]
+    totals = list(active[0].loads)
+    for job in active[1:]:
+        totals = list(map(add, totals, job.loads))
     most = max(totals, default=0.0)
     if most <= 1:
         return [1.0] * len(active)

@@ -16,7 +16,7 @@ from autopar.cost_models.collectives import GLOO, NCCL
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
-from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials
+from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, most_telling
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
@@ -52,6 +52,15 @@ class CorrectedCostModel(CostModel):
             noise = np.where([o.disturbed for o in observations], NOISY, NOISE)
             self.own_ = OwnTrials.of(self.correction, rows, off, noise)
         return self
+
+    def most_telling(
+        self, graph: TrainingGraph, programs: Sequence[StepProgram], topology: Topology, count: int
+    ) -> list[int]:
+        """Which of these programs to measure for `fit`, to learn most about all of them: their places, the most telling
+        first."""
+        pricer = self.pricer(graph, topology)
+        rows = np.array([self._row(p, pricer, pricer.estimate(p)) for p in programs])
+        return most_telling(self.correction, rows, count)
 
     def predict(
         self, graph: TrainingGraph, program: StepProgram, topology: Topology, *, timeline: bool = False

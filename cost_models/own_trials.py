@@ -40,17 +40,38 @@ class OwnTrials:
     @classmethod
     def of(cls, correction: Correction, rows: Floats, off: Floats, noise: Floats | float = NOISE) -> OwnTrials:
         """`rows`: features; `off`: the logarithm of measured over predicted; `noise`: the standard deviation of each of
-        these. Before anything is measured, predictions are as far off as the correction's interval says."""
+        these."""
         from sklearn.gaussian_process import GaussianProcessRegressor
-        from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
         center, spread = np.asarray(correction.center), np.asarray(correction.spread)
-        variance = max((correction.inside / Z) ** 2 - NOISE**2, NOISE**2)
-        common, own = ConstantKernel(COMMON * variance, "fixed"), ConstantKernel((1 - COMMON) * variance, "fixed")
-        process = GaussianProcessRegressor(common + own * RBF(REACH, "fixed"), alpha=np.square(noise), optimizer=None)
+        process = GaussianProcessRegressor(_kernel(correction), alpha=np.square(noise), optimizer=None)
         return cls(center, spread, process.fit((rows - center) / spread, off))
 
     def residual(self, rows: Floats) -> tuple[Floats, Floats]:
         """By how much predictions are off, and half of the interval around that; in logarithms."""
         mean, deviation = self.process.predict((rows - self.center) / self.spread, return_std=True)
         return np.clip(mean, -CLIP, CLIP), Z * np.sqrt(deviation**2 + NOISE**2)
+
+
+def most_telling(correction: Correction, rows: Floats, count: int) -> list[int]:
+    """Which plans to measure, of those with these features, to know most of all of them: one after the other, each the
+    one that takes most from the sum of their variances (active learning after Cohn; for Gaussian processes Seo et al.,
+    2000)."""
+    known = _kernel(correction)((rows - np.asarray(correction.center)) / np.asarray(correction.spread))
+    chosen: list[int] = []
+    for _ in range(min(count, len(rows))):
+        gain = np.square(known).sum(0) / (np.diag(known) + NOISE**2)
+        gain[chosen] = -np.inf
+        chosen.append(int(gain.argmax()))
+        column = known[:, chosen[-1]]
+        known = known - np.outer(column, column) / (column[chosen[-1]] + NOISE**2)
+    return chosen
+
+
+def _kernel(correction: Correction) -> Any:
+    """Before anything is measured, predictions are as far off as the correction's interval says."""
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel
+
+    variance = max((correction.inside / Z) ** 2 - NOISE**2, NOISE**2)
+    common, own = ConstantKernel(COMMON * variance, "fixed"), ConstantKernel((1 - COMMON) * variance, "fixed")
+    return common + own * RBF(REACH, "fixed")

@@ -17,6 +17,7 @@ from autopar.cli.console import (
     result,
     result_table,
     standard_options,
+    writable,
 )
 from autopar.cli.plan import load_cluster
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--complete",
-    type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
+    callback=writable,
     help="Write the cluster's description there, with the rates that it left open. The calibration is of that cluster.",
 )
 @json_option

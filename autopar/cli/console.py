@@ -133,7 +133,7 @@ def debugging(ctx: click.Context) -> bool:
 
 def output_option(function: F) -> F:
     """Adds `-o FILE`, passed on as `output`. Its folder must be there: better known before the work than after it."""
-    return click.option("-o", "--output", metavar="FILE", callback=_writable, help="Write the result here.")(function)
+    return click.option("-o", "--output", metavar="FILE", callback=writable, help="Write the result here.")(function)
 
 
 def calibration_option(function: F) -> F:
@@ -148,7 +148,8 @@ def _verbosity() -> int:
     return int(ctx.meta.get(_VERBOSITY, 0)) if ctx else 0
 
 
-def _writable(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+def writable(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """A callback for options that name a file to be written."""
     if value is None:
         return None
     path = Path(value)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from scipy.stats import kendalltau
 
 Floats = npt.NDArray[np.float64]
+ORDERED = 3
+"""So many plans have an order that can be more or less right; of two, noise often decides which is first."""
 CLEAR_GAP = 0.02
 """Of two plans whose times differ by less than this fraction, noise may have decided which is faster."""
 
@@ -53,7 +55,7 @@ class Quality:
     bias: float
     """Mean of predicted / measured - 1: above 0 where predictions are too slow."""
     tau: float | None
-    """Mean of Kendall's tau within choices."""
+    """Mean of Kendall's tau within choices of `ORDERED` plans or more."""
     pairs: float | None
     """Part of the clearly different pairs within choices that are in the right order."""
     regret: float | None
@@ -63,11 +65,15 @@ class Quality:
     """Of the best of the three predicted to be the fastest, which a planner may try out."""
 
     @classmethod
-    def of(cls, predicted: Floats, measured: Floats, choices: Sequence[object]) -> Quality:
-        """`choices`: for each prediction, which choice it belongs to."""
+    def of(
+        cls, predicted: Floats, measured: Floats, choices: Sequence[object], plans: Sequence[object] | None = None
+    ) -> Quality:
+        """`choices`: for each prediction, which choice it belongs to. `plans`: and which plan it is of, where some were
+        measured more than once: they are one of the choice, with the median of its times."""
         errors = predicted / measured - 1
-        sets = [s for s in grouped(predicted, measured, choices).values() if len(s.measured) > 1]
-        taus = [tau for tau in (s.tau() for s in sets) if tau is not None]
+        found = grouped(predicted, measured, choices, plans or range(len(measured)))
+        sets = [s for s in found.values() if len(s.measured) > 1]
+        taus = [tau for tau in (s.tau() for s in sets if len(s.measured) >= ORDERED) if tau is not None]
         right, apart = (sum(p) for p in zip(*(s.pairs() for s in sets), strict=True)) if sets else (0, 0)
         regrets = [s.regret() for s in sets]
         return cls(
@@ -83,9 +89,17 @@ class Quality:
         )
 
 
-def grouped(predicted: Floats, measured: Floats, choices: Sequence[object]) -> Mapping[object, Choices]:
-    """Predictions by the choice that they belong to."""
-    places: dict[object, list[int]] = {}
-    for i, choice in enumerate(choices):
-        places.setdefault(choice, []).append(i)
-    return {choice: Choices(predicted[at], measured[at]) for choice, at in places.items()}
+def grouped(
+    predicted: Floats, measured: Floats, choices: Sequence[object], plans: Sequence[object]
+) -> Mapping[object, Choices]:
+    """Predictions by the choice that they belong to, one of each plan."""
+    places: dict[object, dict[object, list[int]]] = {}
+    for i, (choice, plan) in enumerate(zip(choices, plans, strict=True)):
+        places.setdefault(choice, {}).setdefault(plan, []).append(i)
+    return {
+        choice: Choices(
+            np.array([predicted[at[0]] for at in of.values()]),
+            np.array([np.median(measured[at]) for at in of.values()]),
+        )
+        for choice, of in places.items()
+    }

@@ -11,7 +11,7 @@ from statistics import mean
 import numpy as np
 
 from autopar.cost_models.correction import Floats
-from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials
+from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, most_telling
 from benchmarks.fidelity.figures import Quality
 from benchmarks.fidelity.lab import Said, Table
 from benchmarks.harness import Target
@@ -28,27 +28,32 @@ those that are spent are drawn."""
 class WithOwn:
     """Predictions and measurements of the trials that were not spent."""
 
+    way: str
+    """In which the trials to be spent are found."""
     cells: int = 0
     """Workloads on a cluster."""
     predicted: list[float] = field(default_factory=list)
     inside: list[bool] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    choices: list[object] = field(default_factory=list)
-
-    @property
-    def measured(self) -> Floats:
-        return np.array(self.seconds)
+    said: list[Said] = field(default_factory=list)
+    draw: list[int] = field(default_factory=list)
+    """Which one each was predicted for: those of another one are another choice."""
 
     @property
     def quality(self) -> Quality:
-        return Quality.of(np.array(self.predicted), self.measured, self.choices)
+        return self.quality_of(np.array(self.predicted))
+
+    def quality_of(self, predicted: Floats) -> Quality:
+        """Of these predictions of the same trials."""
+        choices = [(number, *s.choice) for number, s in zip(self.draw, self.said, strict=True)]
+        measured = np.array([s.trial.step_time_s for s in self.said])
+        return Quality.of(predicted, measured, choices, [s.trial.key for s in self.said])
 
     @property
     def note(self) -> str:
         return (
-            f"After {OWN} own trials: {self.cells} workloads on a cluster with {LEAST} trials or more; {OWN} of them "
-            f"are drawn, {DRAWS} times, and the others predicted that do not say they were noisy: "
-            f"{mean(self.inside):.0%} of them lie within the interval."
+            f"After {OWN} own trials, {self.way}: {self.cells} workloads on a cluster with {LEAST} trials or more; "
+            f"the others are predicted that do not say they were noisy: {mean(self.inside):.0%} of them lie within the "
+            "interval."
         )
 
     @property
@@ -61,35 +66,39 @@ class WithOwn:
         )
 
 
-def predict(said: Sequence[Said]) -> WithOwn:
-    """Of all cells that have trials enough; `said` holds noisy ones, too."""
+def predict(said: Sequence[Said]) -> tuple[WithOwn, WithOwn]:
+    """Of all cells that have trials enough, with those to be spent chosen by the model, or drawn; `said` holds noisy
+    ones, too."""
     table = Table.of(said)
     rows, truth = table.rows, table.measured
     clean = np.array([not s.trial.noise for s in said])
     cells: dict[tuple[str, str], list[int]] = {}
     for i, s in enumerate(said):
         cells.setdefault((s.workload, s.cluster), []).append(i)
-    found, draw = WithOwn(), np.random.default_rng(0)
+    chosen, drawn = WithOwn("chosen by the model"), WithOwn(f"drawn {DRAWS} times")
+    draw = np.random.default_rng(0)
     for (workload, cluster), places in cells.items():
         at = np.array(places)
         if len(at) < LEAST or clean[at].sum() < LEAST_OTHERS:
             continue
-        found.cells += 1
         known = clean & [s.workload != workload and s.cluster != cluster for s in said]
         correction = table.learned(known)
         corrected = table.predicted * np.exp(correction.residual(rows))
-        for number in range(DRAWS):
-            mixed = draw.permutation(at)
-            spent, others = mixed[:OWN], mixed[OWN:][clean[mixed[OWN:]]]
+        first = most_telling(correction, rows[at], OWN)
+        orders = [(chosen, np.concatenate([at[first], np.delete(at, first)]))]
+        orders += [(drawn, draw.permutation(at)) for _ in range(DRAWS)]
+        for number, (found, order) in enumerate(orders):
+            spent, others = order[:OWN], order[OWN:][clean[order[OWN:]]]
             noise = np.where(clean[spent], NOISE, NOISY)
             trials = OwnTrials.of(correction, rows[spent], np.log(truth[spent] / corrected[spent]), noise)
             off, half = trials.residual(rows[others])
             predicted = corrected[others] * np.exp(off)
             found.predicted += predicted.tolist()
-            found.seconds += truth[others].tolist()
             found.inside += (np.abs(np.log(truth[others] / predicted)) <= half).tolist()
-            found.choices += [(number, *said[i].choice) for i in others]
-    return found
+            found.said += [said[i] for i in others]
+            found.draw += [number] * len(others)
+        chosen.cells, drawn.cells = chosen.cells + 1, drawn.cells + 1
+    return chosen, drawn
 
 
 def apart(data: Dataset) -> list[float]:

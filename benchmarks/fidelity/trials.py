@@ -4,7 +4,7 @@ cluster's own. What is tested was not learned from: workloads, clusters, or both
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from autopar.cost_models.correction import Floats
 from autopar.cost_models.learning import COVERAGE
 from benchmarks.fidelity import own
 from benchmarks.fidelity.baselines import METHODS
-from benchmarks.fidelity.figures import Quality
+from benchmarks.fidelity.figures import ORDERED, Quality
 from benchmarks.fidelity.lab import Lab, Said, Table
 from benchmarks.harness import Report, Target
 from benchmarks.trials.card import folds
@@ -31,20 +31,19 @@ def fill(report: Report) -> None:
         report.targets.append(Target("trials: number", 0, 1, "at least"))
         return
     table = Table.of(said)
-    plain, truth = table.predicted, table.measured
-    choices = [s.choice for s in said]
-    _row(report, "simulated, nothing learned", Quality.of(plain, truth, choices))
+    _row(report, "simulated, nothing learned", _quality(said, table.predicted))
     sizes = [len(plans) for plans in _by_choice(said).values() if len(plans) > 1]
+    ordered = [size for size in sizes if size >= ORDERED]
     report.notes.append(
-        f"{len(said)} trials with virtual compute that do not say they were noisy; order and regret are within "
-        f"{len(sizes)} choices of {mean(sizes):.1f} plans each, on average."
+        f"{len(said)} trials with virtual compute that do not say they were noisy. Regret is within {len(sizes)} "
+        f"choices of {mean(sizes):.1f} plans each, on average; tau within {len(ordered)}, of {ORDERED} plans or more, "
+        f"{mean(ordered):.1f} on average. A plan that was run several times is one, with its median."
     )
     _compare(report, table, said)
     both: Quality | None = None
     for name, split in SPLITS.items():
         corrected, covered = _left_out(table, said, split)
-        at = ~np.isnan(corrected)
-        both = Quality.of(corrected[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
+        both = _quality(said, corrected)
         _row(report, f"{name} not seen", both)
         report.notes.append(f"{name} not seen: {covered:.0%} lie within the interval, which says {COVERAGE:.0%}.")
     assert both is not None
@@ -55,23 +54,25 @@ def fill(report: Report) -> None:
     ]
     apart = own.apart(data)
     if apart:
-        _row(report, f"measured again (noise floor, from {len(apart)} repeats)", again(truth, choices, apart))
-    with_own = own.predict(every)
-    if with_own.cells:
-        _row(report, f"the same after {own.OWN} own trials", with_own.quality)
-        _row(report, "of these, measured again", again(with_own.measured, with_own.choices, apart))
-        report.notes.append(with_own.note)
-        report.targets += with_own.targets
+        _row(report, f"measured again (noise floor, from {len(apart)} repeats)", _quality(said, again(said, apart)))
+    chosen, drawn = own.predict(every)
+    if drawn.cells:
+        for with_own in (chosen, drawn):
+            _row(report, f"the same after {own.OWN} own trials, {with_own.way}", with_own.quality)
+            _row(report, "of these, measured again", with_own.quality_of(again(with_own.said, apart)))
+            report.notes.append(with_own.note)
+        report.targets += drawn.targets
 
 
 def _compare(report: Report, table: Table, said: Sequence[Said]) -> None:
     """Rows for what others do: nothing learned, or learned without the workload and the cluster."""
     choices, rows, truth = [s.choice for s in said], table.rows, table.measured
-    _row(report, "alpha-beta, nothing hidden", Quality.of(np.array([s.serial_s for s in said]), truth, choices))
+    _row(report, "alpha-beta, nothing hidden", _quality(said, np.array([s.serial_s for s in said])))
     always = [
-        found[0] / min(t for t, _ in plans) - 1
+        median(found) / min(median(s.trial.step_time_s for s in of) for of in plans.values()) - 1
         for plans in _by_choice(said).values()
-        if len(plans) > 1 and (found := [t for t, plan in plans if plan == "ddp"])
+        if len(plans) > 1
+        and (found := [s.trial.step_time_s for of in plans.values() for s in of if s.trial.plan == "ddp"])
     ]
     if always:
         report.rows.append(("trials", f"always DDP ({len(always)} choices)", "", "", "", f"{mean(always):.1%}"))
@@ -80,16 +81,23 @@ def _compare(report: Report, table: Table, said: Sequence[Said]) -> None:
         for known, tested in _parts(_both, said):
             families = [c for c, kept in zip(choices, known, strict=True) if kept]
             predicted[tested] = method(table.names, rows[known], truth[known], families)(rows[tested])
-        at = ~np.isnan(predicted)
-        quality = Quality.of(predicted[at], truth[at], [c for c, kept in zip(choices, at, strict=True) if kept])
-        _row(report, name, quality, is_time)
+        _row(report, name, _quality(said, predicted), is_time)
 
 
-def _by_choice(said: Sequence[Said]) -> dict[object, list[tuple[float, str]]]:
-    found: dict[object, list[tuple[float, str]]] = {}
+def _by_choice(said: Sequence[Said]) -> dict[object, dict[str, list[Said]]]:
+    """What is said of each plan of each choice, every time that it was run."""
+    found: dict[object, dict[str, list[Said]]] = {}
     for s in said:
-        found.setdefault(s.choice, []).append((s.trial.step_time_s, s.trial.plan))
+        found.setdefault(s.choice, {}).setdefault(s.trial.key, []).append(s)
     return found
+
+
+def _quality(said: Sequence[Said], predicted: Floats) -> Quality:
+    """Of predictions of these trials; those that are not a number are not counted."""
+    at = ~np.isnan(predicted)
+    found = [s for s, kept in zip(said, at, strict=True) if kept]
+    truth = np.array([s.trial.step_time_s for s in found])
+    return Quality.of(predicted[at], truth, [s.choice for s in found], [s.trial.key for s in found])
 
 
 Split = Callable[[Sequence[Said]], Iterable[tuple[list[bool], list[bool]]]]
@@ -135,9 +143,10 @@ def _left_out(table: Table, said: Sequence[Said], split: Split) -> tuple[Floats,
     return corrected, float(inside[~np.isnan(corrected)].mean())
 
 
-def again(truth: Floats, choices: Sequence[object], apart: Sequence[float]) -> Quality:
-    """Of a prediction that is a second measurement: no other can be expected to be better."""
-    return Quality.of(truth * np.exp(np.random.default_rng(0).choice(apart, len(truth))), truth, choices)
+def again(said: Sequence[Said], apart: Sequence[float]) -> Floats:
+    """A second measurement of these trials, in place of a prediction: none can be expected to be better."""
+    truth = np.array([s.trial.step_time_s for s in said])
+    return np.asarray(truth * np.exp(np.random.default_rng(0).choice(apart, len(truth))))
 
 
 def _row(report: Report, name: str, quality: Quality, is_time: bool = True) -> None:

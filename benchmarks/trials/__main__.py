@@ -40,7 +40,7 @@ def collect(
     import torch
 
     from autopar.lab import unavailable_reason
-    from benchmarks.trials.collect import Collector
+    from benchmarks.trials.collect import Collector, NothingToTry
     from benchmarks.trials.journal import Journal
 
     reason = unavailable_reason()
@@ -52,7 +52,10 @@ def collect(
         collector = Collector(
             journal, seed, progress=lambda line: click.echo(f"{time.monotonic() - began:7.1f} {line}")
         )
-        taken = collector.run(minutes, workloads or None, clusters or None, most, computes or COMPUTES)
+        try:
+            taken = collector.run(minutes, workloads or None, clusters or None, most, computes or COMPUTES)
+        except NothingToTry as e:
+            raise click.ClickException(str(e)) from e
     elapsed_s = time.monotonic() - began
     click.echo(f"{taken} trials in {elapsed_s:.0f} s, {elapsed_s / max(1, taken):.1f} s each")
 

@@ -30,9 +30,7 @@ counted (the first two with real compute); then come 10 steps, or as many as fit
 time is their median. Bytes are counted by the hosts' interfaces, headers included; memory is the resident peak, by
 rank. A trial says itself whether it was noisy, and why: other processes or the hypervisor took more than 0.15 cores, or
 its steps differ. The machine's speed varies by itself, by a factor of up to 2.5 over minutes; trials say what 100,000
-additions in Python took just before. All these trials, and the calibrations, ran gloo's own all-gather and
-reduce-scatters in rounds, and TCP found its rate by BBR; large ones have since gone around rings, and the lab uses
-Reno."""
+additions in Python took just before. TCP found its rate by Reno, as in every lab."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,9 @@ def _sessions(data: Dataset) -> str:
     rows = []
     for session in data.sessions.values():
         trials = [t for t in data.trials if t.session == session.session]
-        load = median(t.others_cores for t in trials) if trials else 0.0
+        if not trials:
+            continue
+        load = median(t.others_cores for t in trials)
         versions = ", ".join(f"{k} {v}" for k, v in session.versions.items())
         machine = f"{session.cores} cores ({session.processor}), {session.memory_gib:g} GiB"
         rows.append((session.date, str(len(trials)), machine, versions, f"{load:.2f}"))

@@ -38,6 +38,10 @@ LIMITS = Limits(load_s=240.0, run_s=60.0)
 Progress = Callable[[str], None]
 
 
+class NothingToTry(Exception):
+    """All that could be tried is too slow for the lab."""
+
+
 class Collector:
     """Fills a journal."""
 
@@ -58,12 +62,15 @@ class Collector:
         most: int = 10**9,
         computes: Sequence[Compute] = COMPUTES,
     ) -> int:
-        """Takes trials until the time is over, or `most` of them; returns how many."""
+        """Takes trials until the time is over, or `most` of them; returns how many. Raises `NothingToTry` where
+        all that could be tried is too slow."""
         deadline, taken = time.monotonic() + 60 * minutes, 0
         labs: defaultdict[object, list[Cell]] = defaultdict(list)
         for cell in self.cells(workloads, names, computes):
             wiring = of_cluster(cell.case.cluster)
             labs[wiring.layout, tuple(p.host.name for p in cell.case.cluster.ranks)].append(cell)
+        if not labs:
+            raise NothingToTry(f"no such workload on such a cluster takes less than {TOO_SLOW_S:g} s with DDP")
         began = False
         while time.monotonic() < deadline and taken < most:
             done = self._counts()

@@ -261,6 +261,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(plan_file: 
     assert done.exit_code == 2 and "does not exist" in done.stderr
     done = run("report", str(plan_file), "-o", str(tmp_path))
     assert done.exit_code == 2 and "is a folder" in done.stderr
+    done = run("calibrate", "--cluster", "local:2", "--complete", str(tmp_path / "no" / "cluster.yaml"))
+    assert done.exit_code == 2 and "does not exist" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from autopar.cost_models.corrected import SHIPPED, shipped
 from autopar.cost_models.correction import Correction
 from autopar.cost_models.features import features
 from autopar.cost_models.learning import learn
+from autopar.cost_models.own_trials import OwnTrials
 from autopar.errors import PlanError
 from autopar.search.builders import builder_named, names
 from autopar.spec.calibration import Calibration
@@ -87,6 +88,25 @@ def test_own_steps_tell_one_kind_of_plan_from_another(correction: Correction) ->
     assert np.mean(off_after) < 0.7 * np.mean(off_before)
     model.fit([])
     assert model.predict(GRAPH, every[0], TOPOLOGY).step_time_s == before[id(every[0])]
+
+
+def test_the_most_telling_plans_are_of_different_kinds(correction: Correction) -> None:
+    """Two of one plan tell no more than one of them, beside the noise; and what is left is known better than after as
+    many others."""
+    every = programs()
+    model = CorrectedCostModel(AnalyticCostModel(), correction)
+    chosen = model.most_telling(GRAPH, [*every, *every], TOPOLOGY, 6)
+    assert len({i % len(every) for i in chosen}) == 6
+    assert sorted(model.most_telling(GRAPH, every[:3], TOPOLOGY, 6)) == [0, 1, 2]
+    pricer = model.pricer(GRAPH, TOPOLOGY)
+    rows = np.array([model._row(p, pricer, pricer.estimate(p)) for p in every])
+
+    def unknown(at: list[int]) -> float:
+        return float(OwnTrials.of(correction, rows[at], np.zeros(len(at))).residual(rows)[1].mean())
+
+    first = model.most_telling(GRAPH, every, TOPOLOGY, 6)
+    drawn = [unknown(random.Random(i).sample(range(len(every)), 6)) for i in range(10)]
+    assert unknown(first) < min(drawn)
 
 
 def test_a_disturbed_step_counts_for_less(correction: Correction) -> None:

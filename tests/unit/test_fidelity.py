@@ -28,13 +28,23 @@ def test_order_is_looked_at_where_there_is_one() -> None:
 
 def test_figures_are_taken_within_choices() -> None:
     """Times of two models differ tenfold; within each, the order is wrong."""
-    predicted, measured = np.array([1.0, 2.0, 10.0, 20.0]), np.array([2.0, 1.0, 20.0, 10.0])
-    quality = Quality.of(predicted, measured, ["a", "a", "b", "b"])
+    predicted, measured = np.array([1.0, 2.0, 3.0, 10.0, 20.0, 30.0]), np.array([3.0, 2.0, 1.0, 30.0, 20.0, 10.0])
+    choices = ["a", "a", "a", "b", "b", "b"]
+    quality = Quality.of(predicted, measured, choices)
     assert (quality.tau, quality.pairs) == (-1.0, 0.0)
-    assert (quality.regret, quality.worst_regret, quality.regret_of_3) == (1.0, 1.0, 0.0)
-    assert quality.mape == pytest.approx(0.75)
-    assert quality.bias == pytest.approx(0.25)
-    assert set(grouped(predicted, measured, ["a", "a", "b", "b"])) == {"a", "b"}
+    assert (quality.regret, quality.worst_regret, quality.regret_of_3) == (2.0, 2.0, 0.0)
+    assert quality.mape == pytest.approx((2 / 3 + 0 + 2) / 3)
+    assert quality.bias == pytest.approx((-2 / 3 + 0 + 2) / 3)
+    assert set(grouped(predicted, measured, choices, choices)) == {"a", "b"}
+
+
+def test_a_plan_that_was_measured_again_is_one_of_its_choice() -> None:
+    """Nobody chooses between a plan and itself: its two times have no order."""
+    predicted, measured = np.array([1.0, 1.0, 2.0, 3.0]), np.array([1.1, 0.9, 2.0, 3.0])
+    once, twice = (Quality.of(predicted, measured, "aaaa", plans) for plans in ("0123", "0023"))
+    assert once.tau is not None and once.tau < 1.0 and twice.tau == 1.0
+    assert twice.count == 4 and twice.mape == pytest.approx((1 / 11 + 1 / 9) / 4)
+    assert Quality.of(predicted[2:], measured[2:], "aa").tau is None  # two have hardly an order
 
 
 def test_published_tables_are_whole() -> None:
