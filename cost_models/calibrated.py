@@ -67,9 +67,18 @@ class _Table:
 class Calibrated:
     """Times of collectives as a calibration has them, from those that the cluster's figures give."""
 
-    def __init__(self, calibration: Calibration, world_size: int, computed_s: Callable[[Primitive], float]) -> None:
-        """`computed_s`: seconds of a collective by the cluster's figures."""
+    def __init__(
+        self,
+        calibration: Calibration,
+        world_size: int,
+        computed_s: Callable[[Primitive], float],
+        rate: Callable[[int, int], float],
+    ) -> None:
+        """By the cluster's figures: `computed_s`, seconds of a collective; `rate`, bytes per second from one rank to
+        another."""
         self._world_size = world_size
+        self._faster_links = max([1.0, *(a.bytes_per_s / rate(a.sender, a.receiver) for a in calibration.links)])
+        """By how much some link is faster than the figures say."""
         self._tables: dict[tuple[Kind, Teams], _Table] = {}
         least = SLOPES[0]
         for times in sorted(calibration.collectives, key=lambda t: (t.kind != "all_reduce", bool(t.teams))):
@@ -79,12 +88,14 @@ class Calibrated:
                 least = FASTER * table.slope
             self._tables[Kind(times.kind), times.teams] = table
 
-    def seconds(self, primitive: Primitive, computed_s: float) -> float:
-        """Of a collective that would take `computed_s`. Teams that were not measured are taken for all ranks together,
-        kinds that were not for an all-reduce."""
+    def seconds(self, primitive: Primitive, computed_s: float, wire_s: float = 0.0) -> float:
+        """Of a collective that would take `computed_s`, of which its bytes take `wire_s` on the fullest link: what was
+        measured may have been slow for another reason, and tells of links only by how fast they were. Teams that were
+        not measured are taken for all ranks together, kinds that were not for an all-reduce."""
         for key in ((primitive.kind, primitive.teams), (primitive.kind, ()), (Kind.ALL_REDUCE, ())):
             if key in self._tables:
-                return self._tables[key].seconds(self._size(primitive), computed_s)
+                least_s = FASTER * wire_s / self._faster_links
+                return max(least_s, self._tables[key].seconds(self._size(primitive), computed_s))
         return computed_s
 
     def _size(self, primitive: Primitive) -> int:

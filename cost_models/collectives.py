@@ -23,15 +23,13 @@ import numpy.typing as npt
 
 from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
+from autopar.cost_models.exchanges import goes_around, in_rounds, parts
 from autopar.ir.primitives import (
     COLLECTIVES,
     DTYPE_BYTES,
-    EXACT_BYTES,
-    ROUNDS_BYTES,
     Kind,
     Primitive,
     Teams,
-    alike,
     all_teams,
     broadcast_children,
     ring_reduce_bytes,
@@ -302,18 +300,22 @@ class Network:
         return np.asarray(sum(traffic for _, traffic in self.phases(primitive)))
 
     def transfer(self, primitive: Primitive) -> Transfer:
-        """The price of a collective; with one rank there is nothing to pay. What is slower than its figures say fills
-        links as they say."""
+        """The price of a collective. What is slower than its figures say fills links as they say."""
         computed = self._computed(primitive)
         if self._calibrated is None or self.world_size == 1:
             return computed
-        return replace(computed, seconds=self._calibrated.seconds(primitive, computed.seconds))
+        wire_s = computed.seconds * max(computed.loads[: len(self.links)], default=0.0)
+        return replace(computed, seconds=self._calibrated.seconds(primitive, computed.seconds, wire_s))
 
     @cached_property
     def _calibrated(self) -> Calibrated | None:
         if self._calibration is None:
             return None
-        return Calibrated(self._calibration, self.world_size, lambda primitive: self._computed(primitive).seconds)
+        return Calibrated(self._calibration, self.world_size, lambda p: self._computed(p).seconds, self._rate)
+
+    def _rate(self, a: int, b: int) -> float:
+        """Of one transfer, in bytes per second."""
+        return float(min((self.bandwidth[i] for i in self._path(a, b)), default=np.inf))
 
     def _computed(self, primitive: Primitive) -> Transfer:
         """By the figures of the cluster and of the backend."""
@@ -366,31 +368,11 @@ def _as_measured(backend: Backend, calibration: Calibration | None, world_size: 
     return backend
 
 
-def in_rounds(primitive: Primitive) -> bool:
-    """Whether the runtime makes a collective of messages of its own; then those of a group follow one another."""
-    part = max(primitive.splits, default=0) * DTYPE_BYTES[primitive.dtype]
-    if primitive.kind is Kind.SERVED_SUM:
-        return True
-    return primitive.kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER) and part > ROUNDS_BYTES
-
-
 def is_ring(primitive: Primitive, world_size: int, backend: Backend) -> bool:
     """Whether ranks send on to the next one what they gather or add up, and not from each to each."""
     if not backend.chains and in_rounds(primitive):
         return goes_around(primitive, world_size)
-    return primitive.kind is Kind.ALL_GATHER and all(len(set(each)) == 1 for each in _parts(primitive, world_size))
-
-
-def goes_around(primitive: Primitive, world_size: int) -> bool:
-    """Whether messages of the runtime's own go around a ring, where they add up on their way; or from each to each."""
-    exact = primitive.kind is Kind.ALL_GATHER or DTYPE_BYTES[primitive.dtype] >= EXACT_BYTES
-    return exact and all(map(alike, _parts(primitive, world_size)))
-
-
-def _parts(primitive: Primitive, world_size: int) -> list[list[int]]:
-    """What each rank holds, by team."""
-    teams = all_teams(primitive.teams, world_size) if primitive.splits else ()
-    return [[primitive.splits[r] for r in team] for team in teams]
+    return primitive.kind is Kind.ALL_GATHER and all(len(set(each)) == 1 for each in parts(primitive, world_size))
 
 
 def _all_but(last: int, n: int, size: int) -> Floats:

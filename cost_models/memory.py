@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost_models.collectives import goes_around, in_rounds
+from autopar.cost_models.exchanges import goes_around, in_rounds
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.primitives import (
     COLLECTIVES,

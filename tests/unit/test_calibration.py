@@ -13,7 +13,7 @@ from autopar.cost_models.collectives import Network
 from autopar.errors import SpecError
 from autopar.ir.primitives import Kind
 from autopar.search import build_plan
-from autopar.spec.calibration import Calibration, CollectiveTimes, DeviceRates
+from autopar.spec.calibration import Calibration, CollectiveTimes, DeviceRates, LinkTimes
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from tests.unit.synthetic import cpu_hosts, training_graph
@@ -68,6 +68,20 @@ def test_what_was_measured_is_believed_and_carried_over(size: int) -> None:
         ratio = known.transfer(primitive).seconds / plain.transfer(primitive).seconds
         assert ratio == pytest.approx(1.5, rel=1e-6)
         assert known.transfer(primitive).loads == pytest.approx(plain.transfer(primitive).loads)
+
+
+def test_bytes_take_their_time_on_a_link_whatever_was_slow_where_it_was_measured() -> None:
+    """Half of what the figures say may be true of what a processor held up; of what a link does only if links are as
+    much faster."""
+    primitive = measured(calibration().collectives[0], 16 << 20, 4)
+    plain_s = Network(Topology(CLUSTER)).transfer(primitive).seconds
+    quick = calibration(0.5)
+    bounded_s = Network(Topology(CLUSTER), calibration=quick).transfer(primitive).seconds
+    assert 0.9 * plain_s < bounded_s < plain_s
+    declared = min(link.bandwidth_bytes_per_s for link in Topology(CLUSTER).path(0, 1))
+    links = (LinkTimes(sender=0, receiver=1, bytes_per_s=2 * declared, latency_s=1e-5),)
+    faster = quick.model_copy(update={"links": links})
+    assert Network(Topology(CLUSTER), calibration=faster).transfer(primitive).seconds == pytest.approx(0.5 * plain_s)
 
 
 def test_a_step_is_as_much_slower_as_its_collectives_and_its_devices() -> None:
