@@ -29,7 +29,7 @@ COLUMNS = ("data", "learned from", "MAPE", "P95", "tau", "top-1 regret", "worst"
 @options
 def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) -> None:
     """Compares predictions with measured times."""
-    report = Report(name="fidelity", title="Predictions beside measurements", columns=COLUMNS)
+    report = Report(name="-".join(["fidelity", *only]), title="Predictions beside measurements", columns=COLUMNS)
     for name, fill in PARTS.items():
         if not only or name in only:
             fill(report)
