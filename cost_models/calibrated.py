@@ -88,7 +88,7 @@ class Calibrated:
                 least = FASTER * table.slope
             self._tables[Kind(times.kind), times.teams] = table
 
-    def seconds(self, primitive: Primitive, computed_s: float, wire_s: float = 0.0) -> float:
+    def seconds(self, primitive: Primitive, computed_s: float, wire_s: float) -> float:
         """Of a collective that would take `computed_s`, of which its bytes take `wire_s` on the fullest link: what was
         measured may have been slow for another reason, and tells of links only by how fast they were. Teams that were
         not measured are taken for all ranks together, kinds that were not for an all-reduce."""

@@ -32,8 +32,7 @@ Z = 1.645
 class OwnTrials:
     """Fitted to how far corrected predictions were off."""
 
-    center: Floats
-    spread: Floats
+    correction: Correction
     process: Any
     """A `sklearn.gaussian_process.GaussianProcessRegressor`."""
 
@@ -43,13 +42,12 @@ class OwnTrials:
         these."""
         from sklearn.gaussian_process import GaussianProcessRegressor
 
-        center, spread = np.asarray(correction.center), np.asarray(correction.spread)
         process = GaussianProcessRegressor(_kernel(correction), alpha=np.square(noise), optimizer=None)
-        return cls(center, spread, process.fit((rows - center) / spread, off))
+        return cls(correction, process.fit(_scaled(correction, rows), off))
 
     def residual(self, rows: Floats) -> tuple[Floats, Floats]:
         """By how much predictions are off, and half of the interval around that; in logarithms."""
-        mean, deviation = self.process.predict((rows - self.center) / self.spread, return_std=True)
+        mean, deviation = self.process.predict(_scaled(self.correction, rows), return_std=True)
         return np.clip(mean, -CLIP, CLIP), Z * np.sqrt(deviation**2 + NOISE**2)
 
 
@@ -57,7 +55,7 @@ def most_telling(correction: Correction, rows: Floats, count: int) -> list[int]:
     """Which plans to measure, of those with these features, to know most of all of them: one after the other, each the
     one that takes most from the sum of their variances (active learning after Cohn; for Gaussian processes Seo et al.,
     2000)."""
-    known = _kernel(correction)((rows - np.asarray(correction.center)) / np.asarray(correction.spread))
+    known = _kernel(correction)(_scaled(correction, rows))
     chosen: list[int] = []
     for _ in range(min(count, len(rows))):
         gain = np.square(known).sum(0) / (np.diag(known) + NOISE**2)
@@ -66,6 +64,11 @@ def most_telling(correction: Correction, rows: Floats, count: int) -> list[int]:
         column = known[:, chosen[-1]]
         known = known - np.outer(column, column) / (column[chosen[-1]] + NOISE**2)
     return chosen
+
+
+def _scaled(correction: Correction, rows: Floats) -> Floats:
+    """In standard deviations of the features."""
+    return np.asarray((rows - np.asarray(correction.center)) / np.asarray(correction.spread))
 
 
 def _kernel(correction: Correction) -> Any:

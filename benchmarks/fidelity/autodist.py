@@ -103,7 +103,7 @@ def _predicted(known: list[Measured], asked: list[Measured]) -> Floats:
 
 def _choices(bars: list[Measured], predicted: Floats) -> list[Choices]:
     truth = np.array([b.seconds for b in bars])
-    return list(grouped(predicted, truth, [(b.model, b.gpus) for b in bars], bars).values())
+    return list(grouped(predicted, truth, [(b.model, b.gpus) for b in bars]).values())
 
 
 def _always(strategy: str, bars: list[Measured]) -> float:

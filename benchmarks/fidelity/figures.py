@@ -71,8 +71,7 @@ class Quality:
         """`choices`: for each prediction, which choice it belongs to. `plans`: and which plan it is of, where some were
         measured more than once: they are one of the choice, with the median of its times."""
         errors = predicted / measured - 1
-        found = grouped(predicted, measured, choices, plans or range(len(measured)))
-        sets = [s for s in found.values() if len(s.measured) > 1]
+        sets = [s for s in grouped(predicted, measured, choices, plans).values() if len(s.measured) > 1]
         taus = [tau for tau in (s.tau() for s in sets if len(s.measured) >= ORDERED) if tau is not None]
         right, apart = (sum(p) for p in zip(*(s.pairs() for s in sets), strict=True)) if sets else (0, 0)
         regrets = [s.regret() for s in sets]
@@ -90,11 +89,11 @@ class Quality:
 
 
 def grouped(
-    predicted: Floats, measured: Floats, choices: Sequence[object], plans: Sequence[object]
+    predicted: Floats, measured: Floats, choices: Sequence[object], plans: Sequence[object] | None = None
 ) -> Mapping[object, Choices]:
-    """Predictions by the choice that they belong to, one of each plan."""
+    """Predictions by the choice that they belong to, one of each plan; each is of another plan where none is named."""
     places: dict[object, dict[object, list[int]]] = {}
-    for i, (choice, plan) in enumerate(zip(choices, plans, strict=True)):
+    for i, (choice, plan) in enumerate(zip(choices, plans or range(len(choices)), strict=True)):
         places.setdefault(choice, {}).setdefault(plan, []).append(i)
     return {
         choice: Choices(

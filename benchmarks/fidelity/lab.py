@@ -17,6 +17,7 @@ from autopar.ir.primitives import COLLECTIVES
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
+from benchmarks.fidelity.figures import Quality
 from benchmarks.suite.clusters import backend_in_lab
 from benchmarks.trials.records import Dataset, Trial
 
@@ -71,6 +72,15 @@ class Table:
         at = np.flatnonzero(np.ones(len(self.rows), bool) if known is None else known)
         families = [self.families[i] for i in at]
         return learn(self.names, self.rows[at], self.predicted[at], self.measured[at], families)
+
+
+def quality(said: Sequence[Said], predicted: Floats, draws: Sequence[int] | None = None) -> Quality:
+    """Of predictions of these trials; those that are not a number are not counted. `draws`: where trials were predicted
+    in several ways, which one each is of: no plan is chosen among predictions of two."""
+    at = np.flatnonzero(~np.isnan(predicted)).tolist()
+    truth = np.array([said[i].trial.step_time_s for i in at])
+    choices = [(draws[i] if draws else 0, *said[i].choice) for i in at]
+    return Quality.of(predicted[at], truth, choices, [said[i].trial.key for i in at])
 
 
 class Lab:

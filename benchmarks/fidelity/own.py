@@ -10,10 +10,9 @@ from statistics import mean
 
 import numpy as np
 
-from autopar.cost_models.correction import Floats
 from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, most_telling
 from benchmarks.fidelity.figures import Quality
-from benchmarks.fidelity.lab import Said, Table
+from benchmarks.fidelity.lab import Said, Table, quality
 from benchmarks.harness import Target
 from benchmarks.trials.records import Dataset
 
@@ -30,23 +29,20 @@ class WithOwn:
 
     way: str
     """In which the trials to be spent are found."""
-    cells: int = 0
-    """Workloads on a cluster."""
     predicted: list[float] = field(default_factory=list)
     inside: list[bool] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
     draw: list[int] = field(default_factory=list)
-    """Which one each was predicted for: those of another one are another choice."""
+    """Which one each was predicted for."""
+
+    @property
+    def cells(self) -> int:
+        """Workloads on a cluster."""
+        return len({(s.workload, s.cluster) for s in self.said})
 
     @property
     def quality(self) -> Quality:
-        return self.quality_of(np.array(self.predicted))
-
-    def quality_of(self, predicted: Floats) -> Quality:
-        """Of these predictions of the same trials."""
-        choices = [(number, *s.choice) for number, s in zip(self.draw, self.said, strict=True)]
-        measured = np.array([s.trial.step_time_s for s in self.said])
-        return Quality.of(predicted, measured, choices, [s.trial.key for s in self.said])
+        return quality(self.said, np.array(self.predicted), self.draw)
 
     @property
     def note(self) -> str:
@@ -58,11 +54,11 @@ class WithOwn:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        quality = self.quality
+        found = self.quality
         return (
-            Target(f"trials, after {OWN} own: MAPE", quality.mape, 0.05),
-            Target(f"trials, after {OWN} own: tau", quality.tau, 0.93, "at least"),
-            Target(f"trials, after {OWN} own: top-1 regret", quality.regret, 0.015),
+            Target(f"trials, after {OWN} own: MAPE", found.mape, 0.05),
+            Target(f"trials, after {OWN} own: tau", found.tau, 0.93, "at least"),
+            Target(f"trials, after {OWN} own: top-1 regret", found.regret, 0.015),
         )
 
 
@@ -97,7 +93,6 @@ def predict(said: Sequence[Said]) -> tuple[WithOwn, WithOwn]:
             found.inside += (np.abs(np.log(truth[others] / predicted)) <= half).tolist()
             found.said += [said[i] for i in others]
             found.draw += [number] * len(others)
-        chosen.cells, drawn.cells = chosen.cells + 1, drawn.cells + 1
     return chosen, drawn
 
 

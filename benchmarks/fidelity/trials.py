@@ -14,7 +14,7 @@ from autopar.cost_models.learning import COVERAGE
 from benchmarks.fidelity import own
 from benchmarks.fidelity.baselines import METHODS
 from benchmarks.fidelity.figures import ORDERED, Quality
-from benchmarks.fidelity.lab import Lab, Said, Table
+from benchmarks.fidelity.lab import Lab, Said, Table, quality
 from benchmarks.harness import Report, Target
 from benchmarks.trials.card import folds
 from benchmarks.trials.records import Dataset
@@ -31,7 +31,7 @@ def fill(report: Report) -> None:
         report.targets.append(Target("trials: number", 0, 1, "at least"))
         return
     table = Table.of(said)
-    _row(report, "simulated, nothing learned", _quality(said, table.predicted))
+    _row(report, "simulated, nothing learned", quality(said, table.predicted))
     sizes = [len(plans) for plans in _by_choice(said).values() if len(plans) > 1]
     ordered = [size for size in sizes if size >= ORDERED]
     report.notes.append(
@@ -43,7 +43,7 @@ def fill(report: Report) -> None:
     both: Quality | None = None
     for name, split in SPLITS.items():
         corrected, covered = _left_out(table, said, split)
-        both = _quality(said, corrected)
+        both = quality(said, corrected)
         _row(report, f"{name} not seen", both)
         report.notes.append(f"{name} not seen: {covered:.0%} lie within the interval, which says {COVERAGE:.0%}.")
     assert both is not None
@@ -54,12 +54,12 @@ def fill(report: Report) -> None:
     ]
     apart = own.apart(data)
     if apart:
-        _row(report, f"measured again (noise floor, from {len(apart)} repeats)", _quality(said, again(said, apart)))
+        _row(report, f"measured again (noise floor, from {len(apart)} repeats)", quality(said, again(said, apart)))
     chosen, drawn = own.predict(every)
     if drawn.cells:
         for with_own in (chosen, drawn):
             _row(report, f"the same after {own.OWN} own trials, {with_own.way}", with_own.quality)
-            _row(report, "of these, measured again", with_own.quality_of(again(with_own.said, apart)))
+            _row(report, "of these, measured again", quality(with_own.said, again(with_own.said, apart), with_own.draw))
             report.notes.append(with_own.note)
         report.targets += drawn.targets
 
@@ -67,7 +67,7 @@ def fill(report: Report) -> None:
 def _compare(report: Report, table: Table, said: Sequence[Said]) -> None:
     """Rows for what others do: nothing learned, or learned without the workload and the cluster."""
     choices, rows, truth = [s.choice for s in said], table.rows, table.measured
-    _row(report, "alpha-beta, nothing hidden", _quality(said, np.array([s.serial_s for s in said])))
+    _row(report, "alpha-beta, nothing hidden", quality(said, np.array([s.serial_s for s in said])))
     always = [
         median(found) / min(median(s.trial.step_time_s for s in of) for of in plans.values()) - 1
         for plans in _by_choice(said).values()
@@ -81,7 +81,7 @@ def _compare(report: Report, table: Table, said: Sequence[Said]) -> None:
         for known, tested in _parts(_both, said):
             families = [c for c, kept in zip(choices, known, strict=True) if kept]
             predicted[tested] = method(table.names, rows[known], truth[known], families)(rows[tested])
-        _row(report, name, _quality(said, predicted), is_time)
+        _row(report, name, quality(said, predicted), is_time)
 
 
 def _by_choice(said: Sequence[Said]) -> dict[object, dict[str, list[Said]]]:
@@ -90,14 +90,6 @@ def _by_choice(said: Sequence[Said]) -> dict[object, dict[str, list[Said]]]:
     for s in said:
         found.setdefault(s.choice, {}).setdefault(s.trial.key, []).append(s)
     return found
-
-
-def _quality(said: Sequence[Said], predicted: Floats) -> Quality:
-    """Of predictions of these trials; those that are not a number are not counted."""
-    at = ~np.isnan(predicted)
-    found = [s for s, kept in zip(said, at, strict=True) if kept]
-    truth = np.array([s.trial.step_time_s for s in found])
-    return Quality.of(predicted[at], truth, [s.choice for s in found], [s.trial.key for s in found])
 
 
 Split = Callable[[Sequence[Said]], Iterable[tuple[list[bool], list[bool]]]]
@@ -149,8 +141,8 @@ def again(said: Sequence[Said], apart: Sequence[float]) -> Floats:
     return np.asarray(truth * np.exp(np.random.default_rng(0).choice(apart, len(truth))))
 
 
-def _row(report: Report, name: str, quality: Quality, is_time: bool = True) -> None:
-    errors = (f"{quality.mape:.1%}", f"{quality.p95:.1%}") if is_time else ("", "")
-    order = ((quality.tau, ".3f"), (quality.regret, ".1%"), (quality.worst_regret, ".1%"), (quality.regret_of_3, ".1%"))
-    shown = ["" if x is None else f"{x:{form}}" for x, form in (*order, (quality.pairs, ".1%"))]
-    report.rows.append(("trials", name, *errors, *shown, f"{quality.bias:+.1%}" if is_time else ""))
+def _row(report: Report, name: str, found: Quality, is_time: bool = True) -> None:
+    errors = (f"{found.mape:.1%}", f"{found.p95:.1%}") if is_time else ("", "")
+    order = ((found.tau, ".3f"), (found.regret, ".1%"), (found.worst_regret, ".1%"), (found.regret_of_3, ".1%"))
+    shown = ["" if x is None else f"{x:{form}}" for x, form in (*order, (found.pairs, ".1%"))]
+    report.rows.append(("trials", name, *errors, *shown, f"{found.bias:+.1%}" if is_time else ""))
