@@ -7,6 +7,7 @@ needs memory for a few pieces only.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,21 +47,30 @@ class Mesh:
 
     def send(self, x: torch.Tensor, to: int, tag: int, timeout: timedelta | None = None) -> Wait:
         """Begins to send; returns what waits for it."""
-        return self._waiting(self.pg.send([x], to, tag), to, timeout)
+        return self._started(lambda: self.pg.send([x], to, tag), to, timeout)
 
     def receive(self, x: torch.Tensor, source: int, tag: int, timeout: timedelta | None = None) -> Wait:
         """Begins to receive; returns what waits for it."""
-        return self._waiting(self.pg.recv([x], source, tag), source, timeout)
+        return self._started(lambda: self.pg.recv([x], source, tag), source, timeout)
 
-    def _waiting(self, work: dist.Work, other: int, timeout: timedelta | None = None) -> Wait:
+    def _started(self, start: Callable[[], dist.Work], other: int, timeout: timedelta | None) -> Wait:
+        with self._named(other):  # gloo knows here already of a connection that has ended
+            work = start()
+
         def wait() -> None:
-            try:
+            with self._named(other):
                 work.wait() if timeout is None else work.wait(timeout)
-            except RuntimeError as e:
-                cause = str(e).strip().splitlines()[0][:200]
-                raise RuntimeError(f"{self.name(other)} is gone, or late, while gradients are added up: {cause}") from e
 
         return wait
+
+    @contextlib.contextmanager
+    def _named(self, other: int) -> Iterator[None]:
+        """Says of what fails within to whom it was."""
+        try:
+            yield
+        except RuntimeError as e:
+            cause = str(e).strip().splitlines()[0][:200]
+            raise RuntimeError(f"{self.name(other)} is gone, or late, while gradients are added up: {cause}") from e
 
     def name(self, member: int) -> str:
         return f"rank {member}" if member < self.ranks else f"the server on host '{self.servers[member - self.ranks]}'"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -79,10 +80,14 @@ def test_a_server_that_does_not_come_is_named_with_what_to_do(lab: Lab) -> None:
     assert "--name server-0` there" in said
 
 
-def test_a_server_that_dies_is_named(lab: Lab) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_server_that_dies_is_named(lab: Lab, known: bool) -> None:
     with _job(lab, "servers") as job:
         job.ask({"steps": 1}, 120)
         os.kill(job.serving[1].pid, signal.SIGKILL)
+        if known:  # to the ranks' sockets, before they send
+            job.serving[1].wait()
+            time.sleep(1)
         with pytest.raises(JobFailed, match="the server on host 'server-1' is gone"):
             job.ask({"steps": 2}, 120)
 
