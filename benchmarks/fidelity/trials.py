@@ -17,7 +17,7 @@ from benchmarks.fidelity.figures import ORDERED, Quality
 from benchmarks.fidelity.lab import Lab, Said, Table, quality
 from benchmarks.harness import Report, Target
 from benchmarks.trials.card import folds
-from benchmarks.trials.records import Dataset
+from benchmarks.trials.records import ALWAYS, Dataset
 
 
 def fill(report: Report) -> None:
@@ -72,7 +72,7 @@ def _compare(report: Report, table: Table, said: Sequence[Said]) -> None:
         median(found) / min(median(s.trial.step_time_s for s in of) for of in plans.values()) - 1
         for plans in _by_choice(said).values()
         if len(plans) > 1
-        and (found := [s.trial.step_time_s for of in plans.values() for s in of if s.trial.plan == "ddp"])
+        and (found := [s.trial.step_time_s for of in plans.values() for s in of if s.trial.plan == ALWAYS])
     ]
     if always:
         report.rows.append(("trials", f"always DDP ({len(always)} choices)", "", "", "", f"{mean(always):.1%}"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.trials.cells import BUDGET_S
 from benchmarks.trials.records import COMPUTES, DATA, Compute, Dataset
 
 JOURNAL = Path("out") / "trials.jsonl"
@@ -27,6 +28,8 @@ def main() -> None:
 @click.option("--workload", "workloads", multiple=True, help="This one only; may be repeated.")
 @click.option("--cluster", "clusters", multiple=True, help="This one only; may be repeated.")
 @click.option("--compute", "computes", multiple=True, type=click.Choice(COMPUTES), help="This one only.")
+@click.option("--one-choice", is_flag=True, help="All plans of a workload on a cluster at one speed, without clipping.")
+@click.option("--seconds", default=BUDGET_S, show_default=True, help="For the timed steps of a trial.")
 def collect(
     minutes: float,
     most: int,
@@ -35,6 +38,8 @@ def collect(
     workloads: tuple[str, ...],
     clusters: tuple[str, ...],
     computes: tuple[Compute, ...],
+    one_choice: bool,
+    seconds: float,
 ) -> None:
     """Take trials and append them to a journal. A journal that is there already is continued."""
     import torch
@@ -50,7 +55,11 @@ def collect(
     began = time.monotonic()
     with Journal(out) as journal:
         collector = Collector(
-            journal, seed, progress=lambda line: click.echo(f"{time.monotonic() - began:7.1f} {line}")
+            journal,
+            seed,
+            progress=lambda line: click.echo(f"{time.monotonic() - began:7.1f} {line}"),
+            one_choice=one_choice,
+            budget_s=seconds,
         )
         try:
             taken = collector.run(minutes, workloads or None, clusters or None, most, computes or COMPUTES)

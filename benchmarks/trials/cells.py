@@ -24,7 +24,7 @@ from autopar.strategies.lowering import StepProgram, lower_plan
 from benchmarks.suite.workload import Workload
 from benchmarks.trials.clusters import ClusterCase
 from benchmarks.trials.plans import PlanSource
-from benchmarks.trials.records import Compute
+from benchmarks.trials.records import ALWAYS, Compute
 
 LAB_BPS, HOST_BPS = 6e9, 2e9
 """What all hosts of a lab may send together, and each of them, in bit/s. [Empirical: on two cores, an all-reduce of
@@ -39,6 +39,11 @@ MOST_STEP_S = 1.2
 REDRAWS = 8
 CLIPPED_SHARE = 0.1
 STEPS, BUDGET_S = 10, 1.5
+"""Of a trial: steps that are timed, and for how long."""
+
+Choice = tuple[float, float | None]
+"""What plans have in common that may be compared: how many times slower the lab runs, and what gradients are clipped
+to."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,25 @@ class Draw:
     dilation: float
     clip: float | None
 
+    @property
+    def choice(self) -> Choice:
+        return self.dilation, self.clip
+
 
 class Cell:
-    """One workload on one cluster, with real or virtual compute."""
+    """One workload on one cluster, with real or virtual compute. `one_choice`: all plans at the same speed, without
+    clipping, so that all may be compared; `budget_s`: see `TrialSpec`."""
 
-    def __init__(self, workload: Captured, case: ClusterCase, compute: Compute) -> None:
+    def __init__(
+        self,
+        workload: Captured,
+        case: ClusterCase,
+        compute: Compute,
+        *,
+        one_choice: bool = False,
+        budget_s: float = BUDGET_S,
+    ) -> None:
+        self.one_choice, self.budget_s = one_choice, budget_s
         self.workload = workload
         self.graph = workload.graph
         self.case = case
@@ -113,7 +132,7 @@ class Cell:
     @cached_property
     def ddp_s(self) -> float:
         """The predicted step of DDP in the lab, at its fastest."""
-        groups = self.plans.built("ddp")
+        groups = self.plans.built(ALWAYS)
         return self._lab_s(lower_plan(groups, self.graph, self.problem.context), self.fastest)
 
     @property
@@ -125,7 +144,7 @@ class Cell:
         """The trial with this index, always the same."""
         draw = random.Random(f"{seed} {self.name} {index}")
         dilation = self.fastest
-        if self.compute == "virtual" and self.ddp_s <= LIGHT_STEP_S:
+        if self.compute == "virtual" and self.ddp_s <= LIGHT_STEP_S and not self.one_choice:
             dilation *= draw.choice(SLOWDOWNS)
         slowest_bps = min(
             min(wire.forth_bps or 1e12, wire.back_bps or 1e12) for wire in of_cluster(self.case.cluster).wires
@@ -135,7 +154,12 @@ class Cell:
             origin, groups, program = self.plans.draw(draw)
             if self._lab_s(program, dilation) <= max(MOST_STEP_S, 1.5 * self.ddp_s):
                 break
-        return Draw(origin, groups, dilation, 1.0 if draw.random() < CLIPPED_SHARE else None)
+        clipped = draw.random() < CLIPPED_SHARE and not self.one_choice
+        return Draw(origin, groups, dilation, 1.0 if clipped else None)
+
+    def always(self, choice: Choice) -> Draw:
+        """The trial that others of this choice are compared with."""
+        return Draw(ALWAYS, self.plans.built(ALWAYS), *choice)
 
     def spec(self, drawn: Draw) -> TrialSpec:
         """What the pool is to run."""
@@ -152,7 +176,7 @@ class Cell:
             known = self.workload
             compute = VirtualCompute(self.graph, drawn.dilation, known.optimizer, known.sparse_update)
         warmup = 2 if self.compute == "real" else 1
-        return TrialSpec(plan, compute, drawn.clip, steps=STEPS, warmup=warmup, budget_s=BUDGET_S)
+        return TrialSpec(plan, compute, drawn.clip, steps=STEPS, warmup=warmup, budget_s=self.budget_s)
 
     def _lab_s(self, program: StepProgram, dilation: float) -> float:
         estimate = self.problem.cost_model.predict(self.graph, program, self.problem.topology)

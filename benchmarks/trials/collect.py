@@ -1,8 +1,8 @@
 """Takes trials, evenly over cells, for as long as there is time; a later run goes on where this one stopped.
 
 Cells whose clusters differ in nothing but rates share a lab and its living ranks. Each visit of a lab takes some trials
-of those of its cells that have the fewest so far, and repeats some old ones: so repeats lie minutes or hours apart, and
-tell how much the same trial differs from time to time.
+of those of its cells that have the fewest so far, DDP first, and repeats some old ones: so repeats lie minutes or hours
+apart, and tell how much the same trial differs from time to time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autopar.lab.trial import TrialResult
 from autopar.lab.wiring import of_cluster
 from benchmarks.harness import Machine
 from benchmarks.suite import WORKLOADS
-from benchmarks.trials.cells import Captured, Cell, Draw
+from benchmarks.trials.cells import BUDGET_S, Captured, Cell, Choice, Draw
 from benchmarks.trials.clusters import ClusterCase, clusters
 from benchmarks.trials.groups import encode
 from benchmarks.trials.journal import Journal, digest
-from benchmarks.trials.records import COMPUTES, Cluster, Compute, Graph, Session, Trial
+from benchmarks.trials.records import ALWAYS, COMPUTES, Cluster, Compute, Graph, Session, Trial
 from benchmarks.trials.small import SMALL, named
 from benchmarks.trials.speed import additions_us
 
@@ -45,7 +45,17 @@ class NothingToTry(Exception):
 class Collector:
     """Fills a journal."""
 
-    def __init__(self, journal: Journal, seed: int = 0, progress: Progress = lambda line: None) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        seed: int = 0,
+        progress: Progress = lambda line: None,
+        *,
+        one_choice: bool = False,
+        budget_s: float = BUDGET_S,
+    ) -> None:
+        """`one_choice`, `budget_s`: of its cells."""
+        self._one_choice, self._budget_s = one_choice, budget_s
         self.journal = journal
         self.seed = seed
         self.progress = progress
@@ -102,8 +112,10 @@ class Collector:
             known = Captured(workload, graph.tables.graph(), cost, graph.sparse_update)
             for case in cases:
                 real = case.real and workload in SMALL
-                cells = [Cell(known, case, c) for c in COMPUTES if c in computes and (real or c == "virtual")]
-                yield from (cell for cell in cells if cell.ddp_s <= TOO_SLOW_S)
+                for compute in (c for c in COMPUTES if c in computes and (real or c == "virtual")):
+                    cell = Cell(known, case, compute, one_choice=self._one_choice, budget_s=self._budget_s)
+                    if cell.ddp_s <= TOO_SLOW_S:
+                        yield cell
 
     def _need(self, cell: Cell, done: Counter[str]) -> float:
         """How far the cell would be after a visit, by its weight; the cell that would be least far is next."""
@@ -111,22 +123,38 @@ class Collector:
 
     def _counts(self) -> Counter[str]:
         known = self.journal.known
-        return Counter(f"{known.workload(t)} {known.cluster_name(t)} {t.compute}" for t in known.trials if not t.repeat)
+        return Counter(self._name(t) for t in known.trials if not t.repeat and t.plan != ALWAYS)
+
+    def _name(self, trial: Trial) -> str:
+        """Of its cell."""
+        known = self.journal.known
+        return f"{known.workload(trial)} {known.cluster_name(trial)} {trial.compute}"
 
     def _visit(self, cells: Sequence[Cell], done: Counter[str]) -> Iterator[tuple[Cell, Draw, int]]:
         """Cells with what is to be run in them, and how often that was run before."""
         known = self.journal.known
         for cell in cells:
             first = done[cell.name]
-            indices = [(i, 0) for i in range(first, first + NEW_TRIALS)]
-            if first:
-                old = self._draw.choices(range(first), k=REPEATS)
-                indices += [(i, 1) for i in old]
-            for index, again in indices:
-                drawn = cell.draw(self.seed, index)
-                key = self._key(cell, drawn)
-                repeat = sum(t.key == key for t in known.trials) if again else 0
-                yield cell, drawn, repeat
+            new = [cell.draw(self.seed, i) for i in range(first, first + NEW_TRIALS)]
+            tried = self._choices(cell)
+            for choice in dict.fromkeys([*tried, *(drawn.choice for drawn in new)]):
+                if not tried.get(choice):
+                    yield cell, cell.always(choice), 0
+            for drawn in new:
+                yield cell, drawn, 0
+            for index in self._draw.choices(range(first), k=REPEATS) if first else ():
+                old = cell.draw(self.seed, index)
+                key = self._key(cell, old)
+                yield cell, old, sum(t.key == key for t in known.trials)
+
+    def _choices(self, cell: Cell) -> dict[Choice, bool]:
+        """Of the cell's trials, with whether `ALWAYS` was run in them."""
+        found: dict[Choice, bool] = {}
+        for t in self.journal.known.trials:
+            if self._name(t) == cell.name:
+                choice = t.dilation, t.clip_grad_norm
+                found[choice] = found.get(choice, False) or t.plan == ALWAYS
+        return found
 
     def _graph(self, workload: str) -> Graph:
         if workload not in self._graphs:

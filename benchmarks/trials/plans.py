@@ -16,6 +16,7 @@ from autopar.search.moves import Groups, Neighbourhood
 from autopar.spec.plan import ParameterSlice, SyncGroup, partition_problems
 from autopar.strategies import strategy_named
 from autopar.strategies.lowering import StepProgram, lower_plan
+from benchmarks.trials.records import ALWAYS
 
 LONGEST_WALK = 16
 ATTEMPTS = 50
@@ -43,8 +44,8 @@ class PlanSource:
             program = self._lowered(groups)
             if program is not None and len(groups) <= MOST_GROUPS:
                 return origin, groups, program
-        groups = self.built("ddp")
-        return "ddp", groups, lower_plan(groups, self.problem.graph, self.problem.context)
+        groups = self.built(ALWAYS)
+        return ALWAYS, groups, lower_plan(groups, self.problem.graph, self.problem.context)
 
     def _any(self, draw: random.Random) -> tuple[str, Groups]:
         name = draw.choice(self.names)

@@ -28,6 +28,8 @@ from autopar.strategies.lowering import StepProgram, lower_plan
 from benchmarks.trials.groups import Encoded, decode
 
 DATA = Path(__file__).parent / "data"
+ALWAYS = "ddp"
+"""The plan that is run in every choice, whatever else is."""
 
 
 Compute = Literal["virtual", "real"]
@@ -224,8 +226,7 @@ class Dataset:
         return decode(trial.groups, [p.name for p in self.graph(trial).parameters])
 
     def program(self, trial: Trial) -> StepProgram:
-        """The lowered plan, as it would run today. Its `order_hash` is that of the trial, but for a few trials from
-        before the rows of tables that ranks share out travelled beside other work."""
+        """The lowered plan, as it would run today. Its `order_hash` is that of the trial."""
         cluster, sparse_update = self.cluster(trial), self.graphs[trial.graph].sparse_update
         clips = trial.clip_grad_norm is not None
         context = Context(cluster.world_size, clips=clips, late_parameters=True, sparse_update=sparse_update)
