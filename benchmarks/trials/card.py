@@ -23,11 +23,13 @@ slept through, as long as the analytic cost model says that the cluster's device
 model is trained, by ranks that share the machine's cores. `dilation` says how many times slower than the cluster the
 lab ran: links' rates were divided by it, and sleeps multiplied; what the host and the library add to a collective is
 not scaled. Plans are those of the builders, random walks from them, and random partitions with random strategies,
-owners, shares, slices and number formats; most of them are no good ones.
+owners, shares, slices and number formats; most of them are no good ones. Plain DDP is run in every choice, that is for
+each workload on a cluster at each speed and with each clipping.
 
 A step lasts from the last rank's end of the step before to the last rank's end of it. A trial's first step is not
-counted (the first two with real compute); then come 10 steps, or as many as fit into 1.5 s, but at least 3. The step
-time is their median. Bytes are counted by the hosts' interfaces, headers included; memory is the resident peak, by
+counted (the first two with real compute); then come 10 steps, or as many as fit into 1.5 s, but at least 3. Cells with
+more than 40 trials were taken at one speed and without clipping, so that all their plans are one choice; 3 to 7 s were
+for their steps. The step time is the median. Bytes are counted by the hosts' interfaces, headers included; memory is the resident peak, by
 rank. A trial says itself whether it was noisy, and why: other processes or the hypervisor took more than 0.15 cores, or
 its steps differ. The machine's speed varies by itself, by a factor of up to 2.5 over minutes; trials say what 100,000
 additions in Python took just before. TCP found its rate by Reno, as in every lab."""
@@ -103,10 +105,12 @@ def card(data: Dataset) -> str:
 
 def _calibrations(data: Dataset) -> str:
     different = {c.calibration.model_dump_json() for c in data.calibrations.values()}
+    took = sorted(c.calibration.took_s for c in data.calibrations.values())
     return (
         f"`calibrations.jsonl.xz` holds {len(data.calibrations)} calibrations of the lab (`autopar calibrate`): for "
         "each cluster with virtual compute at each speed it was run at, taken for no particular trial. Clusters "
-        f"that differ in nothing but devices are the same lab: {len(different)} of them are different."
+        f"that differ in nothing but devices are the same lab: {len(different)} of them are different. "
+        f"They took {took[0]:.0f} to {took[-1]:.0f} s each: labs of 8 ranks were given 40 s, the others 10."
     )
 
 

@@ -82,8 +82,9 @@ class Draw:
 
 
 class Cell:
-    """One workload on one cluster, with real or virtual compute. `one_choice`: all plans at the same speed, without
-    clipping, so that all may be compared; `budget_s`: see `TrialSpec`."""
+    """One workload on one cluster, with real or virtual compute. `one_choice`: all plans without clipping and at the
+    same speed, so that all may be compared; the slowest, where the machine's own noise weighs least. `budget_s`: see
+    `TrialSpec`."""
 
     def __init__(
         self,
@@ -144,8 +145,8 @@ class Cell:
         """The trial with this index, always the same."""
         draw = random.Random(f"{seed} {self.name} {index}")
         dilation = self.fastest
-        if self.compute == "virtual" and self.ddp_s <= LIGHT_STEP_S and not self.one_choice:
-            dilation *= draw.choice(SLOWDOWNS)
+        if self.compute == "virtual" and self.ddp_s <= LIGHT_STEP_S:
+            dilation *= max(SLOWDOWNS) if self.one_choice else draw.choice(SLOWDOWNS)
         slowest_bps = min(
             min(wire.forth_bps or 1e12, wire.back_bps or 1e12) for wire in of_cluster(self.case.cluster).wires
         )
