@@ -18,7 +18,7 @@ from benchmarks.trials.records import Dataset
 
 OWN = 20
 """Trials of a new workload on a new cluster that a planner may spend, noisy ones among them."""
-LEAST, LEAST_OTHERS, DRAWS = 40, 10, 4
+LEAST, LEAST_OTHERS, DRAWS = 40, 10, 20
 """Trials of a workload on a cluster, and those of them that are clean and left to predict, at least; and how often
 those that are spent are drawn."""
 

@@ -27,12 +27,13 @@ owners, shares, slices and number formats; most of them are no good ones. Plain 
 each workload on a cluster at each speed and with each clipping.
 
 A step lasts from the last rank's end of the step before to the last rank's end of it. A trial's first step is not
-counted (the first two with real compute); then come 10 steps, or as many as fit into 1.5 s, but at least 3. Cells with
-more than 40 trials were taken at one speed and without clipping, so that all their plans are one choice; 3 to 7 s were
-for their steps. The step time is the median. Bytes are counted by the hosts' interfaces, headers included; memory is the resident peak, by
-rank. A trial says itself whether it was noisy, and why: other processes or the hypervisor took more than 0.15 cores, or
-its steps differ. The machine's speed varies by itself, by a factor of up to 2.5 over minutes; trials say what 100,000
-additions in Python took just before. TCP found its rate by Reno, as in every lab."""
+counted (the first two with real compute); then come 10 steps, or as many as fit into 1.5 s, but at least 3. The step
+time is their median. Cells with more than 40 trials were taken at one speed and without clipping, so that all their
+plans are one choice, and 3 to 7 s were for their steps. Bytes are counted by the hosts' interfaces, headers included;
+memory is the resident peak, by rank. A trial says itself whether it was noisy, and why: other processes or the
+hypervisor took more than 0.15 cores, or its steps differ. The machine's speed varies by itself, by a factor of up to
+2.5 over minutes; trials say what 100,000 additions in Python took just before. TCP found its rate by Reno, as in every
+lab."""
 
 
 @dataclass(frozen=True)
