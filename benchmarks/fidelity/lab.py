@@ -141,4 +141,5 @@ def slower(calibration: Calibration, times: float) -> Calibration:
         c.model_copy(update={"seconds": tuple(times * s for s in c.seconds), "processor_s": (0.0,) * len(c.seconds)})
         for c in calibration.collectives
     )
-    return calibration.model_copy(update={"collectives": tuple(collectives)})
+    links = (a.model_copy(update={"bytes_per_s": a.bytes_per_s / times}) for a in calibration.links)
+    return calibration.model_copy(update={"collectives": tuple(collectives), "links": tuple(links)})

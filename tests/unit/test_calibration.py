@@ -84,6 +84,23 @@ def test_bytes_take_their_time_on_a_link_whatever_was_slow_where_it_was_measured
     assert Network(Topology(CLUSTER), calibration=faster).transfer(primitive).seconds == pytest.approx(0.5 * plain_s)
 
 
+@pytest.mark.parametrize("part_of_rate", [1.0, 0.5, 0.1])
+def test_what_is_slow_over_fast_links_leaves_room_on_them(part_of_rate: float) -> None:
+    """Not so on links that were found to be slow themselves; nor on processors."""
+    primitive = measured(calibration().collectives[0], 16 << 20, 4)
+    plain = Network(Topology(CLUSTER))
+    alone = plain.transfer(primitive).loads
+    declared = min(link.bandwidth_bytes_per_s for link in Topology(CLUSTER).path(0, 1))
+    ways = [way for r in (1, 2, 3) for way in ((0, r), (r, 0))]
+    links = tuple(LinkTimes(sender=a, receiver=b, bytes_per_s=part_of_rate * declared, latency_s=1e-5) for a, b in ways)
+    known = calibration(2.0).model_copy(update={"links": links})
+    loads = Network(Topology(CLUSTER), calibration=known).transfer(primitive).loads
+    count = len(plain.links)
+    filled = [min(1.0, load / 2 / part_of_rate) for load in alone[:count]]
+    assert loads[:count] == pytest.approx(filled, rel=1e-6)
+    assert loads[count:] == alone[count:]
+
+
 def test_a_step_is_as_much_slower_as_its_collectives_and_its_devices() -> None:
     graph = training_graph()
     plan = build_plan("ddp", graph, CLUSTER, Context(4))
