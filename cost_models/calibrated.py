@@ -72,12 +72,20 @@ class Calibrated:
         calibration: Calibration,
         world_size: int,
         computed_s: Callable[[Primitive], float],
-        rate: Callable[[int, int], float],
+        rates: Sequence[float],
+        path: Callable[[int, int], Sequence[int]],
     ) -> None:
-        """By the cluster's figures: `computed_s`, seconds of a collective; `rate`, bytes per second from one rank to
-        another."""
+        """By the cluster's figures: `computed_s`, seconds of a collective; `rates`, bytes per second of each link;
+        `path`, those links that lie between two ranks."""
         self._world_size = world_size
-        self._faster_links = max([1.0, *(a.bytes_per_s / rate(a.sender, a.receiver) for a in calibration.links)])
+        self._reached = [0.0] * len(rates)
+        """How much of its rate a message over each link was measured to reach; 0 where none was."""
+        for way in calibration.links:
+            over = path(way.sender, way.receiver)
+            part = way.bytes_per_s / min((rates[link] for link in over), default=math.inf)
+            for link in over:
+                self._reached[link] = max(self._reached[link], part)
+        self._faster_links = max([1.0, *self._reached])
         """By how much some link is faster than the figures say."""
         self._tables: dict[tuple[Kind, Teams], _Table] = {}
         least = SLOPES[0]
@@ -97,6 +105,17 @@ class Calibrated:
                 least_s = FASTER * wire_s / self._faster_links
                 return max(least_s, self._tables[key].seconds(self._size(primitive), computed_s))
         return computed_s
+
+    def loads(self, computed: Sequence[float], longer: float) -> tuple[float, ...]:
+        """Parts of links, and of what hosts can move, that a collective fills which takes so many times `longer` than
+        computed. If links are as fast as the figures say, it waits for something else, and leaves room on them for
+        others; none on processors that move its bytes, as it may be they that it waits for."""
+        links = len(self._reached)
+        filled = [
+            min(1.0, load / longer / reached) if reached else load
+            for load, reached in zip(computed[:links], self._reached, strict=True)
+        ]
+        return (*filled, *computed[links:])
 
     def _size(self, primitive: Primitive) -> int:
         """What each team sums up may be a part of the value."""

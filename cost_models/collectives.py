@@ -306,38 +306,16 @@ class Network:
             return computed
         wire_s = computed.seconds * max(computed.loads[: len(self.links)], default=0.0)
         seconds = self._calibrated.seconds(primitive, computed.seconds, wire_s)
-        return replace(computed, seconds=seconds, loads=self._filled(computed, seconds))
-
-    def _filled(self, computed: Transfer, seconds: float) -> tuple[float, ...]:
-        """What is slower than its figures say, though links are as fast as theirs, waits for something else, and leaves
-        room on links for others; processors that move its bytes have none, as it may be they that it waits for."""
-        longer = seconds / computed.seconds
-        links = len(self.links)
-        filled = [
-            min(1.0, load / longer / reached) if reached else load
-            for load, reached in zip(computed.loads[:links], self._reached, strict=True)
-        ]
-        return (*filled, *computed.loads[links:])
-
-    @cached_property
-    def _reached(self) -> tuple[float, ...]:
-        """How much of the rate of each of `links` a message over it was measured to reach; 0 where none was."""
-        found = [0.0] * len(self.links)
-        for way in self._calibration.links if self._calibration is not None else ():
-            part = way.bytes_per_s / self._rate(way.sender, way.receiver)
-            for link in self._path(way.sender, way.receiver):
-                found[link] = max(found[link], part)
-        return tuple(found)
+        loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
+        return replace(computed, seconds=seconds, loads=loads)
 
     @cached_property
     def _calibrated(self) -> Calibrated | None:
         if self._calibration is None:
             return None
-        return Calibrated(self._calibration, self.world_size, lambda p: self._computed(p).seconds, self._rate)
-
-    def _rate(self, a: int, b: int) -> float:
-        """Of one transfer, in bytes per second."""
-        return float(min((self.bandwidth[i] for i in self._path(a, b)), default=np.inf))
+        return Calibrated(
+            self._calibration, self.world_size, lambda p: self._computed(p).seconds, self.bandwidth.tolist(), self._path
+        )
 
     def _computed(self, primitive: Primitive) -> Transfer:
         """By the figures of the cluster and of the backend."""
