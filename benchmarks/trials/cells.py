@@ -81,6 +81,11 @@ class Draw:
         return self.dilation, self.clip
 
 
+def cell_name(workload: str, cluster: str, compute: Compute) -> str:
+    """Of a cell, and of the trials that were taken in it."""
+    return f"{workload} {cluster} {compute}"
+
+
 class Cell:
     """One workload on one cluster, with real or virtual compute. `one_choice`: all plans without clipping and at the
     same speed, so that all may be compared; the slowest, where the machine's own noise weighs least. `budget_s`: see
@@ -100,7 +105,7 @@ class Cell:
         self.graph = workload.graph
         self.case = case
         self.compute: Compute = compute
-        self.name = f"{workload.name} {case.name} {compute}"
+        self.name = cell_name(workload.name, case.name, compute)
 
     @cached_property
     def problem(self) -> Problem:

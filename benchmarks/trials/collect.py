@@ -21,7 +21,7 @@ from autopar.lab.trial import TrialResult
 from autopar.lab.wiring import of_cluster
 from benchmarks.harness import Machine
 from benchmarks.suite import WORKLOADS
-from benchmarks.trials.cells import BUDGET_S, Captured, Cell, Choice, Draw
+from benchmarks.trials.cells import BUDGET_S, Captured, Cell, Choice, Draw, cell_name
 from benchmarks.trials.clusters import ClusterCase, clusters
 from benchmarks.trials.groups import encode
 from benchmarks.trials.journal import Journal, digest
@@ -128,7 +128,7 @@ class Collector:
     def _name(self, trial: Trial) -> str:
         """Of its cell."""
         known = self.journal.known
-        return f"{known.workload(trial)} {known.cluster_name(trial)} {trial.compute}"
+        return cell_name(known.workload(trial), known.cluster_name(trial), trial.compute)
 
     def _visit(self, cells: Sequence[Cell], done: Counter[str]) -> Iterator[tuple[Cell, Draw, int]]:
         """Cells with what is to be run in them, and how often that was run before."""
