@@ -7,19 +7,21 @@ are guesses, so are its times; the order of plans is more certain than the times
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.base import CostModel, Estimate
-from autopar.cost_models.collectives import GLOO, Backend, Network, Transfer
+from autopar.cost_models.collectives import GLOO, Backend, Network
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.device_work import Work, clip_s
 from autopar.cost_models.memory import MemoryModel
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
-from autopar.cost_models.simulate import Price, Streams, simulate
-from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
+from autopar.cost_models.price import Price, Transfer
+from autopar.cost_models.simulate import Streams, simulate
+from autopar.ir.primitives import CLIP_STAGE, COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
@@ -100,19 +102,16 @@ class StepPricer:
         self._streams: dict[frozenset[str], Streams] = {}
         found = [compute_provenance(graph, [d], t, measured) for d, t in zip(devices, times, strict=True)]
         self._compute_provenance: Provenance = max(found, key=PROVENANCES.index)
-        self._of_groups: dict[Context, Known[tuple[Price, Transfer | None]]] = {}
-        self._prices: dict[tuple[object, ...], tuple[Price, Transfer | None]] = {}
+        self._of_groups: dict[Context, Known[tuple[Price, ...]]] = {}
+        self._prices: dict[tuple[object, ...], Price] = {}
 
     def estimate(self, program: StepProgram, *, timeline: bool = False) -> Estimate:
         """The cost of one step of a program."""
         n = self.network.world_size
         known = self._of_groups.setdefault(program.context, {})
         prices = program.each(known, lambda p: self.price(p, program))
-        priced = [prices[p.primitive.index] for p in program.placed]
-        outcome = simulate(
-            program, [p for p, _ in priced], self.streams(program), self.network.backend.name, timeline=timeline
-        )
-        transfers = [t for _, t in priced if t is not None]
+        outcome = simulate(program, prices, self.streams(program), self.network.backend.name, timeline=timeline)
+        transfers = [p.transfer for p in prices if p.transfer is not None]
         provenance = self._compute_provenance
         if transfers:
             provenance = max(provenance, self.network.provenance, key=PROVENANCES.index)
@@ -153,13 +152,13 @@ class StepPricer:
         for p in program.primitives:
             if p.group == WHOLE_STEP:
                 continue
-            price, _ = self.price(p, program)
-            channel += price.transfer_s
+            price = self.price(p, program)
+            channel += price.transfer.seconds if price.transfer else 0.0
             device += price.device_s
         return channel, float(device.max())
 
-    def price(self, primitive: Primitive, program: StepProgram) -> tuple[Price, Transfer | None]:
-        """One primitive's price, and what it puts on the wire; remembered, for plans share most of their groups."""
+    def price(self, primitive: Primitive, program: StepProgram) -> Price:
+        """One primitive's price; remembered, for plans share most of their groups."""
         if primitive.kind is Kind.CLIP:
             return self._clip(primitive, program)
         work = Work.of(primitive, program)
@@ -168,28 +167,28 @@ class StepPricer:
             self._prices[key] = self._price(work)
         return self._prices[key]
 
-    def _price(self, work: Work) -> tuple[Price, Transfer | None]:
+    def _price(self, work: Work) -> Price:
         n, issue_s = self.network.world_size, self.network.backend.issue_s
         # To a tenth of a microsecond: ranks whose shards differ by one element are then simulated as one.
         device_s = tuple(
             round(work.seconds(r, rates, self.optimizer, n, issue_s), 7) for r, rates in enumerate(self.rates)
         )
         if work.primitive.kind not in COLLECTIVES:
-            return Price(device_s, uniform=_equal(device_s)), None
+            return Price(device_s, uniform=_equal(device_s))
         transfer = self.network.transfer(work.primitive)
-        uniform = _equal(device_s) and _equal(transfer.taken)
-        price = Price(device_s, transfer.seconds, transfer.taken, uniform, transfer.loads, transfer.at_once)
-        return price, transfer
+        return Price(device_s, transfer, uniform=_equal(device_s) and _equal(transfer.taken))
 
-    def _clip(self, primitive: Primitive, program: StepProgram) -> tuple[Price, Transfer | None]:
+    def _clip(self, primitive: Primitive, program: StepProgram) -> Price:
         device_s = tuple(round(clip_s(primitive, program, r, rates), 7) for r, rates in enumerate(self.rates))
         sources = [program.primitives[i] for i in primitive.inputs]
         if not any(s.splits or s.owner is not None for s in sources):
-            return Price(device_s, uniform=_equal(device_s)), None
-        shared = Primitive(primitive.index, Kind.ALL_REDUCE, WHOLE_STEP, (), 1, "float64", primitive.stage)
-        transfer = self.network.transfer(shared)
-        price = Price(device_s, transfer.seconds, (), _equal(device_s), transfer.loads, transfer.at_once)
-        return price, transfer
+            return Price(device_s, uniform=_equal(device_s))
+        return Price(device_s, self._of_norm, uniform=_equal(device_s) and _equal(self._of_norm.taken))
+
+    @cached_property
+    def _of_norm(self) -> Transfer:
+        """The sum that a global norm takes where ranks hold parts of the gradients."""
+        return self.network.transfer(Primitive(0, Kind.ALL_REDUCE, WHOLE_STEP, (), 1, "float64", CLIP_STAGE))
 
 
 def _equal(values: Sequence[float]) -> bool:

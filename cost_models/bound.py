@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP
+from autopar.ir.primitives import WHOLE_STEP
 from autopar.strategies.lowering import StepProgram
 
 Floats = npt.NDArray[np.float64]
@@ -38,11 +38,11 @@ class Bound:
         for p in alone.primitives:
             if p.group == WHOLE_STEP:
                 continue
-            price, _ = self.pricer.price(p, alone)
+            price = self.pricer.price(p, alone)
             if price.device_s:
                 row[: self._ranks] += price.device_s
-            if p.kind in COLLECTIVES and price.loads:
-                row[self._ranks :] += price.transfer_s * np.asarray(price.loads)
+            if price.transfer and price.transfer.loads:
+                row[self._ranks :] += price.transfer.seconds * np.asarray(price.transfer.loads)
         if alone.replaced:
             row[: self._ranks] += self.pricer.graph_s(alone.replaced) - self._graph[: self._ranks]
         self._rows.append(row)

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import add
+
+from autopar.cost_models.price import Transfer
 
 _NOTHING_S = 1e-12
 """What rounding leaves of a transfer that has ended."""
+_NEVER = float("inf")
 _ALONE = (1.0,)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """A transfer that was issued."""
 
@@ -27,15 +30,18 @@ class Job:
     channel: Hashable
     ready_s: float
     """When the last rank has issued it."""
-    left_s: float
-    """Of its time alone on the network."""
-    loads: Sequence[float]
-    """Part of each link, and of what hosts can move, that it fills while it is alone."""
-    taken: Sequence[float]
-    """Part of its compute that it takes from each compute stream; empty for none."""
-    at_once: int = 1
-    """Transfers that its channel runs at the same time; alike for all of a channel."""
+    transfer: Transfer
+    left_s: float = 0.0
+    """Of its time alone on the network, once it was issued."""
     start_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Channel:
+    free: int
+    """Transfers that it could still run at the same time."""
+    queue: deque[Job] = field(default_factory=deque)
+    """Those that wait for others to end."""
 
 
 class Channels:
@@ -45,30 +51,36 @@ class Channels:
     def __init__(self) -> None:
         self.now_s = 0.0
         """When the last event was."""
-        self.next_s = float("inf")
+        self.next_s = _NEVER
         """When the next one is, if nothing is issued before."""
         self.taken: Sequence[float] = ()
-        """Part of its compute that is taken from each compute stream between the two; empty for none."""
+        """By rank: part of its compute that is taken between the two; empty for none."""
         self.ends: dict[int, float] = {}
         """When each transfer has ended, by its index."""
         self.done: list[tuple[Job, float]] = []
         """Transfers that have ended, and when."""
         self.slowed: list[tuple[float, float, Sequence[float]]] = []
-        """Stretches before the last event in which compute is slowed down: start, end, and the part taken of each
-        stream."""
+        """Stretches before the last event in which compute is slowed down: start, end, and the part taken, by rank."""
         self._busy_s = 0.0
-        self._queues: dict[Hashable, deque[Job]] = {}
+        self._channels: dict[Hashable, _Channel] = {}
+        self._next: list[Job] = []
+        """Those whose turn it is in their channels, and that are not ready yet."""
         self._active: list[Job] = []
         self._rates: Sequence[float] = ()
 
     def issue(self, job: Job) -> None:
         """Puts a transfer behind those of its channel."""
-        queue = self._queues.get(job.channel)
-        if queue is None:
-            queue = self._queues[job.channel] = deque()
-        queue.append(job)
-        if len(queue) <= job.at_once and job.ready_s < self.next_s:
-            self.next_s = job.ready_s
+        job.left_s = job.transfer.seconds
+        channel = self._channels.get(job.channel)
+        if channel is None:
+            channel = self._channels[job.channel] = _Channel(job.transfer.at_once)
+        if channel.free:
+            channel.free -= 1
+            self._next.append(job)
+            if job.ready_s < self.next_s:
+                self.next_s = job.ready_s
+        else:
+            channel.queue.append(job)
 
     def end_of(self, index: int) -> float:
         """Evolves until a transfer has ended; returns when."""
@@ -78,7 +90,7 @@ class Channels:
 
     def finish(self) -> None:
         """Evolves until nothing is in flight."""
-        while any(self._queues.values()):
+        while self._active or self._next:
             self.step()
 
     def busy_s(self, until_s: float) -> float:
@@ -89,64 +101,67 @@ class Channels:
 
     def step(self) -> None:
         """To the next event; there must be one."""
-        stop, passed = self.next_s, self.next_s - self.now_s
-        assert stop < float("inf"), "nothing in flight, and nothing to wait for"
-        if self._active:
+        now, active = self.next_s, self._active
+        passed = now - self.now_s
+        assert now < _NEVER, "nothing in flight, and nothing to wait for"
+        if active:
             self._busy_s += passed
             if self.taken and passed > 0.0:
-                self.slowed.append((self.now_s, stop, self.taken))
-            for job, rate in zip(self._active, self._rates, strict=True):
+                self.slowed.append((self.now_s, now, self.taken))
+            still = []
+            for job, rate in zip(active, self._rates, strict=True):
                 job.left_s -= passed * rate
-                if job.left_s <= _NOTHING_S:
-                    self._queues[job.channel].remove(job)
-                    self.ends[job.index] = stop
-                    self.done.append((job, stop))
-        self.now_s = stop
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """What is in flight from now on, how fast each runs, and when that changes."""
-        now, change = self.now_s, float("inf")
-        active: list[Job] = []
-        for queue in self._queues.values():
-            for job in islice(queue, queue[0].at_once) if queue else ():
+                if job.left_s > _NOTHING_S:
+                    still.append(job)
+                else:
+                    self._end(job, now)
+            active = still
+        self.now_s, change = now, _NEVER
+        if self._next:
+            waiting = []
+            for job in self._next:
                 if job.ready_s <= now:
+                    job.start_s = now
                     active.append(job)
-                    if job.start_s is None:
-                        job.start_s = now
-                elif job.ready_s < change:
-                    change = job.ready_s
+                else:
+                    waiting.append(job)
+                    change = min(change, job.ready_s)
+            self._next = waiting
         self._active = active
         if len(active) == 1:  # mostly
-            alone = active[0]
-            self._rates, self.taken = _ALONE, alone.taken
-            self.next_s = min(change, now + alone.left_s)
-            return
-        self._rates = _rates(active)
-        for job, rate in zip(active, self._rates, strict=True):
-            change = min(change, now + job.left_s / rate)
-        self.next_s = change
-        self.taken = _together([job.taken for job in active if job.taken])
+            self._rates, self.taken = _ALONE, active[0].transfer.taken
+            end = now + active[0].left_s
+            self.next_s = end if end < change else change
+        elif active:
+            self._rates, self.taken = _beside(*[job.transfer for job in active])
+            self.next_s = min(change, *[now + job.left_s / rate for job, rate in zip(active, self._rates, strict=True)])
+        else:
+            self.taken, self.next_s = (), change
+
+    def _end(self, job: Job, now: float) -> None:
+        self.ends[job.index] = now
+        self.done.append((job, now))
+        channel = self._channels[job.channel]
+        if channel.queue:
+            self._next.append(channel.queue.popleft())
+        else:
+            channel.free += 1
 
 
-def _together(takers: Sequence[Sequence[float]]) -> Sequence[float]:
-    if len(takers) < 2:
-        return takers[0] if takers else ()
-    return [min(1.0, sum(parts)) for parts in zip(*takers, strict=True)]
-
-
-def _rates(active: Sequence[Job]) -> list[float]:
-    """How fast each transfer runs beside the others, 1 for as fast as alone."""
-    if not active:
-        return []
-    totals = list(active[0].loads)
-    for job in active[1:]:
-        totals = list(map(add, totals, job.loads))
+@lru_cache(maxsize=1 << 14)  # plans of a search have most of their groups in common
+def _beside(*transfers: Transfer) -> tuple[Sequence[float], Sequence[float]]:
+    """Transfers beside one another: how fast each runs, 1 for as fast as alone; and the part of its compute that they
+    take together, by rank, empty for none."""
+    takers = [t.taken for t in transfers if t.taken]
+    taken = [min(1.0, sum(parts)) for parts in zip(*takers, strict=True)]
+    totals = list(transfers[0].loads)
+    for transfer in transfers[1:]:
+        totals = list(map(add, totals, transfer.loads))
     most = max(totals, default=0.0)
     if most <= 1:
-        return [1.0] * len(active)
+        return [1.0] * len(transfers), taken
     fullest = totals.index(most)
-    return [1 / most if j.loads[fullest] > 0 else _rate(j.loads, totals) for j in active]
+    return [1 / most if t.loads[fullest] > 0 else _rate(t.loads, totals) for t in transfers], taken
 
 
 def _rate(loads: Sequence[float], totals: Sequence[float]) -> float:

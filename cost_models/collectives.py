@@ -24,6 +24,7 @@ import numpy.typing as npt
 from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
 from autopar.cost_models.exchanges import goes_around, in_rounds, parts
+from autopar.cost_models.price import Transfer
 from autopar.ir.primitives import (
     COLLECTIVES,
     DTYPE_BYTES,
@@ -126,22 +127,6 @@ class Host:
     ranks: tuple[int, ...]
     bytes_per_s: float
     """Sent and received together, by all its ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What one collective does."""
-
-    seconds: float
-    """On the channel, once all ranks have issued it."""
-    taken: tuple[float, ...]
-    """By rank: part of its compute that the transfer takes while it runs."""
-    sent_bytes: tuple[int, ...]
-    received_bytes: tuple[int, ...]
-    loads: tuple[float, ...] = ()
-    """Part of each link, and behind those of what each host can move, that it fills, on average."""
-    at_once: int = 1
-    """Such collectives that its process group runs at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,19 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     sizes = [0.0]
     for p in program.primitives:
-        price, transfer = pricer.price(p, program)
-        if transfer is None:
+        price = pricer.price(p, program)
+        if price.transfer is None:
             device_s += max(price.device_s, default=0.0)
             continue
         kind = p.kind if p.kind in kinds else Kind.ALL_REDUCE
+        seconds = price.transfer.seconds
         messages += 1
-        kinds[kind] += price.transfer_s
-        channel_s += price.transfer_s
+        kinds[kind] += seconds
+        channel_s += seconds
         sizes.append(float(p.bytes))
-        small_s += price.transfer_s * (p.bytes < SMALL_BYTES)
-        late_s += price.transfer_s * p.late
-        second_lane_s += price.transfer_s * (p.lane > 0)
+        small_s += seconds * (p.bytes < SMALL_BYTES)
+        late_s += seconds * p.late
+        second_lane_s += seconds * (p.lane > 0)
     backend = pricer.network.backend
     most, mean = max(estimate.sent_bytes), sum(estimate.sent_bytes) / n
     most_in = max(estimate.received_bytes)
@@ -63,4 +64,4 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
         "links differ": math.log(fastest / slowest),
         "clips": float(program.context.clips),
     }
-    return {**found, **{f"{kind.value} time": seconds / step for kind, seconds in sorted(kinds.items())}}
+    return {**found, **{f"{kind.value} time": kinds[kind] / step for kind in sorted(kinds)}}

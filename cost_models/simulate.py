@@ -12,33 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from autopar.cost_models.base import Span
 from autopar.cost_models.channels import Channels, Job
+from autopar.cost_models.price import Price, Transfer
 from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.strategies.lowering import StepProgram
 
 STEADY_STEPS = 3
 """Where steps overlap, the last of so many is taken: the first has nothing to wait for, and sends less beside its
 backward pass than those behind it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What one primitive costs. Tuples are indexed by rank."""
-
-    device_s: tuple[float, ...]
-    """On the compute stream, before anything is sent."""
-    transfer_s: float = 0.0
-    """On the channel, once every rank has issued it."""
-    taken: tuple[float, ...] = ()
-    """Fraction of the compute stream that the transfer takes while it runs, 0 to 1; empty for none."""
-    uniform: bool = True
-    """Whether all ranks' entries are equal."""
-    loads: tuple[float, ...] = ()
-    """Part of each link, and of what hosts can move, that the transfer fills while it is alone."""
-    at_once: int = 1
-    """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
+ROUNDED_S = 1e-12
+"""Ranks that are done within it are done at the same time: the first of them is taken for the slowest."""
 
 
 @dataclass
@@ -66,32 +52,31 @@ class Streams:
 def simulate(
     program: StepProgram, prices: Sequence[Price], streams: Streams, channel: str, *, timeline: bool = False
 ) -> Outcome:
-    """Runs the placed primitives, `prices[i]` the price of `program.placed[i]`. Deterministic."""
+    """Runs the placed primitives; `prices[i]` is the price of `program.primitives[i]`. Deterministic."""
     ranks = representatives(prices, streams.device_of_rank)
-    state = _State(ranks, streams, channel, len(program.primitives), timeline)
+    placed = [(p.primitive, p.position + 1, prices[p.primitive.index]) for p in program.placed]
+    state = _State(ranks, streams, [price for _, _, price in placed], channel, timeline)
     wait = Kind.WAIT  # looking a member of an enumeration up takes longer than what is done with it here
-    for _ in range(STEADY_STEPS if any(p.primitive.late for p in program.placed) else 1):
+    overlap = program.context.late_parameters and any(p.late for p in program.primitives)
+    for _ in range(STEADY_STEPS if overlap else 1):
         state.begin_step()
-        for placed, price in zip(program.placed, prices, strict=True):
-            if placed.position >= state.done:
-                state.compute_until(placed.position)
-            primitive = placed.primitive
-            kind = primitive.kind
-            if kind is wait:
-                state.wait(primitive)
-            if price.device_s:
-                state.work(primitive, price)
-            if kind in COLLECTIVES:
-                state.issue(primitive, price)
-            elif price.transfer_s:
-                state.issue(primitive, price)
-                state.wait_for(state.channels.end_of(state.number(primitive.index)))
-        state.compute_until(len(streams.prefix_s[0]) - 2)
-        state.settle()
-    slowest = max(range(len(ranks)), key=state.now.__getitem__)
+        for i, (primitive, nodes, price) in enumerate(placed):
+            if timeline:
+                state.run_graph(nodes, i)
+            if primitive.kind is wait:
+                state.wait(primitive, nodes, i)
+            if timeline:
+                state.run(nodes, i + 1, label(primitive))
+            if price.transfer is not None:
+                state.issue(primitive, price.transfer, nodes, i + 1)
+                if primitive.kind not in COLLECTIVES:
+                    state.wait_for(state.number(primitive.index), nodes, i + 1)
+        state.run_graph(len(streams.prefix_s[0]) - 1, len(placed))
+    last = max(state.now) - ROUNDED_S
+    slowest = next(i for i, now in enumerate(state.now) if now >= last)
     return Outcome(
         step_time_s=state.now[slowest] - state.began_s,
-        compute_s=state.busy[slowest],
+        compute_s=state.done_s[slowest],
         communication_s=state.sent_s(),
         slowest_rank=ranks[slowest],
         spans=state.timeline_spans(),
@@ -103,7 +88,8 @@ def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> l
     unequal = [p for p in prices if not p.uniform]
     first: dict[tuple[float, ...], int] = {}
     for rank, device in enumerate(device_of_rank):
-        signature = (device, *(p.device_s[rank] for p in unequal), *(p.taken[rank] for p in unequal if p.taken))
+        taken = (p.transfer.taken[rank] for p in unequal if p.transfer and p.transfer.taken)
+        signature = (device, *(p.device_s[rank] for p in unequal), *taken)
         first.setdefault(signature, rank)
     return sorted(first.values())
 
@@ -111,23 +97,27 @@ def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> l
 class _State:
     """The clocks. Lists are indexed by representative, not by rank."""
 
-    def __init__(self, ranks: list[int], streams: Streams, channel: str, primitives: int, timeline: bool) -> None:
+    def __init__(
+        self, ranks: list[int], streams: Streams, prices: Sequence[Price], channel: str, timeline: bool
+    ) -> None:
+        """`prices`: of the placed primitives, in their order."""
         self.ranks = ranks
         self.channel = channel
-        self.primitives = primitives
         self.timeline = timeline
         self.step = -1
+        self.primitives = len(prices)
         self.began_s = 0.0
         self.sent_before_s = 0.0
         self.spans: list[Span] = []
-        self.prefix = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
+        self.graph_s = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
         self.backward_start = streams.backward_start
-        self.done = 0
-        """Nodes of the graph that have run."""
+        self.own_s = [[*accumulate([p.device_s[r] for p in prices], initial=0.0)] for r in ranks]
+        """Of the placed primitives, the first so many."""
+        self.nodes = 0
+        """Of the graph, as far as the timeline was drawn."""
         self.now = [0.0] * len(ranks)
-        self.ahead_s = [0.0] * len(ranks)
-        """Work that was handed to each stream, of which it is not yet known how long it takes."""
-        self.busy = [0.0] * len(ranks)
+        self.done_s = [0.0] * len(ranks)
+        """Of the step's work, as long as it would take alone."""
         self.channels = Channels()
         self.stretch = [0] * len(ranks)
         """For each, the first stretch of slowed compute that may still lie ahead."""
@@ -136,10 +126,10 @@ class _State:
     def begin_step(self) -> None:
         """The next step; what is late of the one before is still in flight."""
         self.step += 1
-        self.done = 0
+        self.nodes = 0
         self.began_s = max(self.now)
         self.sent_before_s = self.channels.busy_s(self.began_s)
-        self.busy = [0.0] * len(self.ranks)
+        self.done_s = [0.0] * len(self.ranks)
         self.spans.clear()
 
     def number(self, primitive: int, steps_ago: int = 0) -> int:
@@ -152,41 +142,32 @@ class _State:
             self.channels.finish()
         return self.channels.busy_s(max(self.now)) - self.sent_before_s
 
-    def compute_until(self, position: int) -> None:
-        """Runs the graph's nodes up to and including `position`."""
-        stop = position + 1
-        if stop <= self.done:
-            return
-        cuts = [stop]
-        if self.timeline and self.done < self.backward_start < stop:
-            cuts = [self.backward_start, stop]
-        for cut in cuts:
-            for i, prefix in enumerate(self.prefix):
-                seconds = prefix[cut] - prefix[self.done]
-                if seconds > 0.0:
-                    self._run(i, seconds, "forward" if cut <= self.backward_start else "backward")
-            self.done = cut
+    def run(self, nodes: int, placed: int, name: str = "") -> None:
+        """Advances each compute stream until so many of the graph's nodes and of the placed primitives have run, longer
+        where transfers take their part. `name`: of the bar that the timeline shows for it."""
+        for i, (begin, graph_s, own_s) in enumerate(zip(self.now, self.graph_s, self.own_s, strict=True)):
+            work_s = graph_s[nodes] + own_s[placed]
+            seconds = work_s - self.done_s[i]
+            if seconds > 0.0:
+                self.now[i] = self._slowed(i, begin, seconds)
+                self.done_s[i] = work_s
+                if self.timeline:
+                    self.spans.append(Span(f"rank {self.ranks[i]}", name, begin, self.now[i]))
 
-    def work(self, primitive: Primitive, price: Price) -> None:
-        """Runs what a primitive does on the device."""
-        device_s = price.device_s
-        if self.timeline:
-            name = label(primitive)
-            for i, rank in enumerate(self.ranks):
-                if device_s[rank] > 0.0:
-                    self._run(i, device_s[rank], name)
-            return
-        for i, rank in enumerate(self.ranks):
-            self.busy[i] += device_s[rank]
-            self.ahead_s[i] += device_s[rank]
+    def run_graph(self, nodes: int, placed: int) -> None:
+        """The same, of the graph's nodes alone."""
+        if self.nodes < self.backward_start < nodes:
+            self.run(self.backward_start, placed, "forward")
+        self.run(nodes, placed, "forward" if nodes <= self.backward_start else "backward")
+        self.nodes = nodes
 
-    def issue(self, primitive: Primitive, price: Price) -> None:
-        """Puts a transfer into its channel: it starts behind those before it, once the last rank has issued it."""
-        self.settle()
-        taken = tuple(price.taken[r] for r in self.ranks) if price.taken else ()
-        channel = (primitive.teams, primitive.lane, price.at_once, bool(primitive.summed_by))
+    def issue(self, primitive: Primitive, transfer: Transfer, nodes: int, placed: int) -> None:
+        """Puts a transfer into its channel, once so much has run: it starts behind those before it, when the last rank
+        has issued it."""
+        self.run(nodes, placed)
+        channel = (primitive.teams, primitive.lane, transfer.at_once, bool(primitive.summed_by))
         number = self.number(primitive.index)
-        self.channels.issue(Job(number, channel, max(self.now), price.transfer_s, price.loads, taken, price.at_once))
+        self.channels.issue(Job(number, channel, max(self.now), transfer))
         if self.timeline:
             self.labels[number] = label(primitive)
 
@@ -204,34 +185,21 @@ class _State:
                 self.spans.append(Span(name, self.labels[job.index], start, end))
         return [s._replace(start_s=s.start_s - self.began_s, stop_s=s.stop_s - self.began_s) for s in self.spans]
 
-    def wait(self, primitive: Primitive) -> None:
+    def wait(self, primitive: Primitive, nodes: int, placed: int) -> None:
         """Blocks every compute stream until the collective that the primitive waits for has ended."""
         if self.step or not primitive.late:
-            self.wait_for(self.channels.end_of(self.number(primitive.inputs[0], steps_ago=int(primitive.late))))
+            self.wait_for(self.number(primitive.inputs[0], steps_ago=int(primitive.late)), nodes, placed)
 
-    def wait_for(self, end: float) -> None:
-        self.settle()
-        self.now = [max(t, end) for t in self.now]
-
-    def _run(self, i: int, seconds: float, name: str) -> None:
-        """Advances one compute stream by `seconds` of work, longer where transfers take their part."""
-        self.busy[i] += seconds
-        self.ahead_s[i] += seconds
-        if self.timeline:
-            begin = self.now[i]
-            self.settle()
-            self.spans.append(Span(f"rank {self.ranks[i]}", name, begin, self.now[i]))
-
-    def settle(self) -> None:
-        """Does what was handed to the streams: what follows depends on when they are done."""
-        for i, seconds in enumerate(self.ahead_s):
-            if seconds > 0.0:
-                self.now[i] = self._slowed(i, self.now[i], seconds)
-                self.ahead_s[i] = 0.0
+    def wait_for(self, number: int, nodes: int, placed: int) -> None:
+        """Blocks every compute stream, once so much has run, until a transfer has ended."""
+        end = self.channels.end_of(number)
+        if min(self.now) < end:
+            self.run(nodes, placed)
+            self.now = [max(t, end) for t in self.now]
 
     def _slowed(self, i: int, now: float, seconds: float) -> float:
         """When work is done that would take `seconds` alone."""
-        channels = self.channels
+        channels, rank = self.channels, self.ranks[i]
         stretches = channels.slowed
         while True:
             while self.stretch[i] < len(stretches):
@@ -242,7 +210,7 @@ class _State:
                     if now < start:
                         seconds -= start - now
                         now = start
-                    speed = 1.0 - taken[i]
+                    speed = 1.0 - taken[rank]
                     if speed > 0.0 and (end - now) * speed >= seconds:
                         return now + seconds / speed
                     seconds -= (end - now) * speed
@@ -254,7 +222,7 @@ class _State:
                 seconds -= channels.now_s - now
                 now = channels.now_s
             if now < channels.next_s:
-                speed = 1.0 - channels.taken[i] if channels.taken else 1.0
+                speed = 1.0 - channels.taken[rank] if channels.taken else 1.0
                 if speed > 0.0 and now + seconds / speed <= channels.next_s:
                     return now + seconds / speed
             channels.step()

@@ -32,8 +32,8 @@ from autopar.strategies.base import Context, Group, Member, Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 T = TypeVar("T")
-Known = dict[int, tuple[SyncGroup, tuple[T, ...]]]
-"""By the identity of a group's object, which is kept with it."""
+Known = dict[int, tuple[SyncGroup, int, T]]
+"""By the identity of a group's object, which is kept with it, as is the number of its primitives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,24 @@ class StepProgram:
         """Of those groups, in the order of the plan."""
         return tuple(m for g in sorted(self.resident) for m in self.groups[g].members)
 
-    def each(self, known: Known[T], make: Callable[[Primitive], T]) -> list[T]:
-        """`make` of each primitive, in order. Of a group's primitives it must depend on their group and on the context
-        alone: it is remembered in `known` by the group's object, which plans of a search share."""
+    def of_groups(self, known: Known[T], make: Callable[[Group, Sequence[Primitive]], T]) -> list[T]:
+        """`make` of each group and its primitives, in order. It must depend on them and on the context alone, and on no
+        index but relative to the group's first: it is remembered in `known` by the group's object, which plans of a
+        search share."""
         found: list[T] = []
+        first = 0
         for group in self.groups:
             entry = known.get(id(group.spec))
             if entry is None:
-                rest = takewhile(lambda p, i=group.index: p.group == i, self.primitives[len(found) :])  # type: ignore[misc]
-                entry = known[id(group.spec)] = group.spec, tuple(map(make, rest))
-            found += entry[1]
+                own = [*takewhile(lambda p, i=group.index: p.group == i, self.primitives[first:])]  # type: ignore[misc]
+                entry = known[id(group.spec)] = group.spec, len(own), make(group, own)
+            first += entry[1]
+            found.append(entry[2])
+        return found
+
+    def each(self, known: Known[tuple[T, ...]], make: Callable[[Primitive], T]) -> list[T]:
+        """`make` of each primitive, in order; those of groups are remembered as by `of_groups`."""
+        found = [of_one for made in self.of_groups(known, lambda _, own: tuple(map(make, own))) for of_one in made]
         found += map(make, self.primitives[len(found) :])
         return found
 

@@ -59,7 +59,7 @@ class DeviceTimes:
         streams = pricer.streams(program)
         work_s = [0.0] * len(program.primitives)
         for p in program.primitives:
-            price, _ = pricer.price(p, program)
+            price = pricer.price(p, program)
             if p.kind not in COLLECTIVES and price.device_s:
                 work_s[p.index] = dilation * price.device_s[rank]
         return cls([dilation * s for s in streams.prefix_s[streams.device_of_rank[rank]]], work_s)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autopar.cost_models.channels import Channels, Job
+from autopar.cost_models.price import Transfer
 
 
-def _job(index: int, channel: str, ready: float, seconds: float, loads: tuple[float, ...]) -> Job:
-    return Job(index, channel, ready, seconds, loads, ())
+def _job(index: int, channel: str, ready: float, seconds: float, loads: tuple[float, ...], at_once: int = 1) -> Job:
+    return Job(index, channel, ready, Transfer(seconds, loads=loads, at_once=at_once))
 
 
 def test_a_channel_finishes_in_order() -> None:
@@ -24,7 +23,7 @@ def test_a_channel_finishes_in_order() -> None:
 def test_a_channel_of_several_threads_begins_in_order_and_runs_as_many_at_once() -> None:
     channels = Channels()
     for index, seconds in enumerate((4.0, 1.0, 2.0)):
-        channels.issue(replace(_job(index, "a", 0.0, seconds, (0.5,)), at_once=2))
+        channels.issue(_job(index, "a", 0.0, seconds, (0.5,), at_once=2))
     # The third begins when the second has ended; no link is full.
     assert channels.end_of(0) == pytest.approx(4.0)
     assert channels.ends[1] == pytest.approx(1.0)

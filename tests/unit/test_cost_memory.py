@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_models import ADAMW, optimizer_cost
 from autopar.cost_models.memory import MemoryModel
+from autopar.ir.training_graph import Parts
 from autopar.spec.plan import OptionValue, ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
@@ -73,6 +76,23 @@ def test_activations_count_at_their_fullest() -> None:
 
 def test_adamw_is_assumed_to_keep_two_tensors() -> None:
     assert ADAMW.state_tensors == 2
+
+
+def test_factors_are_held_twice_only_while_their_product_is_formed() -> None:
+    """The second product, of more rows: what the first one took on its way is free, once."""
+    n, rows = 4, (256, 1024)
+    graph = training_graph(LAYERS[:2])
+    parameters = tuple(
+        replace(p, parts=Parts("factors", (), r, r, 1024, 1024, -1, ()))
+        for p, r in zip(graph.parameters, reversed(rows), strict=True)
+    )
+    graph = replace(graph, parameters=parameters)
+    groups = [
+        SyncGroup(strategy="sufficient_factors", members=(ParameterSlice(name=name),)) for name in ("w1", "w0")
+    ]
+    program = lower_plan(groups, graph, Context(n))
+    gathered, counts = n * rows[1] * 2048 * 4, n * 8
+    assert MemoryModel(graph).peaks(program, ADAMW) == ((2 + 4 + 1) * WEIGHT + 2 * gathered + counts,) * n
 
 
 def test_parameters_on_their_way_are_held_through_the_forward_pass() -> None:

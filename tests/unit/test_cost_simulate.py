@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.cost_models.simulate import Outcome, Price, Streams, representatives, simulate
+from autopar.cost_models.price import Price, Transfer
+from autopar.cost_models.simulate import Outcome, Streams, representatives, simulate
 from autopar.ir.primitives import Kind, Primitive
 from autopar.strategies import Context
 from autopar.strategies.lowering import Placed, StepProgram
@@ -34,7 +35,7 @@ def local(seconds: float) -> Price:
 
 
 def transfer(seconds: float, taken: float = 0.0) -> Price:
-    return Price((0.0, 0.0), seconds, (taken, taken) if taken else ())
+    return Price((0.0, 0.0), Transfer(seconds, (taken, taken) if taken else ()))
 
 
 NOTHING = local(0.0)
@@ -109,7 +110,8 @@ def test_what_the_next_step_receives_is_hidden_by_its_forward_pass() -> None:
         Placed(Primitive(0, Kind.WAIT, 0, (1,), 1, "float32", 1, position=0, late=True), 0),
         Placed(Primitive(1, Kind.ALL_GATHER, 0, (), 1, "float32", 1, late=True), 3),
     ]
-    step = StepProgram(Context(2), (), tuple(p.primitive for p in placed), tuple(placed))
+    context = Context(2, late_parameters=True)
+    step = StepProgram(context, (), tuple(p.primitive for p in placed), tuple(placed))
     prices = [local(0.25), transfer(3.0)]
     outcome = run(step, prices)
     assert outcome.step_time_s == pytest.approx(3 + 0.25 + 3)
@@ -118,5 +120,5 @@ def test_what_the_next_step_receives_is_hidden_by_its_forward_pass() -> None:
     assert [(s.start_s, s.stop_s) for s in outcome.spans if s.lane == "gloo"] == [(0.0, 3.0)]
     # With all of the forward pass in front of the wait, another second.
     late = Placed(placed[0].primitive, 1)
-    again = StepProgram(Context(2), (), step.primitives, (late, placed[1]))
+    again = StepProgram(context, (), step.primitives, (late, placed[1]))
     assert run(again, prices).step_time_s == pytest.approx(2 + 0.25 + 3)

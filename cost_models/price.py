@@ -1,0 +1,33 @@
+"""What one primitive costs: on each rank's device, and on the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """What one collective does. Plans share those of equal collectives; each is equal to itself alone."""
+
+    seconds: float
+    """On the channel, once all ranks have issued it, alone on the network."""
+    taken: tuple[float, ...] = ()
+    """By rank: part of its compute that the transfer takes while it runs, 0 to 1; empty for none."""
+    sent_bytes: tuple[int, ...] = ()
+    received_bytes: tuple[int, ...] = ()
+    """Both by rank."""
+    loads: tuple[float, ...] = ()
+    """Part of each link, and behind those of what each host can move, that it fills, on average."""
+    at_once: int = 1
+    """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one primitive costs."""
+
+    device_s: tuple[float, ...]
+    """By rank: on the compute stream, before anything is sent."""
+    transfer: Transfer | None = None
+    uniform: bool = True
+    """Whether all ranks' entries are equal."""
