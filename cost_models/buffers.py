@@ -81,6 +81,11 @@ def buffers(
             if inputs[0] in made:  # of the step before
                 made[inputs[0]].uses = [(i, 0)]
             continue
+        if p.kind is Kind.LET_GO:
+            rest = made[lies_in[inputs[0]]]
+            more.append(replace(rest, sizes=np.full(n, p.bytes), uses=[*rest.uses, (i, 0)]))
+            rest.sizes = rest.sizes - p.bytes
+            continue
         source = primitives[inputs[0]] if inputs else None
         size = _size(p, source, n, rounds, packed=p.index in sent and len(group.members) > 1)
         if size is not None:

@@ -134,6 +134,10 @@ class Emitter:
             in_pieces=in_pieces,
         )
 
+    def let_go(self, value: Value, elements: int, position: int) -> None:
+        """Nobody reads so many of a value's elements behind a position."""
+        self._emit(Kind.LET_GO, value, value.group, elements, value.dtype, stage=0, position=position)
+
     def count(self, group: Group) -> Value:
         """How many rows each gradient's parts have, as soon as the batch tells; every rank's own, to be gathered."""
         n, looked_up = self.world_size, sum(m.parts.rows for m in group.members if m.parts.kind == "rows")

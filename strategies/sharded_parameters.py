@@ -16,6 +16,9 @@ from autopar.strategies.base import Context, Group, Member, Options, Strategy, W
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.row_exchange import row_shares
 
+PIECES = 4
+"""In about so many, at most, a group that was gathered is let go of."""
+
 
 class ShardedParametersOptions(Options):
     keep: bool = False
@@ -54,13 +57,12 @@ class ShardedParameters(Strategy):
         returns = min((p.first_backward for p in again), default=-1)
         # What the backward pass wants back as soon as it would have been given away is kept.
         keep = options.keep or (returns >= 0 and returns - last <= _span(uses))
-        if keep:
-            last = max(p.last_use for p in parameters)
-        _gather(group, "forward", list(range(len(parameters))), uses, last, emit)
+        reads = [p.last_use if keep else p.last_forward for p in parameters]
+        _gather(group, "forward", list(range(len(parameters))), uses, reads, emit)
         if again and not keep:
             members = [i for i, p in enumerate(parameters) if p.first_backward >= 0]
             uses = [p.first_backward for p in again]
-            _gather(group, "backward", members, uses, max(p.last_use for p in again), emit)
+            _gather(group, "backward", members, uses, [p.last_use for p in again], emit)
         self._reduce(group, options, emit)
 
     def _reduce(self, group: Group, options: ShardedParametersOptions, emit: Emitter) -> None:
@@ -96,9 +98,12 @@ class ShardedParameters(Strategy):
         emit.update(gradient, group, resident=True, position=position)
 
 
-def _gather(group: Group, which: str, members: list[int], uses: list[int], last: int, emit: Emitter) -> None:
+def _gather(
+    group: Group, which: str, members: list[int], uses: Sequence[int], reads: Sequence[int], emit: Emitter
+) -> None:
     """Makes some of a group's members whole, from as long before their first use as these uses lie apart: then the
-    group in front of it is computed, if they are of one size. `last`: where they are read last."""
+    group in front of it is computed, if they are of one size. Each is there until it is read last, `reads`; small ones
+    are let go of together."""
     n, width = emit.world_size, DTYPE_BYTES[group.dtype]
     some = Group(group.index, group.spec, tuple(group.members[i] for i in members))
     position = min(uses) - 1
@@ -124,16 +129,12 @@ def _gather(group: Group, which: str, members: list[int], uses: list[int], last:
         position=position,
         moved_bytes=2 * some.elements * width,
     )
-    emit.local(
-        f"{GATHERED}given_back.{which}",
-        group,
-        [whole],
-        elements=some.elements,
-        dtype=group.dtype,
-        ragged=False,
-        position=last,
-        in_place=True,
-    )
+    elements = 0
+    for i, (last, member) in enumerate(sorted(zip(reads, some.members, strict=True), key=lambda read: read[0]), 1):
+        elements += member.elements
+        if PIECES * elements >= some.elements or i == len(members):
+            emit.let_go(whole, elements, last)
+            elements = 0
 
 
 def _span(positions: Sequence[int]) -> int:

@@ -64,6 +64,8 @@ class Kind(StrEnum):
     """The group's gradients, from the parts of all ranks."""
     LOCAL = "local"
     """Other work of a strategy's own, named by `work`."""
+    LET_GO = "let_go"
+    """Nobody reads so many elements of its input behind it. Nothing is done: a graph lets go of what is not read."""
     WAIT = "wait"
     UPDATE = "update"
     """The optimizer, on the elements that this rank holds. Its value is the updated parameters, same layout."""

@@ -43,10 +43,6 @@ def _view_again(w: Writer, node: torch.fx.Node) -> None:
         w.copy(view)
 
 
-def _given_back(w: Writer, p: Primitive, which: str, inputs: Sequence[Any]) -> Written:
-    return None  # nobody reads it any more, so the graph lets go of it
-
-
 def _pack(w: Writer, p: Primitive, which: str, inputs: Sequence[Any]) -> Written:
     gradients = [w.gradients[m.slice.name] for m in _members(w, p)]
     return _do(w, p, "pack", gradients, getattr(torch, p.dtype), w.scale)
@@ -60,7 +56,6 @@ def _gradient(w: Writer, p: Primitive, which: str, inputs: Sequence[Any]) -> Wri
 _WORKS: dict[str, Callable[[Writer, Primitive, str, Sequence[Any]], Written]] = {
     "own": _own,
     "whole": _whole,
-    "given_back": _given_back,
     "pack": _pack,
     "gradient": _gradient,
 }

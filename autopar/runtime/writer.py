@@ -173,7 +173,7 @@ class Writer:
             self.whole_step(p)
             return
         value = self.values.get(p.inputs[0]) if p.inputs else None
-        if p.late and p.kind is Kind.STORE:  # written by the wait in front of it
+        if p.kind is Kind.LET_GO or (p.late and p.kind is Kind.STORE):  # the latter is written by its wait
             return
         self.values[p.index] = getattr(self, f"_{p.kind.value}")(p, value)
         if p.late and p.kind is not Kind.WAIT:

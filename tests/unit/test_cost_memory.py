@@ -87,9 +87,7 @@ def test_factors_are_held_twice_only_while_their_product_is_formed() -> None:
         for p, r in zip(graph.parameters, reversed(rows), strict=True)
     )
     graph = replace(graph, parameters=parameters)
-    groups = [
-        SyncGroup(strategy="sufficient_factors", members=(ParameterSlice(name=name),)) for name in ("w1", "w0")
-    ]
+    groups = [SyncGroup(strategy="sufficient_factors", members=(ParameterSlice(name=name),)) for name in ("w1", "w0")]
     program = lower_plan(groups, graph, Context(n))
     gathered, counts = n * rows[1] * 2048 * 4, n * 8
     assert MemoryModel(graph).peaks(program, ADAMW) == ((2 + 4 + 1) * WEIGHT + 2 * gathered + counts,) * n

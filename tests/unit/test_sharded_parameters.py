@@ -50,9 +50,8 @@ def test_a_group_is_whole_while_a_pass_reads_it() -> None:
     for index, (name,) in enumerate(EACH[1:], 1):
         p, placed = graph.by_name[name], _placed(program, index)
         assert placed["shards.whole.forward"] == [p.first_use - 1]
-        assert placed["shards.given_back.forward"] == [p.last_forward]
         assert placed["shards.whole.backward"] == [p.first_backward - 1]
-        assert placed["shards.given_back.backward"] == [p.last_use]
+        assert placed["let_go"] == [p.last_forward, p.last_use]
         assert placed["shards.pack"] == [p.ready] == placed["reduce_scatter"]
         assert placed["update"] == placed["shards.gradient"]
         assert placed["update"][0] == min(max(p.ready + 1, p.last_use), len(graph.compute) - 1)
