@@ -25,8 +25,8 @@ _IN_PLACE = frozenset({Kind.ALL_REDUCE, Kind.REDUCE, Kind.STORE, Kind.DELIVER, K
 class Buffer:
     """Memory that a primitive makes for its value. Primitives are numbered from the first of their group."""
 
-    sizes: Bytes
-    """By rank."""
+    sizes: int | Bytes
+    """By rank, or of every rank."""
     made_by: int
     uses: list[tuple[int, int]] = field(default_factory=list)
     """Each use: the primitive, and 1 where the buffer is free already before it, as it waits until that was sent."""
@@ -51,8 +51,9 @@ class Buffers:
 
     @classmethod
     def of(cls, rows: Sequence[Buffer], n: int) -> Buffers:
+        sizes = [[b.sizes] * n if isinstance(b.sizes, int) else b.sizes for b in rows]
         return cls(
-            sizes=np.array([b.sizes for b in rows], np.int64).reshape(-1, n),
+            sizes=np.array(sizes, np.int64).reshape(-1, n),
             made_by=np.array([b.made_by for b in rows], np.int64),
             uses=np.array([(i, *use) for i, b in enumerate(rows) for use in b.uses], np.int64).reshape(-1, 3).T,
             measured=np.array([i for i, b in enumerate(rows) if b.measured], np.int64),
@@ -83,13 +84,13 @@ def buffers(
             continue
         if p.kind is Kind.LET_GO:
             rest = made[lies_in[inputs[0]]]
-            more.append(replace(rest, sizes=np.full(n, p.bytes), uses=[*rest.uses, (i, 0)]))
+            more.append(replace(rest, sizes=p.bytes, uses=[*rest.uses, (i, 0)]))
             rest.sizes = rest.sizes - p.bytes
             continue
         source = primitives[inputs[0]] if inputs else None
         size = _size(p, source, n, rounds, packed=p.index in sent and len(group.members) > 1)
         if size is not None:
-            made[i] = Buffer(np.zeros(n, np.int64) + size, i, late=p.late)
+            made[i] = Buffer(size, i, late=p.late)
         elif source is not None:
             lies_in[i] = lies_in[inputs[0]]
         if p.kind is Kind.UPDATE and p.owner is not None and (taken := made.get(lies_in[inputs[0]])):
@@ -97,11 +98,13 @@ def buffers(
             more.append(replace(taken, sizes=taken.sizes * ~owns, uses=list(taken.uses)))
             taken.sizes = taken.sizes * owns
         if p.kind is Kind.FORM and (passing := _joined_factors(group, p, n)):
-            more.append(Buffer(np.full(n, passing), i, [(i, 0)]))
-        until_sent = [used - first for used in source.inputs] if source and source.kind in COLLECTIVES else []
-        for value, early in [*((v, 0) for v in (i, *inputs)), *((v, 1) for v in until_sent)]:
+            more.append(Buffer(passing, i, [(i, 0)]))
+        for value in (i, *inputs):
             if lies_in[value] in made:
-                made[lies_in[value]].uses.append((i, early))
+                made[lies_in[value]].uses.append((i, 0))
+        for used in source.inputs if source and source.kind in COLLECTIVES else ():
+            if lies_in[used - first] in made:
+                made[lies_in[used - first]].uses.append((i, 1))
         if p.index in measured and lies_in[i] in made:
             made[lies_in[i]].measured = True
     return [*made.values(), *more]

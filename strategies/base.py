@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -151,7 +152,7 @@ class Member:
         return self.slice.whole or self.slice.dim == 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """A sync group of a plan, with its parameters looked up in the training graph."""
 
@@ -159,7 +160,7 @@ class Group:
     spec: SyncGroup
     members: tuple[Member, ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(m.elements for m in self.members)
 
@@ -167,7 +168,7 @@ class Group:
     def dtype(self) -> str:
         return self.members[0].parameter.spec.dtype
 
-    @property
+    @cached_property
     def ready(self) -> int:
         """Position in the graph's compute at which the last of the group's gradients is complete."""
         return max(m.parameter.ready for m in self.members)

@@ -63,7 +63,8 @@ def bucketed(
             chosen = (o for o in offered if option in o)
             used, options = strategy, next(chosen, offered[0])
         fit = [p for p in parameters if strategy_named(used).applies(Member(*whole(p)), context) is None] or parameters
-        rest = [p for p in parameters if p not in fit]
+        names = {p.name for p in fit}
+        rest = [p for p in parameters if p.name not in names]
         groups = [group(used, pieces, options) for pieces in buckets(fit, bucket_bytes, first_bytes)]
         groups += [group("all_reduce", pieces) for pieces in buckets(rest, bucket_bytes, first_bytes)]
         return issue_order(groups, parameters)
