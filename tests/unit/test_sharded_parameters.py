@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from autopar.cost_models import optimizer_cost
+from autopar.cost_models.memory import MemoryModel
 from autopar.errors import PlanError
 from autopar.ir.primitives import Kind, Primitive, wire_bytes
 from autopar.search import build_plan, search
@@ -57,6 +59,19 @@ def test_a_group_is_whole_while_a_pass_reads_it() -> None:
         assert placed["update"][0] == min(max(p.ready + 1, p.last_use), len(graph.compute) - 1)
         for which, begun in zip(("forward", "backward"), placed["all_gather"], strict=True):
             assert begun < placed[f"shards.whole.{which}"][0] or begun == -1
+
+
+def test_a_group_is_let_go_of_as_it_is_read() -> None:
+    """By two weights of eight at a time, each behind its last reader, while gradients take their place."""
+    (group,) = [[name for (name,) in EACH]]
+    program = _lowered([group], {"keep": True})
+    let_go = [(p.position, p.primitive.elements) for p in program.placed if p.primitive.kind is Kind.LET_GO]
+    by_name = training_graph(MLP).by_name
+    assert let_go == [(by_name[name].last_use, 2 << 20) for name in group[1::2]]
+    graph = training_graph(MLP, live_bytes=10**9)
+    peaks = MemoryModel(graph).peaks(program, optimizer_cost("SGD"))
+    # Its share, a quarter; then all that was gathered and one gradient, never all of both.
+    assert {round((peak - 10**9) / (4 << 20), 3) for peak in peaks} == {2 + 8 + 1}
 
 
 def test_what_the_backward_pass_reads_at_once_is_kept() -> None:
