@@ -16,8 +16,8 @@ from operator import add
 
 from autopar.cost_models.price import Transfer
 
-_NOTHING_S = 1e-12
-"""What rounding leaves of a transfer that has ended."""
+_NOTHING = 1e-12
+"""What rounding leaves of a transfer that has ended: so many seconds, or so much of the time that has passed."""
 _NEVER = float("inf")
 _ALONE = (1.0,)
 
@@ -108,10 +108,10 @@ class Channels:
             self._busy_s += passed
             if self.taken and passed > 0.0:
                 self.slowed.append((self.now_s, now, self.taken))
-            still = []
+            still, nothing = [], _NOTHING * max(1.0, now)
             for job, rate in zip(active, self._rates, strict=True):
                 job.left_s -= passed * rate
-                if job.left_s > _NOTHING_S:
+                if job.left_s > nothing:
                     still.append(job)
                 else:
                     self._end(job, now)

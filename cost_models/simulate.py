@@ -23,8 +23,8 @@ from autopar.strategies.lowering import StepProgram
 STEADY_STEPS = 3
 """Where steps overlap, the last of so many is taken: the first has nothing to wait for, and sends less beside its
 backward pass than those behind it."""
-ROUNDED_S = 1e-12
-"""Ranks that are done within it are done at the same time: the first of them is taken for the slowest."""
+ROUNDED = 1e-12
+"""Of the time: ranks that are done within it are done together, and the first of them is taken for the slowest."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ def simulate(
                 if primitive.kind not in COLLECTIVES:
                     state.wait_for(state.number(primitive.index), nodes, i + 1)
         state.run_graph(len(streams.prefix_s[0]) - 1, len(placed))
-    last = max(state.now) - ROUNDED_S
+    last = max(state.now) * (1 - ROUNDED)
     slowest = next(i for i, now in enumerate(state.now) if now >= last)
     return Outcome(
         step_time_s=state.now[slowest] - state.began_s,

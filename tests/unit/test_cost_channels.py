@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from autopar.cost_models.channels import Channels, Job
@@ -46,6 +48,18 @@ def test_channels_share_a_link_that_both_fill() -> None:
     # One second alone, then half of the link each: the first needs two more, the second has one left, alone.
     assert channels.end_of(0) == pytest.approx(3.0)
     assert channels.end_of(1) == pytest.approx(4.0)
+
+
+def test_the_last_rounding_of_a_long_step_is_not_waited_for() -> None:
+    """Hours into a step, what rounding leaves of a transfer is less than the clock can tell."""
+    channels, draw, ready = Channels(), random.Random(0), 1e6
+    for index in range(40):
+        ready += 3 * draw.random()
+        channels.issue(_job(index, "abc"[index % 3], ready, 10 * draw.random(), (draw.random(), draw.random())))
+    for _ in range(80):  # each begins, and ends
+        if channels.next_s < float("inf"):
+            channels.step()
+    assert len(channels.ends) == 40
 
 
 def test_what_is_issued_later_does_not_change_what_has_passed() -> None:
