@@ -39,8 +39,7 @@ class Bound:
             if p.group == WHOLE_STEP:
                 continue
             price = self.pricer.price(p, alone)
-            if price.device_s:
-                row[: self._ranks] += price.device_s
+            row[: self._ranks] += price.device_s
             if price.transfer and price.transfer.loads:
                 row[self._ranks :] += price.transfer.seconds * np.asarray(price.transfer.loads)
         if alone.replaced:

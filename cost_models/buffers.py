@@ -114,9 +114,9 @@ def _size(p: Primitive, source: Primitive | None, n: int, rounds: bool, packed: 
     """What a primitive allocates, as `_allocated` says it, less what is made in pieces."""
     sent = source if p.kind is Kind.WAIT and source is not None else p
     size = _allocated(p, source, n, packed, rounds and in_rounds(sent))
-    if size is not None and p.in_pieces and rounds:
-        size = np.where(np.asarray(size) < LARGE_BYTES, size, 0)
-    return size
+    if size is None or not (p.in_pieces and rounds):
+        return size
+    return size * (size < LARGE_BYTES)
 
 
 def _allocated(p: Primitive, source: Primitive | None, n: int, packed: bool, rounds: bool) -> int | Bytes | None:

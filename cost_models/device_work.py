@@ -63,6 +63,7 @@ class Work(NamedTuple):
             p.splits,
             p.owner,
             p.teams,
+            p.summed_by,
             work,
             of_source,
             self.members,

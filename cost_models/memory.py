@@ -69,6 +69,8 @@ class MemoryModel:
     def peaks(self, program: StepProgram, optimizer: OptimizerCost) -> tuple[int, ...]:
         """Peak bytes of each rank."""
         n = program.context.world_size
+        if not program.groups:
+            return (self.fixed_bytes + int(self.live.max()),) * n
         clip = next(p for p in program.primitives if p.kind is Kind.CLIP) if program.context.clips else None
         measured = frozenset(clip.inputs if clip else ())
         known = self._of_groups.setdefault(program.context, {})

@@ -136,7 +136,9 @@ class Emitter:
 
     def let_go(self, value: Value, elements: int, position: int) -> None:
         """Nobody reads so many of a value's elements behind a position."""
-        self._emit(Kind.LET_GO, value, value.group, elements, value.dtype, stage=0, position=position)
+        assert not value.pending and value.replicated and not value.updated, "only a rank's own copy can be let go of"
+        if self.world_size > 1:
+            self._emit(Kind.LET_GO, value, value.group, elements, value.dtype, stage=0, position=position)
 
     def count(self, group: Group) -> Value:
         """How many rows each gradient's parts have, as soon as the batch tells; every rank's own, to be gathered."""
@@ -239,6 +241,9 @@ class Emitter:
         assert value.pending, "store waits for the parameters itself"
         position = None
         if late:
+            assert self.context.late_parameters, (
+                "parameters may be late only where that is allowed"
+            )
             self.primitives[value.index] = replace(self.primitives[value.index], late=True)
             position = group.first_use - 1
         value = self.wait(value, position, late=late)

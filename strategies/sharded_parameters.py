@@ -1,8 +1,8 @@
 """Sharded parameters: ranks share the rows of parameters out, and gather them for each pass that reads them.
 
 Rank r has rows r, r+n, r+2n, ... of each parameter, its gradient and its optimizer state, between steps too. A group is
-gathered before the forward pass first reads it and given back behind its last use there; gathered again for the
-backward pass; and its gradients are summed to the owners, which update their rows. 3 (n-1)/n of the bucket for each
+gathered before the forward pass first reads it, each parameter let go of behind its last use there; gathered again for
+the backward pass; and its gradients are summed to the owners, which update their rows. 3 (n-1)/n of the bucket for each
 rank, where an all-reduce sends 2 (n-1)/n, for 1/n of the memory: ZeRO stage 3 (Rajbhandari et al., SC 2020), as FSDP
 does it. With `keep` it is gathered once: stage 2 in what is sent, and in memory between the steps still stage 3.
 """
@@ -55,7 +55,7 @@ class ShardedParameters(Strategy):
         uses = [p.first_use for p in parameters]
         last = max(p.last_forward for p in parameters)
         returns = min((p.first_backward for p in again), default=-1)
-        # What the backward pass wants back as soon as it would have been given away is kept.
+        # What the backward pass wants back as soon as it would have been let go of is kept.
         keep = options.keep or (returns >= 0 and returns - last <= _span(uses))
         reads = [p.last_use if keep else p.last_forward for p in parameters]
         _gather(group, "forward", list(range(len(parameters))), uses, reads, emit)

@@ -60,7 +60,7 @@ class DeviceTimes:
         work_s = [0.0] * len(program.primitives)
         for p in program.primitives:
             price = pricer.price(p, program)
-            if p.kind not in COLLECTIVES and price.device_s:
+            if p.kind not in COLLECTIVES:
                 work_s[p.index] = dilation * price.device_s[rank]
         return cls([dilation * s for s in streams.prefix_s[streams.device_of_rank[rank]]], work_s)
 

@@ -36,6 +36,12 @@ def peaks(
     return MemoryModel(graph, rounds).peaks(program, optimizer_cost(optimizer))
 
 
+def test_without_groups_there_is_what_the_graph_holds() -> None:
+    graph = training_graph(LAYERS, live_bytes=1000)
+    for n in (1, 2):
+        assert MemoryModel(graph).peaks(lower_plan((), graph, Context(n)), ADAMW) == (4 * WEIGHT + 1000,) * n
+
+
 def test_replicas_hold_parameters_state_and_gradients() -> None:
     # 4 parameters, 8 moments, 4 packed gradients, all alive at the end of the backward pass.
     assert peaks("all_reduce") == (16 * WEIGHT,) * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.collectives import Network
 from autopar.errors import PlanError
 from autopar.ir.primitives import Kind, Primitive, served_bytes, wire_bytes
@@ -96,6 +97,19 @@ def test_the_search_takes_servers_where_they_help() -> None:
     assert "summation_servers" in used
     without = {g.strategy for g in search(graph, cpu_hosts(4), Context(4), budget=budget).groups}
     assert "summation_servers" not in without
+
+
+def test_one_model_prices_other_shares_anew() -> None:
+    """Where one rank adds everything up, its link is the slow one."""
+    graph, topology = training_graph([("w", (4096, 4096))]), Topology(TWO_STRONG)
+    context, model = Context(4).on(TWO_STRONG), AnalyticCostModel()
+    times = []
+    for shares in ((0.0,) * 4 + (0.5, 0.5), (1.0,) + (0.0,) * 5):
+        group = SyncGroup(
+            strategy="summation_servers", members=(ParameterSlice(name="w"),), options={"adds_up": shares}
+        )
+        times.append(model.predict(graph, lower_plan((group,), graph, context), topology).step_time_s)
+    assert times[1] > 1.1 * times[0]
 
 
 def test_shares_must_be_those_of_all_ranks_and_servers() -> None:
