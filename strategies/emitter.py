@@ -241,9 +241,7 @@ class Emitter:
         assert value.pending, "store waits for the parameters itself"
         position = None
         if late:
-            assert self.context.late_parameters, (
-                "parameters may be late only where that is allowed"
-            )
+            assert self.context.late_parameters, "parameters may be late only where that is allowed"
             self.primitives[value.index] = replace(self.primitives[value.index], late=True)
             position = group.first_use - 1
         value = self.wait(value, position, late=late)
