@@ -67,6 +67,7 @@ class Work(NamedTuple):
             work,
             of_source,
             self.members,
+            self.dtype,
             self.sent,
             self.stored_at,
         )

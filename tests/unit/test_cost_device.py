@@ -87,3 +87,16 @@ def test_a_rank_updates_what_it_holds() -> None:
     assert update_s("partitioned_parameter_server", 3) == pytest.approx(everything / 4, rel=0.01)
     assert update_s("parameter_server", 1, {"owner": 1}) == pytest.approx(everything, rel=0.01)
     assert update_s("parameter_server", 0, {"owner": 1}) == 0
+
+
+def test_one_pricer_tells_gradients_that_are_cast_from_those_that_are_not() -> None:
+    """On the wire both are bfloat16; only one is so in memory."""
+    graph = training_graph([("a", (1024, 1024)), ("b", (1024, 1024))], dtypes=["bfloat16", "float32"])
+    groups = [
+        SyncGroup(strategy="all_reduce", members=(ParameterSlice(name=name),), options={"wire": "bfloat16"})
+        for name in ("b", "a")
+    ]
+    program = lower_plan(groups, graph, Context(4))
+    pricer = AnalyticCostModel().pricer(graph, Topology(cpu_hosts(4)))
+    cast, as_it_is = (pricer.price(p, program).device_s[0] for p in program.primitives if p.kind is Kind.PACK)
+    assert cast > as_it_is == 0
