@@ -71,43 +71,42 @@ def buffers(
     """
     first = primitives[0].index
     sent = {i for p in primitives if p.kind in COLLECTIVES for i in p.inputs}
-    lies_in = list(range(len(primitives)))
-    """Of each value, the one that was put first where it lies."""
-    made: dict[int, Buffer] = {}
-    """By that value; what is not here is a parameter, or a gradient."""
-    more: list[Buffer] = []
+    found: list[Buffer] = []
+    lies_in: dict[int, Buffer] = {}
+    """By value; what is not here is a parameter, or a gradient."""
     for i, p in enumerate(primitives):
         inputs = [used - first for used in p.inputs]
         if p.late and p.kind in (Kind.WAIT, Kind.STORE):
-            if inputs[0] in made:  # of the step before
-                made[inputs[0]].uses = [(i, 0)]
+            if inputs[0] in lies_in and lies_in[inputs[0]].late:  # of the step before
+                lies_in[inputs[0]].uses = [(i, 0)]
             continue
         if p.kind is Kind.LET_GO:
-            rest = made[lies_in[inputs[0]]]
-            more.append(replace(rest, sizes=p.bytes, uses=[*rest.uses, (i, 0)]))
+            rest = lies_in[inputs[0]]
+            found.append(replace(rest, sizes=p.bytes, uses=[*rest.uses, (i, 0)]))
             rest.sizes = rest.sizes - p.bytes
             continue
         source = primitives[inputs[0]] if inputs else None
         size = _size(p, source, n, rounds, packed=p.index in sent and len(group.members) > 1)
         if size is not None:
-            made[i] = Buffer(size, i, late=p.late)
-        elif source is not None:
+            lies_in[i] = Buffer(size, i, late=p.late)
+            found.append(lies_in[i])
+        elif inputs and inputs[0] in lies_in:
             lies_in[i] = lies_in[inputs[0]]
-        if p.kind is Kind.UPDATE and p.owner is not None and (taken := made.get(lies_in[inputs[0]])):
+        if p.kind is Kind.UPDATE and p.owner is not None and (taken := lies_in.get(inputs[0])):
             owns = np.arange(n) == p.owner  # the others do nothing here
-            more.append(replace(taken, sizes=taken.sizes * ~owns, uses=list(taken.uses)))
+            found.append(replace(taken, sizes=taken.sizes * ~owns, uses=list(taken.uses)))
             taken.sizes = taken.sizes * owns
         if p.kind is Kind.FORM and (passing := _joined_factors(group, p, n)):
-            more.append(Buffer(passing, i, [(i, 0)]))
+            found.append(Buffer(passing, i, [(i, 0)]))
         for value in (i, *inputs):
-            if lies_in[value] in made:
-                made[lies_in[value]].uses.append((i, 0))
+            if value in lies_in:
+                lies_in[value].uses.append((i, 0))
         for used in source.inputs if source and source.kind in COLLECTIVES else ():
-            if lies_in[used - first] in made:
-                made[lies_in[used - first]].uses.append((i, 1))
-        if p.index in measured and lies_in[i] in made:
-            made[lies_in[i]].measured = True
-    return [*made.values(), *more]
+            if used - first in lies_in:
+                lies_in[used - first].uses.append((i, 1))
+        if p.index in measured and i in lies_in:
+            lies_in[i].measured = True
+    return found
 
 
 def _size(p: Primitive, source: Primitive | None, n: int, rounds: bool, packed: bool) -> int | Bytes | None:

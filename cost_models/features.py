@@ -24,7 +24,7 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     for p in program.primitives:
         price = pricer.price(p, program)
         if price.transfer is None:
-            device_s += max(price.device_s, default=0.0)
+            device_s += max(price.device_s)
             continue
         kind = p.kind if p.kind in kinds else Kind.ALL_REDUCE
         seconds = price.transfer.seconds

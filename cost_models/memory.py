@@ -26,8 +26,6 @@ from autopar.strategies.lowering import Known, StepProgram
 class _OfGroup:
     """What is known of a group before it is known when its primitives run. They are numbered from its first."""
 
-    count: int
-    """Of primitives."""
     buffers: Buffers
     members: Indices
     """Of the graph's parameters."""
@@ -74,14 +72,12 @@ class MemoryModel:
         clip = next(p for p in program.primitives if p.kind is Kind.CLIP) if program.context.clips else None
         measured = frozenset(clip.inputs if clip else ())
         known = self._of_groups.setdefault(program.context, {})
-        groups = program.of_groups(known, lambda group, own: self._of_group(group, own, n, measured))
+        found = program.of_groups(known, lambda group, own: self._of_group(group, own, n, measured))
+        first, groups = np.array([i for i, _ in found]), [group for _, group in found]
         positions = np.array([p.position for p in program.placed], dtype=np.int64)
         place = np.empty(len(program.primitives), np.int64)
         """Of each primitive, by its index, among those that are placed."""
         place[[p.primitive.index for p in program.placed]] = np.arange(len(program.placed))
-        first = np.cumsum([0, *(g.count for g in groups[:-1])])
-        """Index of each group's first primitive."""
-
         while_running, in_between = self._gradients(groups, first, place, positions)
         live, behind = self._graph(program.replaced - program.handed)
         live = live + while_running
@@ -110,7 +106,6 @@ class MemoryModel:
         keeps_rows = any(p.resident for p in own) and not (taken_by >= 0 and taker.work == gathered)
         nothing = np.zeros(n, np.int64)
         return _OfGroup(
-            count=len(own),
             buffers=Buffers.of(buffers(group, own, n, rounds=self.rounds, measured=measured), n),
             members=np.array([self._index[m.slice.name] for m in group.members]),
             taken_by=taken_by,

@@ -108,24 +108,24 @@ class StepProgram:
         """Of those groups, in the order of the plan."""
         return tuple(m for g in sorted(self.resident) for m in self.groups[g].members)
 
-    def of_groups(self, known: Known[T], make: Callable[[Group, Sequence[Primitive]], T]) -> list[T]:
-        """`make` of each group and its primitives, in order. It must depend on them and on the context alone, and on no
-        index but relative to the group's first: it is remembered in `known` by the group's object, which plans of a
-        search share."""
-        found: list[T] = []
+    def of_groups(self, known: Known[T], make: Callable[[Group, Sequence[Primitive]], T]) -> list[tuple[int, T]]:
+        """The index of each group's first primitive, and `make` of the group and its primitives, in order. `make` must
+        depend on them and on the context alone, and on no index but relative to the group's first: it is remembered in
+        `known` by the group's object, which plans of a search share."""
+        found: list[tuple[int, T]] = []
         first = 0
         for group in self.groups:
             entry = known.get(id(group.spec))
             if entry is None:
                 own = [*takewhile(lambda p, i=group.index: p.group == i, self.primitives[first:])]  # type: ignore[misc]
                 entry = known[id(group.spec)] = group.spec, len(own), make(group, own)
+            found.append((first, entry[2]))
             first += entry[1]
-            found.append(entry[2])
         return found
 
     def each(self, known: Known[tuple[T, ...]], make: Callable[[Primitive], T]) -> list[T]:
         """`make` of each primitive, in order; those of groups are remembered as by `of_groups`."""
-        found = [of_one for made in self.of_groups(known, lambda _, own: tuple(map(make, own))) for of_one in made]
+        found = [of_one for _, made in self.of_groups(known, lambda _, own: tuple(map(make, own))) for of_one in made]
         found += map(make, self.primitives[len(found) :])
         return found
 

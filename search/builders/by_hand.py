@@ -10,15 +10,17 @@ from autopar.search.builders.common import (
     Builder,
     Piece,
     alone,
+    applies,
     by_readiness,
     group,
     issue_order,
+    others,
     piece_bytes,
     whole,
 )
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
-from autopar.strategies import Context, Member, strategy_named
+from autopar.strategies import Context, strategy_named
 
 DDP_FIRST_BUCKET_BYTES = 1 * MIB
 DDP_BUCKET_BYTES = 25 * MIB
@@ -62,11 +64,11 @@ def bucketed(
         if offered:
             chosen = (o for o in offered if option in o)
             used, options = strategy, next(chosen, offered[0])
-        fit = [p for p in parameters if strategy_named(used).applies(Member(*whole(p)), context) is None] or parameters
-        names = {p.name for p in fit}
-        rest = [p for p in parameters if p.name not in names]
+        fit = [p for p in parameters if applies(used, p, context)] or parameters
         groups = [group(used, pieces, options) for pieces in buckets(fit, bucket_bytes, first_bytes)]
-        groups += [group("all_reduce", pieces) for pieces in buckets(rest, bucket_bytes, first_bytes)]
+        groups += [
+            group("all_reduce", pieces) for pieces in buckets(others(parameters, fit), bucket_bytes, first_bytes)
+        ]
         return issue_order(groups, parameters)
 
     return build

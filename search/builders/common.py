@@ -11,7 +11,7 @@ from autopar.ir.primitives import DTYPE_BYTES
 from autopar.ir.training_graph import Parameter
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import OptionValue, ParameterSlice, SyncGroup
-from autopar.strategies import Context
+from autopar.strategies import Context, Member, strategy_named
 
 Builder = Callable[[Sequence[Parameter], Context, ClusterSpec], tuple[SyncGroup, ...]]
 
@@ -23,6 +23,17 @@ Piece = tuple[ParameterSlice, Parameter]
 def whole(parameter: Parameter) -> Piece:
     """A parameter that is not sliced."""
     return ParameterSlice(name=parameter.name), parameter
+
+
+def others(parameters: Sequence[Parameter], *chosen: Sequence[Parameter]) -> list[Parameter]:
+    """Those that are among none of the chosen, told apart by their names: comparing all of them takes long."""
+    names = {p.name for some in chosen for p in some}
+    return [p for p in parameters if p.name not in names]
+
+
+def applies(strategy: str, parameter: Parameter, context: Context) -> bool:
+    """Whether a strategy can synchronize the whole of a parameter."""
+    return strategy_named(strategy).applies(Member(*whole(parameter)), context) is None
 
 
 def slices(parameter: Parameter, count: int, dim: int = 0) -> list[Piece]:

@@ -63,7 +63,7 @@ def test_a_group_is_whole_while_a_pass_reads_it() -> None:
 
 def test_a_group_is_let_go_of_as_it_is_read() -> None:
     """By two weights of eight at a time, each behind its last reader, while gradients take their place."""
-    (group,) = [[name for (name,) in EACH]]
+    group = [name for (name,) in EACH]
     program = _lowered([group], {"keep": True})
     let_go = [(p.position, p.primitive.elements) for p in program.placed if p.primitive.kind is Kind.LET_GO]
     by_name = training_graph(MLP).by_name
