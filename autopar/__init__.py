@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopar.api import plan as plan
     from autopar.calibration import calibrate as calibrate
     from autopar.errors import AutoparError as AutoparError
+    from autopar.errors import AutoparWarning as AutoparWarning
     from autopar.runtime.program import Program as Program
     from autopar.spec.calibration import Calibration as Calibration
     from autopar.spec.cluster import ClusterSpec as ClusterSpec
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AutoparError": "autopar.errors",
+    "AutoparWarning": "autopar.errors",
     "Calibration": "autopar.spec.calibration",
     "ClusterSpec": "autopar.spec.cluster",
     "Plan": "autopar.spec.plan",
@@ -40,6 +42,7 @@ _HOMES = {
 __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
+    "AutoparWarning",
     "Calibration",
     "ClusterSpec",
     "Plan",

@@ -14,6 +14,8 @@ AutoparError
  |- VerificationError         the distributed program differs from the single process
  `- ConformanceError          a strategy breaks a promise (`autopar.testing`)
 
+AutoparWarning              autopar goes on, as DDP would, where the numbers may not be what a user expects
+
 Each message says what, where, what was expected, and what to do. Everything here derives
 from `ValueError` or `RuntimeError` as well, so that code unaware of autopar can catch it.
 """
@@ -70,6 +72,11 @@ class VerificationError(AutoparError, RuntimeError):
 
 class ConformanceError(AutoparError, RuntimeError):
     """A strategy breaks a promise that every strategy makes."""
+
+
+class AutoparWarning(UserWarning):
+    """autopar goes on, as DDP would, where the numbers may not be what the user expects. Said once, on rank 0; to be
+    stopped instead, use `warnings.simplefilter("error", autopar.AutoparWarning)`."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
