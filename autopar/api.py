@@ -6,21 +6,21 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from autopar.errors import InfeasibleError, PlanMismatchError
+from autopar.errors import CaptureError, InfeasibleError, PlanMismatchError
 from autopar.ir.batch import example_batch, flatten
 from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.collectives import may_fail
+from autopar.runtime.captures import signature_key
 from autopar.runtime.module import SyncedModule, module_batch
-from autopar.runtime.optimizer import Scope, check_optimizer, context_for, optimizer_scope
-from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.optimizer import Scope, check_optimizer, context_for, described, optimizer_scope
+from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.profile import node_seconds
-from autopar.runtime.program import Program, Settings, signature_key
+from autopar.runtime.program import Program, Settings
+from autopar.runtime.shared_memory import check_memory
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan, Recompute
@@ -139,10 +139,12 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
     """
+    _check_unwrapped(model)
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
     if optimizer is not None:
         check_optimizer(optimizer, parameters)
+        check_memory(parameters)
     plan = plan or _plan_from_environment()
     if plan is not None:
         plan.check_world_size(group.world_size)
@@ -152,7 +154,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
                 + "; ".join(ClusterSpec.model_validate(plan.cluster.spec).difference(cluster_spec)[:5])
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
-    said = f"{type(optimizer).__name__} as optimizer, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}"
+    said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}"
     _check_alike(model, loss_fn, group, said, plan)
     batch = example_batch(model) if example_inputs is None else example_inputs
     mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
@@ -186,6 +188,16 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     program = Program(model, plan, group, optimizer, settings, context)
     program.adopt(key, graph)
     return program
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raises `CaptureError` where the model is wrapped already, by something else that synchronizes gradients."""
+    wrapper = type(model).__name__
+    if isinstance(model, DistributedDataParallel) or wrapper in ("FullyShardedDataParallel", "SyncedModule"):
+        raise CaptureError(
+            f"the model is wrapped in {wrapper} already, which synchronizes gradients itself: pass the model that is "
+            "wrapped, model.module"
+        )
 
 
 def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
@@ -276,12 +288,6 @@ def _check_alike(model: nn.Module, loss_fn: Any, group: Group, settings: str, pl
 
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:
     """Rank 0's parameters and buffers, on every rank."""
-    if group.pg is None:
-        return
     owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    with torch.no_grad(), group.guard("making the ranks' models equal"), may_fail():
-        for owner in owners:
-            for tensor in [*owner.parameters(), *owner.buffers()]:
-                value = tensor.detach().contiguous()
-                dist.broadcast(value, group_src=0, group=group.pg)
-                tensor.copy_(value)
+    tensors = [t for owner in owners for t in (*owner.parameters(), *owner.buffers())]
+    take_from_rank_0(tensors, group, "making the ranks' models equal")

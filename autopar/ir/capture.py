@@ -13,7 +13,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError, SignatureError
 from autopar.ir.batch import Batch, call_model
+from autopar.ir.guards import Guards, guards_of, seen_effects
 from autopar.ir.recording import traceable_recording
 from autopar.ir.simplify import simplify
 
@@ -49,6 +50,10 @@ class JointGraph:
     """The loss alone in mode `step`; every tensor of the model's output in mode `module`."""
     gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
     """By parameter name; parameters that get no gradient are absent."""
+    input_gradients: dict[int, torch.fx.Node] = field(default_factory=dict)
+    """By the index of the batch's tensor, of those that require one."""
+    guards: Guards | None = field(default=None, compare=False, repr=False)
+    """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
 
 
 class _Step(nn.Module):
@@ -58,7 +63,7 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self._batch = batch
+        self._batch = replace(batch, tensors=())  # only their places are looked at, and the module outlives the batch
         self._mode = mode
 
     def forward(self, *tensors: torch.Tensor) -> Any:
@@ -99,7 +104,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
 
     step = _Step(model, loss_fn, batch, mode)
     with traceable_recording(model):
-        graph = _dynamo(step, batch)
+        graph, guards = _settled(step, batch)
     with _restored(step), contextlib.ExitStack() as stack, _quiet():
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         try:
@@ -111,11 +116,39 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
         module = joint.graph_module
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     simplify(module.graph)
-    return _describe(module, mode)
+    return replace(_describe(module, mode), guards=guards)
 
 
-def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+def _settled(step: _Step, batch: Batch) -> tuple[torch.fx.GraphModule, Guards]:
+    """Captures; where running the code once changes what it reads, captures what it is from then on. Raises
+    `CaptureError` where each run changes it again."""
+    graph, guards = _dynamo(step, batch)
+    first = guards.counters
+    if not first:
+        return graph, guards
+    for effect in first:
+        effect.set(effect.after)
+    graph, guards = _dynamo(step, batch)
+    if guards.counters:
+        for effect in first:
+            effect.set(effect.before)
+        shown = ", ".join(f"'{e.what}' from {e.before} to {e.after}" for e in first)
+        raise CaptureError(
+            f"running the model changes {shown}, which it also reads, so it computes something else at every step, and "
+            "one captured step would not: keep it in a buffer (a tensor that forward adds to), or count outside of the "
+            "model"
+        )
+    return graph, guards
+
+
+def _dynamo(step: _Step, batch: Batch) -> tuple[torch.fx.GraphModule, Guards]:
+    """What `torch._dynamo.functional_export.dynamo_graph_capture_for_export` does, less dropping the guards."""
+    from torch._dynamo.convert_frame import fullgraph_capture
+    from torch._dynamo.functional_export import (  # type: ignore[attr-defined]
+        _compiling_state_context,
+        create_fx_graph_from_captured_output,
+    )
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     loggers = {f for f in vars(logging.Logger).values() if callable(f)} | {logging.info, logging.warning, logging.debug}
     settings: dict[str, Any] = {
@@ -123,11 +156,16 @@ def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
         "allow_rnn": True,  # recurrent layers are traced step by step
+        "replay_side_effects": False,
+        "side_effect_replay_policy": "warn",
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
-    with torch._dynamo.config.patch(settings), _quiet():
+    with torch._dynamo.config.patch(settings), _quiet(), seen_effects() as effects:
         try:
-            return dynamo_graph_capture_for_export(step)(*batch.tensors)  # type: ignore[no-any-return]
+            with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+                captured = fullgraph_capture(step, batch.tensors, None)
+                guards = guards_of(captured.graph_capture_output, step, effects)
+            return create_fx_graph_from_captured_output(captured, step, batch.tensors, {}), guards
         except AutoparError:
             raise
         except Exception as e:
@@ -223,7 +261,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         else:
             raise CaptureError(f"the graph takes an input of an unknown kind: {desc}")
     output = module.graph.output_node()
-    mutations, outputs, gradients = [], [], {}
+    mutations, outputs, gradients, of_inputs = [], [], {}, {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(desc, d.InputMutationAOTOutput):
             if not isinstance(desc.mutated_input, d.BufferAOTInput):
@@ -235,13 +273,15 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         elif isinstance(desc, d.GradAOTOutput):
             if node is not None and isinstance(desc.grad_of, d.ParamAOTInput):
                 gradients[_public(desc.grad_of.target)] = node
+            elif node is not None and isinstance(desc.grad_of, d.PlainAOTInput):
+                of_inputs[desc.grad_of.idx] = node
         elif isinstance(desc, d.PlainAOTOutput):
             outputs.append(node)
         elif node is not None:
             raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
     if mode == "step":
         _check_loss(outputs, bool(gradients))
-    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients)
+    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, of_inputs)
 
 
 def _check_loss(outputs: list[Any], any_gradient: bool) -> None:

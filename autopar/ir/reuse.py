@@ -29,8 +29,8 @@ _MAY_RETURN_THEIR_INPUT = (aten.native_dropout.default,)
 
 
 def reuse_memory(graph: torch.fx.Graph) -> None:
-    """Makes elementwise operators in place where the overwritten input is the graph's own, dense, and read for the
-    last time."""
+    """Makes elementwise operators in place where the overwritten input is the graph's own, dense, read for the last
+    time, and not read by the same operator at another place."""
     position = {n: i for i, n in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _IN_PLACE:
@@ -56,6 +56,8 @@ def _may_overwrite(node: torch.fx.Node, source: object, position: dict[torch.fx.
     if any(stride == 0 and size > 1 for stride, size in zip(before.stride(), before.shape, strict=True)):
         return False
     owner = base(source)
+    if any(a is not source and base(a) is owner for a in node.all_input_nodes):
+        return False  # the other operand lies in the same memory: `h - h[:, :1]` would read what is overwritten
     made_by = owner.args[0] if getattr(owner.target, "__name__", "") == "getitem" else owner
     if owner.op != "call_function" or getattr(made_by, "target", None) in _MAY_RETURN_THEIR_INPUT:
         return False

@@ -25,6 +25,7 @@ from autopar.runtime.served_sum import ServedSum
 from autopar.runtime.servers import mesh_named
 
 _functional = torch.ops._c10d_functional
+_STRIDED = "gloo sums strided memory wrongly, without an error: values are made contiguous before they are sent"
 
 
 class CommunicationFailure(RuntimeError):
@@ -43,6 +44,7 @@ def may_fail() -> Iterator[None]:
 @may_fail()
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over ranks, in place."""
+    assert x.is_contiguous(), _STRIDED
     return _functional.all_reduce_(x, "sum", group)  # type: ignore[no-any-return]
 
 
@@ -55,6 +57,7 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 @may_fail()
 def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """The sum over ranks, in place, valid on rank `owner` of the group."""
+    assert x.is_contiguous(), _STRIDED
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     return _registered(x, dist.reduce(x, group_dst=owner, group=pg, async_op=True))
 
@@ -67,6 +70,7 @@ def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
 @may_fail()
 def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """Rank `owner`'s value, in place."""
+    assert x.is_contiguous(), _STRIDED
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     return _registered(x, dist.broadcast(x, group_src=owner, group=pg, async_op=True))
 
@@ -75,6 +79,7 @@ def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
     """Sends part r of `x` to rank r. The result, once waited for, is what `sum_parts` takes: what came from each rank,
     [ranks, elements], or its sum, where it was added up on its way."""
+    assert x.is_contiguous(), _STRIDED
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     mine = splits[rank]
     if in_rounds(x, splits) and alike(splits) and x.element_size() >= EXACT_BYTES:
@@ -128,6 +133,7 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
 @may_fail()
 def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
     """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long."""
+    assert x.is_contiguous(), _STRIDED
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
     out = x.new_empty(sum(received))
     work = dist.all_to_all_single(out, x, list(received), list(sent), group=pg, async_op=True)
@@ -137,6 +143,7 @@ def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], gr
 def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
     """The sum over ranks, in place, with the help of servers. `adds_up`: elements that each rank and each server of
     the mesh adds up."""
+    assert x.is_contiguous(), _STRIDED
     return _registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
+from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight
+from autopar.runtime.buffers import shared_buffers
+from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
-from autopar.runtime.process_group import Group, Rendezvous, average_buffers
-from autopar.runtime.program import CollectiveOrder, Settings, signature_key
+from autopar.runtime.order import CollectiveOrder
+from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
+from autopar.runtime.program import Settings
 from autopar.runtime.random import RandomStream
+from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
@@ -37,6 +43,8 @@ class _Compiled:
     target: Target
     forward: torch.fx.GraphModule
     backward: torch.fx.GraphModule
+    shared_buffers: tuple[str, ...]
+    """Of the buffers, those that the forward pass both reads and writes."""
     template: Any
     """The model's output, with fake tensors: what the real ones are put into."""
     extra: dict[str, torch.fx.GraphModule] = field(default_factory=dict)
@@ -71,7 +79,8 @@ class SyncedModule(nn.Module):
         self._random = RandomStream(group.rank, group.world_size)
         self._named = named_parameters(model)
         self._buffers_by_name = dict(model.named_buffers(remove_duplicate=False))
-        self._compiled: dict[Hashable, _Compiled] = {}
+        self._compiled: Captures[_Compiled] = Captures(says=group.rank == 0)
+        self._unchanged = Unchanged({"": model}, self._buffers_by_name)
         self._synchronizes = True
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
@@ -80,6 +89,12 @@ class SyncedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
             return self.module(*args, **kwargs)
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise CaptureError(
+                "the module runs within DistributedDataParallel, which would send every gradient a second time: use "
+                "the result of optimize() in DDP's place"
+            )
+        self._unchanged.check()
         inputs = bind(self.module, args, kwargs)
         batch = flatten(inputs)
         compiled = self.compile_for(batch)
@@ -89,7 +104,7 @@ class SyncedModule(nn.Module):
             else BatchWeight("samples", constant=float(batch.size or 1)).of(batch.tensors)
         )
         trainable = [self._named[p.name] for p in compiled.graph.parameters]
-        outputs = _Run.apply(self, compiled, batch.tensors, float(weight), *trainable)  # type: ignore[no-untyped-call]
+        outputs = _Run.apply(self, compiled, float(weight), *batch.tensors, *trainable)  # type: ignore[no-untyped-call]
         return fill(compiled.template, iter(outputs))
 
     @contextlib.contextmanager
@@ -104,17 +119,19 @@ class SyncedModule(nn.Module):
 
     def compile_for(self, batch: Batch) -> _Compiled:
         """Captures, lowers and writes both passes for a batch's signature, unless that was done before."""
-        key = signature_key(self.module, batch)
-        if key not in self._compiled:
-            graph = training_graph(self.module, batch, None, "module", self.settings.unused_parameters)
+        key = (signature_key(self.module, batch), tuple(t.requires_grad for t in batch.tensors))
+        known = self._compiled.find(key)
+        if known is None:
+            graph = training_graph(self.module, leaves(batch), None, "module", self.settings.unused_parameters)
             return self.adopt(key, graph, batch)
-        return self._compiled[key]
+        return known
 
     def adopt(self, key: Hashable, graph: TrainingGraph, batch: Batch) -> _Compiled:
         """Lowers and writes a captured graph."""
         self.plan.check_model(graph.model)
+        assert graph.joint is not None
         program = lower_plan(self.plan.groups, graph, self._context)
-        self._order.check(program)
+        self._order.check(program, graph)
         target = Target(
             self._group.rank,
             self._group.world_size,
@@ -130,9 +147,10 @@ class SyncedModule(nn.Module):
             target,
             ForwardWriter(graph, program, target).write(),
             BackwardWriter(graph, program, target).write(),
+            shared_buffers(graph.joint, self._group),
             output_template(self.module, batch),
         )
-        self._compiled[key] = compiled
+        self._compiled.add(key, graph.joint.guards, compiled)
         return compiled
 
     def run_forward(self, c: _Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -146,15 +164,17 @@ class SyncedModule(nn.Module):
     def run_backward(
         self, c: _Compiled, saved: list[torch.Tensor], tangents: list[torch.Tensor], weight: float
     ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the trainable parameters, then those of the inputs that require one: this rank's own, of its own
+        loss, for what comes before the module is each rank's own, too."""
         names = [p.name for p in c.graph.parameters]
         if not self._synchronizes and self._group.world_size > 1:
             gradients = c.local_backward()(*saved, *tangents)
-            for name, gradient in zip(names, gradients, strict=True):
+            for name, gradient in zip(names, gradients, strict=False):
                 weighted = gradient * weight
                 self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
             self._earlier_weight += weight
             self._earlier_count += 1
-            return (None,) * len(names)
+            return (*(None for _ in names), *gradients[len(names) :])
         if self._group.world_size == 1:
             return c.backward(*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
@@ -166,6 +186,8 @@ class SyncedModule(nn.Module):
                 gradients = c.backward_after_accumulation()(*saved, *tangents, *scalars, *earlier)
             else:
                 gradients = c.backward(*saved, *tangents, *scalars)
+        shared = [self._buffers_by_name[n] for n in c.shared_buffers]
+        take_from_rank_0(shared, self._group, f"buffers of backward pass {self._steps}")
         self._steps += 1
         return gradients  # type: ignore[no-any-return]
 
@@ -185,27 +207,41 @@ class SyncedModule(nn.Module):
 
 
 class _Run(torch.autograd.Function):
-    """The model's forward and backward pass as one differentiable function of its parameters."""
+    """The model's forward and backward pass as one differentiable function of its inputs and its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, owner: SyncedModule, c: _Compiled, tensors: Any, weight: float, *parameters: Any) -> Any:
+    def forward(ctx: Any, owner: SyncedModule, c: _Compiled, weight: float, *values: Any) -> Any:
         joint = c.graph.joint
         assert joint is not None
-        values = owner.run_forward(c, tensors)
+        tensors = values[: len(values) - len(c.graph.parameters)]
+        found = owner.run_forward(c, tensors)
         count = len(joint.outputs)
-        outputs = tuple(v.detach() if v.requires_grad else v for v in values[:count])
-        ctx.save_for_backward(*values[count:])
-        ctx.context = (owner, c, weight)
+        outputs = tuple(v.detach() if v.requires_grad else v for v in found[:count])
+        ctx.save_for_backward(*found[count:])
+        ctx.context = (owner, c, weight, len(tensors))
         wanted = {int(key) for kind, key in joint.inputs if kind == "tangent"}
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        owner, c, weight = ctx.context
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "backward(create_graph=True) through a captured module: its backward pass is a graph of its own, which "
+                "cannot be differentiated again. Compute the penalty with the model itself, module.module, and add its "
+                "gradients"
+            )
+        owner, c, weight, inputs = ctx.context
         tangents = [grads[int(key)] for kind, key in c.graph.joint.inputs if kind == "tangent"]
-        gradients = owner.run_backward(c, list(ctx.saved_tensors), [t.contiguous() for t in tangents], weight)
-        return None, None, None, None, *gradients
+        found = owner.run_backward(c, list(ctx.saved_tensors), [t.contiguous() for t in tangents], weight)
+        own = len(c.graph.parameters)
+        of_inputs = dict(zip(c.graph.joint.input_gradients, found[own:], strict=True))
+        return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
+
+
+def leaves(batch: Batch) -> Batch:
+    """The batch with tensors that have no history: what is captured begins with them."""
+    return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
 
 
 def module_batch(model: nn.Module, batch: Any) -> Batch:

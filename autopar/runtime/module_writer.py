@@ -56,6 +56,8 @@ class BackwardWriter(_Half):
     def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target) -> None:
         super().__init__(graph, program, target)
         self.earlier: dict[str, torch.fx.Node] = {}
+        self.share: torch.fx.Node | None = None
+        """What the tangents were multiplied with, where they were."""
         self.delivered: dict[str, list[tuple[int, int, torch.fx.Node]]] = {}
 
     def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
@@ -72,7 +74,7 @@ class BackwardWriter(_Half):
                 p.name: self.graph.placeholder(f"earlier_{i}") for i, p in enumerate(self.training.parameters)
             }
         self.walk(self._late_compute())
-        self.graph.output(tuple(self._whole(p.name) for p in self.training.parameters))
+        self.graph.output((*(self._whole(p.name) for p in self.training.parameters), *self._of_inputs()))
         return self.module("Backward")
 
     def write_local(self) -> torch.fx.GraphModule:
@@ -80,8 +82,16 @@ class BackwardWriter(_Half):
         self._begin()
         for _, node in self._late_compute():
             self.copy(node)
-        self.graph.output(tuple(self.copies[self.gradient_source(p.name)] for p in self.training.parameters))
+        own = [self.copies[self.gradient_source(p.name)] for p in self.training.parameters]
+        self.graph.output((*own, *self._of_inputs()))
         return self.module("LocalBackward")
+
+    def _of_inputs(self) -> list[torch.fx.Node]:
+        """Gradients of the inputs that require one, of this rank's own loss: not scaled by its share of the batch."""
+        found = [self.copies[n] for n in self.joint.input_gradients.values()]
+        if self.share is None:
+            return found
+        return [self.call(unscaled, (n, self.share)) for n in found]
 
     def _begin(self) -> None:
         for i, node in enumerate(self.saved):
@@ -108,6 +118,7 @@ class BackwardWriter(_Half):
             self.scale = self.call(batch_share, (counted, total, torch.float32))
             self.per_weight = self.call(batch_share, (self.count, counted, torch.float32))
             return
+        self.share = self.call(torch.div, (counted, total))
         for tangent in self.tangents:
             share = self.call(batch_share, (counted, total, tangent.meta["val"].dtype))
             self.copies[tangent] = self.call(torch.mul, (self.copies[tangent], share))
@@ -134,3 +145,8 @@ class BackwardWriter(_Half):
         if len(pieces) == 1:
             return pieces[0][2]
         return self.call(torch.cat, ([piece for _, _, piece in pieces], pieces[0][1]))
+
+
+def unscaled(gradient: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The gradient of a rank's own loss, from that of its share of the global one; zeros where the rank has none."""
+    return torch.where(share == 0, 0.0, gradient / share.clamp(min=torch.finfo(share.dtype).tiny)).to(gradient.dtype)

@@ -8,8 +8,9 @@ rank updates whole parameters, the state lives in the user's optimizer itself.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError
+from autopar.ir.primitives import EXACT_BYTES
 from autopar.runtime.fragments import Formed, Fragment
 from autopar.strategies.base import Context
 
@@ -89,6 +91,20 @@ def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -
             f"the optimizer does not update {len(missing)} trainable parameter(s), the first is '{missing[0]}': add "
             "them, or freeze them with requires_grad_(False)"
         )
+
+
+def described(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str:
+    """The optimizer in words, with its settings and which parameters they are for: to be compared between ranks."""
+    if optimizer is None:
+        return "no optimizer"
+    names = {p: n for n, p in reversed(list(parameters.items()))}
+    groups = []
+    for group in optimizer.param_groups:
+        rest = {k: v for k, v in group.items() if k != "params"}
+        settings = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in rest.items()}
+        held = hashlib.sha256("\n".join(names[p] for p in group["params"]).encode()).hexdigest()[:8]
+        groups.append(f"{settings} for the parameters {held}")
+    return f"{type(optimizer).__name__} as optimizer with {'; '.join(groups)}"
 
 
 class OptimizerPart:
@@ -177,4 +193,6 @@ def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         and not isinstance(group.get("lr"), torch.Tensor)
         and bool(group["params"])
         and all(p.device.type == "cpu" and p.is_contiguous() and p.is_floating_point() for p in group["params"])
+        # Fused SGD of torch 2.13 leaves the vectorized part of 16-bit parameters as it is.
+        and not (type(optimizer) is torch.optim.SGD and any(p.dtype.itemsize < EXACT_BYTES for p in group["params"]))
     )

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -111,6 +111,17 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
                 mean = buffer.detach().contiguous() / group.world_size
                 dist.all_reduce(mean, group=group.pg)
                 buffer.copy_(mean)
+
+
+def take_from_rank_0(buffers: Sequence[torch.Tensor], group: Group, what: str) -> None:
+    """Gives all ranks the values that rank 0 has, in place; by all ranks together."""
+    if group.pg is None:
+        return
+    with torch.no_grad(), group.guard(what), may_fail():
+        for tensor in buffers:
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, group_src=0, group=group.pg)
+            tensor.copy_(value)
 
 
 class Rendezvous:

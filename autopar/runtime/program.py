@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,23 +12,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import PlanMismatchError, SignatureError
+from autopar.errors import AutoparWarning, SignatureError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import Unused, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight, batch_weight
 from autopar.runtime import collectives
+from autopar.runtime.buffers import shared_buffers
+from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.parts import added
-from autopar.runtime.process_group import Group, Rendezvous, average_buffers
+from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
+from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
@@ -55,6 +60,8 @@ class _Compiled:
     graph: TrainingGraph
     program: StepProgram
     weight: BatchWeight
+    shared_buffers: tuple[str, ...]
+    """Of the buffers, those that the step both reads and writes."""
     step: torch.fx.GraphModule
     finish: torch.fx.GraphModule | None = None
     """The step's last micro-batch, written when first needed."""
@@ -94,7 +101,11 @@ class Program:
         self._late = LateParameters(model)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
-        self._compiled: dict[Any, _Compiled] = {}
+        self._compiled: Captures[_Compiled] = Captures(says=group.rank == 0)
+        owners = {"": model} | ({"loss_fn.": settings.loss_fn} if isinstance(settings.loss_fn, nn.Module) else {})
+        self._unchanged = Unchanged(owners, self._buffers, optimizer)
+        sliced = {m.name for g in plan.groups for m in g.members if not m.whole}
+        self._unchanged.pin(self._parameters, sliced)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._observer: Observer | None = None
@@ -112,7 +123,7 @@ class Program:
     @property
     def graph_module(self) -> torch.fx.GraphModule:
         """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`."""
-        return next(iter(self._compiled.values())).step
+        return next(iter(self._compiled)).step
 
     @property
     def step_time_s(self) -> float | None:
@@ -132,6 +143,8 @@ class Program:
         batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
+        self._unchanged.check()
+        self._check_batches(batches)
         compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
         with self._times.one(), torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
@@ -139,16 +152,35 @@ class Program:
                 loss = self._run_one(compiled[0], batches[0], originals[0])
             else:
                 loss = self._run_many(compiled, batches, originals)
+        shared = [self._buffers[n] for n in compiled[-1].shared_buffers]
+        take_from_rank_0(shared, self._group, f"buffers of step {self._steps}")
         self._steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return loss
 
+    def _check_batches(self, batches: Sequence[Batch]) -> None:
+        if any(t.requires_grad for b in batches for t in b.tensors):
+            raise SignatureError(
+                "a tensor of the batch requires a gradient, which a step that runs as one program does not hand back: "
+                "detach it, or leave the optimizer out of optimize() and use the module in your own loop"
+            )
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16 and not self._steps:
+            warnings.warn(
+                "program.step runs under float16 autocast and scales no loss, so small gradients become 0: use "
+                "bfloat16, or leave the optimizer out of optimize() and use torch.amp.GradScaler in your own loop",
+                AutoparWarning,
+                stacklevel=3,
+            )
+
     def compile_for(self, batch: Batch | Any) -> _Compiled:
-        """Captures, lowers and writes the step for a batch's signature, unless that was done before."""
+        """Captures, lowers and writes the step for a batch's signature, unless that was done before, and all that the
+        model reads is still as it was then."""
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         key = signature_key(self.model, batch)
-        if key in self._compiled:
-            return self._compiled[key]
+        known = self._compiled.find(key)
+        if known is not None:
+            return known
         with self._resident.traceable(), self._late.traceable():
             unused, recompute = self.settings.unused_parameters, self.plan.recompute
             graph = training_graph(self.model, batch, self.settings.loss_fn, unused=unused, recompute=recompute)
@@ -159,13 +191,13 @@ class Program:
         self.plan.check_model(graph.model)
         assert graph.recompute == self.plan.recompute, "the graph was captured for another plan"
         program = lower_plan(self.plan.groups, graph, self._context)
-        self._order.check(program)
+        self._order.check(program, graph)
         self._resident.spread(m.slice.name for m in program.resident_members)
         assert graph.joint is not None
         weight = batch_weight(graph.joint, graph.batch_size)
         step = StepWriter(graph, program, self._target()).write()
-        compiled = _Compiled(graph, program, weight, step)
-        self._compiled[key] = compiled
+        compiled = _Compiled(graph, program, weight, shared_buffers(graph.joint, self._group), step)
+        self._compiled.add(key, graph.joint.guards, compiled)
         self._observe(step)
         return compiled
 
@@ -226,7 +258,7 @@ class Program:
     def observe(self, observer: Observer | None) -> None:
         """Has every synchronized gradient that this rank updates with shown to `observer`, fragment by fragment."""
         self._observer = observer
-        for compiled in self._compiled.values():
+        for compiled in self._compiled:
             self._observe(compiled.step)
             if compiled.finish is not None:
                 self._observe(compiled.finish)
@@ -251,6 +283,7 @@ class Program:
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
         if index not in self._parts:
             self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
+            self._unchanged.pin(self._parameters, [f.name for f in parts if not f.whole and f.rows is None])
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
@@ -339,41 +372,3 @@ def _loss_dtype(compiled: _Compiled) -> torch.dtype:
     joint = compiled.graph.joint
     assert joint is not None
     return joint.outputs[0].meta["val"].dtype  # type: ignore[no-any-return]
-
-
-class CollectiveOrder:
-    """Holds every program of a plan, on every rank, to one order of collectives, before the first is issued."""
-
-    def __init__(self, rendezvous: Rendezvous, plan: Plan) -> None:
-        self._rendezvous = rendezvous
-        self._plan = plan
-        self._hash: str | None = None
-
-    def check(self, program: StepProgram) -> None:
-        """Raises `PlanMismatchError` where ranks, or batches of different shapes, would issue different collectives."""
-        if self._hash is None:
-            self._rendezvous.agree("plan", self._plan.digest)
-            self._rendezvous.agree("order of collectives", program.order_hash)
-            self._hash = program.order_hash
-        elif program.order_hash != self._hash:
-            raise PlanMismatchError(
-                "this batch leads to another order of collectives than the first one: ranks would exchange the wrong "
-                "tensors. Does the model's structure depend on the batch?"
-            )
-
-
-def signature_key(model: nn.Module, batch: Batch) -> Hashable:
-    """What a captured graph is valid for: the batch's signature, each module's mode, and autocast."""
-    key = (batch.signature, tuple(m.training for m in model.modules()), _autocast_state())
-    try:
-        hash(key)
-    except TypeError as e:
-        raise SignatureError(
-            f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
-        ) from e
-    return key
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)

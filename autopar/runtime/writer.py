@@ -186,7 +186,9 @@ class Writer:
             return members
         if len(members) == 1 and group.dtype == p.dtype and self.scale is None:
             flat = self.call(torch.Tensor.reshape, (members[0], (-1,)))
-            return flat if self._owns(group.members[0].slice.name) else self.call(torch.clone, (flat,))
+            # A slice one element wide stays a strided view as it is flattened, which gloo would sum wrongly.
+            own = torch.Tensor.contiguous if self._owns(group.members[0].slice.name) else torch.clone
+            return self.call(own, (flat,))
         return self.call(pack, (members, getattr(torch, p.dtype), self.scale))
 
     def _member(self, member: Member) -> torch.fx.Node:

@@ -16,9 +16,10 @@ from autopar.cost_models.analytic import StepPricer
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
+from autopar.runtime.captures import signature_key
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
-from autopar.runtime.program import Program, Settings, signature_key
+from autopar.runtime.program import Program, Settings
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.search import build_plan
 from autopar.spec.topology import Topology

@@ -1,0 +1,150 @@
+"""What Python held when a graph was captured, and may since hold otherwise: attributes, globals, closures, modes.
+
+A captured graph has the values of all Python objects that the model has read written into it: a dropout's probability,
+a loss weight that is annealed, a global. TorchDynamo records each such reading as a guard. They are built into one
+check, which runs in C++ (80 us for a BERT of 12 layers), and asked before each step.
+
+Left out are the guards on tensors, which `Signature` and the runtime look at, and on PyTorch's global state, of which
+`global_state` keeps what changes a graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.output_graph import OutputGraph
+
+_ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
+_OWN = "L['self']"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Something that the traced code does to a Python object, which running the graph does not do."""
+
+    what: str
+    """As a user would write it: `model.calls`."""
+    before: Any
+    after: Any
+    """The values, where they are constants; else both are `None`."""
+    owner: Any = None
+    """The object whose attribute it is; `None` for an element of a container."""
+
+    def set(self, value: Any) -> None:
+        """Has the attribute hold `value`."""
+        setattr(self.owner, self.what.rpartition(".")[2], value)
+
+    @property
+    def grows(self) -> bool:
+        """Whether running the code sets a constant to another value than it had, as a counter does."""
+        return self.owner is not None and type(self.before) is type(self.after) and self.before != self.after
+
+
+class Guards:
+    """Tells whether a captured graph still is what tracing the model would give."""
+
+    def __init__(self, step: nn.Module, check: Any, read: frozenset[str], effects: tuple[Effect, ...]) -> None:
+        self._check = check
+        self._scope = {"self": step, "tensors": ()}
+        self.effects = effects
+        self.counters = tuple(e for e in effects if e.grows and e.what in read)
+        """Of the effects, those on what the code itself has read: it computes something else the next time."""
+
+    def changed(self) -> str | None:
+        """What is other than it was at capture, in words; `None` where all is as it was."""
+        if self._check.guard_manager.check(self._scope):
+            return None
+        found = self._check.guard_manager.check_verbose(self._scope).verbose_code_parts
+        return _words(found[0]) if found else "something that the model reads"
+
+
+def guards_of(captured: Any, step: nn.Module, effects: list[Effect]) -> Guards:
+    """The guards of what TorchDynamo has captured (`GraphCaptureOutput`); to be called while its metrics are kept."""
+    output = captured.output_graph
+    kept = {g for g in output._guards if _is_kept(g)}
+    output._guards.inner = type(output._guards.inner)(kept)
+    output.skip_guards_check = True  # which would look for the tensors
+    check = captured.build_guards(type(step).forward.__code__)
+    return Guards(step, check, frozenset(_plain(g.name) for g in kept), tuple(effects))
+
+
+@contextmanager
+def seen_effects() -> Iterator[list[Effect]]:
+    """Within it, what captured code does to Python objects is added to the list."""
+    found: list[Effect] = []
+    original = OutputGraph.get_replayed_side_effect_source_refs
+
+    def look(self: OutputGraph, **settings: Any) -> list[str]:
+        found[:] = _effects(self.side_effects)
+        return original(self, **settings)
+
+    OutputGraph.get_replayed_side_effect_source_refs = look  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        OutputGraph.get_replayed_side_effect_source_refs = original  # type: ignore[method-assign]
+
+
+def global_state() -> tuple[Any, ...]:
+    """What of PyTorch's global state a graph depends on."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return (
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _is_kept(guard: Any) -> bool:
+    return guard.name.startswith((_OWN, "G[")) and guard.create_fn_name() not in _ON_TENSORS
+
+
+def _effects(side_effects: Any) -> list[Effect]:
+    found = []
+    for changed in side_effects._get_modified_vars():
+        source = getattr(changed, "source", None)
+        name = getattr(source, "name", None)
+        if name is None or not name.startswith((_OWN, "G[")):
+            continue
+        attributes = side_effects.store_attr_mutations.get(changed, {})
+        for attribute, value in attributes.items():
+            held = getattr(getattr(changed, "value", None), attribute, None)
+            constant = value.is_python_constant()
+            before, after = (held, value.as_python_constant()) if constant else (None, None)
+            found.append(Effect(f"{_plain(name)}.{attribute}", before, after, changed.value if constant else None))
+        if not attributes:
+            found.append(Effect(_plain(name), None, None))
+    return found
+
+
+_REWRITES = (
+    (re.compile(r"L\['self'\](?:\.__dict__\['_modules'\]|\._modules)\['model'\]"), "model"),
+    (re.compile(r"L\['self'\](?:\.__dict__\['_modules'\]|\._modules)\['loss_fn'\]|L\['self'\]\.loss_fn"), "loss_fn"),
+    (
+        re.compile(r"(?:\.__dict__\['_(?:modules|parameters|buffers)'\]|\._(?:modules|parameters|buffers))\['(\w+)'\]"),
+        r".\1",
+    ),
+    (re.compile(r"\.__dict__\['(\w+)'\]"), r".\1"),
+    (re.compile(r"G\['__import_(\w+)'\]"), r"\1"),
+    (re.compile(r"G\['(\w+)'\]"), r"\1"),
+)
+
+
+def _plain(source: str) -> str:
+    """A source of TorchDynamo's as a user would write it."""
+    for pattern, word in _REWRITES:
+        source = pattern.sub(word, source)
+    return source.replace("_dot_", ".")
+
+
+def _words(guard: str) -> str:
+    """A guard that failed, with the line that has read the value."""
+    condition, *comments = (part.strip() for part in guard.split("  # "))
+    where = f" (read at {comments[-1]})" if comments else ""
+    return f"'{_plain(condition)}' held at capture, and no longer holds{where}"

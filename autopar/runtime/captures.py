@@ -1,0 +1,83 @@
+"""The graphs of a program: each with what it is valid for, found again as long as that holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from autopar.errors import AutoparWarning, CaptureError, SignatureError
+from autopar.ir.batch import Batch
+from autopar.ir.guards import Guards, global_state
+
+Compiled = TypeVar("Compiled")
+
+_OTHERS = ("transformers.", "torch.")
+"""How names of what libraries do for themselves begin: no user reads it."""
+MOST_CHANGES = 3
+"""Batches in succession, of a signature that was captured before, that may need a capture of their own since something
+that Python holds has changed. What changes at every step is named rather than captured for ever."""
+
+
+class Captures(Generic[Compiled]):
+    """What was made of each capture, by the batch's signature and what Python held."""
+
+    def __init__(self, says: bool) -> None:
+        """`says`: whether this rank is the one that tells the user."""
+        self._says = says
+        self._by_key: dict[Hashable, list[tuple[Guards | None, Compiled]]] = {}
+        self._changes = 0
+        self._reason = ""
+
+    def find(self, key: Hashable) -> Compiled | None:
+        """What was made for this key, where all that the model reads is as it was then; else `None`.
+
+        Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too.
+        """
+        entries = self._by_key.get(key, [])
+        for guards, compiled in entries:
+            reason = None if guards is None else guards.changed()
+            if reason is None:
+                self._changes = 0
+                return compiled
+            self._reason = reason
+        if entries:
+            self._changes += 1
+            if self._changes > MOST_CHANGES:
+                raise CaptureError(
+                    f"something that the model or the loss reads has changed before each of the last {self._changes} "
+                    f"batches, and each time the step had to be captured again: {self._reason}. Keep what changes at "
+                    "every step in a tensor: a buffer of the model, or a part of the batch"
+                )
+        return None
+
+    def add(self, key: Hashable, guards: Guards | None, compiled: Compiled) -> None:
+        """Keeps what was made of a capture. Warns, once, of what the captured code does besides computing."""
+        lost = [] if guards is None else [e.what for e in guards.effects if not e.what.startswith(_OTHERS)]
+        if lost and self._says:
+            self._says = False
+            shown = ", ".join(f"'{w}'" for w in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+            warnings.warn(
+                f"running the model sets or changes {shown}, which the captured step does not do: what reads it "
+                "outside of the model finds what was there before. Return it from forward, or keep it in a buffer",
+                AutoparWarning,
+                stacklevel=2,
+            )
+        self._by_key.setdefault(key, []).insert(0, (guards, compiled))
+
+    def __iter__(self) -> Iterator[Compiled]:
+        return (compiled for entries in self._by_key.values() for _, compiled in entries)
+
+
+def signature_key(model: nn.Module, batch: Batch) -> Hashable:
+    """What a captured graph is valid for, besides its guards: the batch's signature and PyTorch's global state."""
+    key = (batch.signature, model.training, global_state())
+    try:
+        hash(key)
+    except TypeError as e:
+        raise SignatureError(
+            f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
+        ) from e
+    return key

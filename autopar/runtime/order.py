@@ -1,0 +1,78 @@
+"""What ranks compare before the first step: that they compute the same, and issue the same collectives in one order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch.fx
+
+from autopar.errors import PlanMismatchError
+from autopar.ir.aliases import is_view
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.process_group import Rendezvous
+from autopar.spec.plan import Plan
+from autopar.strategies.lowering import StepProgram
+
+
+class CollectiveOrder:
+    """Holds every program of a plan, on every rank, to one order of collectives, before the first is issued."""
+
+    def __init__(self, rendezvous: Rendezvous, plan: Plan) -> None:
+        self._rendezvous = rendezvous
+        self._plan = plan
+        self._hash: str | None = None
+
+    def check(self, program: StepProgram, graph: TrainingGraph) -> None:
+        """Raises `PlanMismatchError` where ranks, or batches of different shapes, would issue different collectives, or
+        where ranks compute different things on batches of one shape."""
+        if self._hash is None:
+            self._rendezvous.agree("plan", self._plan.digest)
+            self._rendezvous.agree("order of collectives", program.order_hash)
+            self._same_step(graph)
+            self._hash = program.order_hash
+        elif program.order_hash != self._hash:
+            raise PlanMismatchError(
+                "this batch leads to another order of collectives than the first one: ranks would exchange the wrong "
+                "tensors. Does the model's structure depend on the batch?"
+            )
+
+    def _same_step(self, graph: TrainingGraph) -> None:
+        """Compares what ranks compute: on batches of one shape every operator and constant, else which operators
+        there are, for views and constants may differ with the shape."""
+        if self._rendezvous.group.world_size == 1 or graph.joint is None:
+            return
+        shapes, nodes, operators = _described(graph.joint.module.graph)
+        texts = self._rendezvous.exchange("step", json.dumps([shapes, _digest(nodes), operators]))
+        for rank, text in enumerate(texts):
+            their_shapes, their_nodes, their_operators = json.loads(text)
+            if their_shapes == shapes and their_nodes != _digest(nodes):
+                differ = sorted(set(operators) ^ set(their_operators)) or ["a constant, as a probability or a factor"]
+                raise PlanMismatchError(
+                    f"rank {self._rendezvous.group.rank} and rank {rank} compute different things on batches of the "
+                    f"same shapes; they differ in {', '.join(differ[:5])}. All ranks must build the same model, with "
+                    "the same settings and loss"
+                )
+
+
+def _described(graph: torch.fx.Graph) -> tuple[list[str], list[str], list[str]]:
+    """Shapes of the inputs; each node with its constants; the operators, less those that only look at memory."""
+    shapes, nodes, operators = [], [], set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            shapes.append(f"{tuple(value.shape)} {value.dtype}")
+        elif node.op == "call_function":
+            nodes.append(f"{node.target} {_constants((node.args, node.kwargs))}")
+            if not is_view(node):
+                operators.add(str(node.target))
+    return shapes, nodes, sorted(operators)
+
+
+def _constants(arguments: Any) -> str:
+    return str(torch.fx.node.map_arg(arguments, lambda n: n.name))
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]

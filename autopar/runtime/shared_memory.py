@@ -1,0 +1,36 @@
+"""Parameters that share memory without being one parameter: what one's update writes, the other's reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from torch import nn
+
+from autopar.errors import OptimizerError
+
+
+def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises `OptimizerError` where two parameters that are trained overlap in memory, or one overlaps with itself: the
+    order of their updates decides what they become, and a plan may update them on different ranks."""
+    names = {p: n for n, p in reversed(list(parameters.items())) if p.requires_grad and p.numel()}
+    spans = sorted((*_span(p), n) for p, n in names.items())
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            raise OptimizerError(
+                f"parameters '{first}' and '{second}' share memory, but are two parameters, each with an update of its "
+                "own: make them one (`b.weight = a.weight`), or give one memory of its own (`p.data = p.data.clone()`)."
+                " With optimize() without an optimizer they may stay as they are"
+            )
+    for p, name in names.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+            raise OptimizerError(
+                f"parameter '{name}' of shape {tuple(p.shape)} is expanded: several of its elements are one place in "
+                "memory. Give it memory of its own with `p.data = p.data.contiguous()`"
+            )
+
+
+def _span(p: nn.Parameter) -> tuple[int, int]:
+    """The addresses between which a parameter lies."""
+    last = sum(stride * (size - 1) for stride, size in zip(p.stride(), p.shape, strict=True))
+    return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()

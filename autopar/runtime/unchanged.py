@@ -1,0 +1,107 @@
+"""What of a model's tensors and hooks must stay as it was when its program was made, and is looked at before each step.
+
+DDP sees the model anew in each step. A program has the parameters, the tensors behind them and the set of those that
+are trained written into its plan; so what would make it compute something else is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import OptimizerError, PlanMismatchError
+
+_AGAIN = "Call autopar.optimize again, with the model as it is now"
+
+
+class Unchanged:
+    """A model's parameters, buffers and hooks, as they are when this is made."""
+
+    def __init__(
+        self,
+        owners: Mapping[str, nn.Module],
+        buffers: MutableMapping[str, torch.Tensor],
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        """`owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
+        of buffers that the program runs on, in which those are replaced that the model replaces. `optimizer`: where
+        the program runs it, and gradients are not left on the parameters."""
+        self._buffers = buffers
+        self._optimizer = optimizer
+        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool, str]] = []
+        self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        self._pinned: dict[str, tuple[nn.Parameter, int]] = {}
+        for prefix, owner in owners.items():
+            for path, module in owner.named_modules(remove_duplicate=False):
+                start = prefix + (path + "." if path else "")
+                for key, p in module._parameters.items():
+                    if p is not None:
+                        self._parameters.append((module._parameters, key, p, p.requires_grad, start + key))
+                for key, b in module._buffers.items():
+                    if b is not None and start + key in buffers:
+                        self._held.append((module._buffers, key, start + key))
+        self._refuse_hooks()
+
+    def pin(self, parameters: Mapping[str, nn.Parameter], names: Iterable[str]) -> None:
+        """From now on, the memory of these parameters must stay where it is: the program holds views of it."""
+        for name in names:
+            self._pinned.setdefault(name, (parameters[name], parameters[name].data_ptr()))
+
+    def check(self) -> None:
+        """Raises `PlanMismatchError` or `OptimizerError`, with the name, where something is other than it was. Buffers
+        that the model has replaced are taken over."""
+        hooks = self._optimizer is not None
+        for table, key, p, trains, name in self._parameters:
+            if table.get(key) is not p or p.requires_grad is not trains:
+                raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
+            if hooks and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                self._refuse_hooks()
+        for held, key, name in self._held:
+            buffer, mine = held.get(key), self._buffers[name]
+            if buffer is not mine:
+                self._take_over(name, buffer, mine)
+        for name, (p, at) in self._pinned.items():
+            if p.data_ptr() != at:
+                raise PlanMismatchError(
+                    f"the memory of parameter '{name}' was replaced (by `p.data = ...`, or by `model.to(...)`), and "
+                    f"the plan updates it in parts: copy into it instead, with `p.data.copy_(...)`. Else: {_AGAIN}"
+                )
+        if self._optimizer is not None and (
+            self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
+        ):
+            self._refuse_hooks()
+
+    def _parameter_changed(self, now: nn.Parameter | None, p: nn.Parameter, name: str) -> str:
+        if now is not p:
+            return f"parameter '{name}' was replaced by another tensor, or removed, which is in no plan. {_AGAIN}"
+        if p.requires_grad:
+            return f"parameter '{name}' was frozen when the plan was made, and trains now: it is in no plan. {_AGAIN}"
+        return f"parameter '{name}' was trained when the plan was made, and is frozen now. {_AGAIN}"
+
+    def _take_over(self, name: str, buffer: torch.Tensor | None, mine: torch.Tensor) -> None:
+        if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (mine.shape, mine.dtype, mine.device):
+            found = "nothing" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+            raise PlanMismatchError(
+                f"buffer '{name}' was replaced by one that the captured step does not fit: {found} in place of "
+                f"{tuple(mine.shape)} {mine.dtype} on {mine.device}. {_AGAIN}"
+            )
+        self._buffers[name] = buffer
+
+    def _refuse_hooks(self) -> None:
+        if self._optimizer is None:
+            return
+        for _, _, p, _, name in self._parameters:
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise OptimizerError(
+                    f"parameter '{name}' has a hook on its gradient, which a step that runs as one program would not "
+                    "call: remove it, or leave the optimizer out of optimize() and step it yourself, where hooks run"
+                )
+        for when in ("pre", "post"):
+            if getattr(self._optimizer, f"_optimizer_step_{when}_hooks"):
+                raise OptimizerError(
+                    f"the optimizer has a step {when}-hook, which a step that runs as one program would not call: "
+                    "remove it and call what it does around program.step(), or leave the optimizer out of optimize()"
+                )
