@@ -19,7 +19,7 @@ from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import Scope, check_optimizer, context_for, described, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.profile import node_seconds
-from autopar.runtime.program import Program, Settings
+from autopar.runtime.program import Check, Program, Settings
 from autopar.runtime.shared_memory import check_memory
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
@@ -105,6 +105,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     time_budget_s: float = 10.0,
     timeout_s: float = 300.0,
     seed: int = 0,
+    check: Check = "first",
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
     """Makes `model` a distributed training program on the ranks of this job (torchrun's, or this process alone).
@@ -132,6 +133,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
         measure_compute: times the model's forward and backward pass here, a few runs of them, and takes that for what
             devices of this kind do; else they are computed from what the devices reach.
+        check: which steps are compared with the model run eagerly: the "first", "always", or "never".
         timeout_s: how long a collective may wait for a late rank.
 
     Raises:
@@ -154,7 +156,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
                 + "; ".join(ClusterSpec.model_validate(plan.cluster.spec).difference(cluster_spec)[:5])
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
-    said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}"
+    said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
     _check_alike(model, loss_fn, group, said, plan)
     batch = example_batch(model) if example_inputs is None else example_inputs
     mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
@@ -179,7 +181,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         plan = _plan_on_rank_0(group, lambda: _that_fits(make, mode == "step"))
         if plan.recompute != "none":
             graph = capture(plan.recompute)
-    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters)
+    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters, check)
     key = signature_key(model, flat)
     if optimizer is None:
         module = SyncedModule(model, plan, group, settings, context)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class Batch:
     def size(self) -> int | None:
         """Samples in the batch: dimension 0 of its first tensor that has one."""
         return next((int(t.shape[0]) for t in self.tensors if t.dim() > 0), None)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The batch in its original structure, with other tensors in place of its own."""

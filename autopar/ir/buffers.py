@@ -11,15 +11,17 @@ from autopar.ir.capture import JointGraph
 
 aten = torch.ops.aten
 
-_BATCH_NORMS = frozenset(
-    {
-        aten._native_batch_norm_legit_functional.default,
-        aten._batch_norm_with_update_functional.default,
-        aten.cudnn_batch_norm.default,
-    }
-)
+_TRAINS_AT = {
+    aten._native_batch_norm_legit_functional.default: 5,
+    aten._batch_norm_with_update_functional.default: None,
+    aten.cudnn_batch_norm.default: 5,
+    aten.native_batch_norm_backward.default: 7,
+    aten.batch_norm_backward.default: 7,
+    aten.cudnn_batch_norm_backward.default: None,
+}
+"""Batch normalization, and which argument says whether it trains; `None`: it always does."""
 _STATISTICS = slice(3, 5)
-"""Arguments of these: the running mean and variance, which in training mode none but their own new values depend on."""
+"""Their running mean and variance, on which in training nothing depends but their own new values."""
 
 
 def read_and_written(joint: JointGraph) -> tuple[str, ...]:
@@ -36,28 +38,24 @@ def read_and_written(joint: JointGraph) -> tuple[str, ...]:
 
 
 def _reaches(start: torch.fx.Node, results: set[torch.fx.Node]) -> bool:
-    found: set[torch.fx.Node] = {start}
-    frontier = [start]
+    found, frontier = {start}, [start]
     while frontier:
         node = frontier.pop()
         if node in results:
             return True
-        for user in node.users:
-            if user.op == "output" or user in found:
-                continue
-            if user.target in _BATCH_NORMS and node not in _without_statistics(user):
-                values = [u for u in user.users if u.target is operator.getitem and int(u.args[1]) >= 3]  # type: ignore[arg-type]
-                found.update(values)
-                frontier.extend(values)
-                continue
-            found.add(user)
-            frontier.append(user)
+        dependent = [u for user in node.users for u in _dependent(user, node) if u.op != "output" and u not in found]
+        found.update(dependent)
+        frontier += dependent
     return False
 
 
-def _without_statistics(norm: torch.fx.Node) -> tuple[object, ...]:
-    """What a batch normalization's result depends on: in training mode all but the running statistics."""
-    args = list(norm.args)
-    if norm.target is aten._batch_norm_with_update_functional.default or args[5] is True:
+def _dependent(user: torch.fx.Node, node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What depends on `node` where `user` reads it: of a batch normalization's statistics, their new values alone."""
+    if user.target not in _TRAINS_AT:
+        return [user]
+    trains_at, args = _TRAINS_AT[user.target], list(user.args)
+    if trains_at is None or args[trains_at] is True:
         args[_STATISTICS] = [None, None]
-    return tuple(args)
+    if node in args:
+        return [user]
+    return [u for u in user.users if u.target is operator.getitem and u.args[1] in (3, 4, 5)]

@@ -98,8 +98,11 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from output_tensors(value)
 
 
-def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
-    """Captures one training step on `batch`; raises `CaptureError` with the line that stands in the way."""
+def capture_joint(
+    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", rewritten: bool = True
+) -> JointGraph:
+    """Captures one training step on `batch`; raises `CaptureError` with the line that stands in the way. `rewritten`:
+    whether what autograd's tracing leaves behind is simplified."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     step = _Step(model, loss_fn, batch, mode)
@@ -115,7 +118,8 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
             raise _explained(e, "the backward pass cannot be traced") from e
         module = joint.graph_module
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    simplify(module.graph)
+    if rewritten:
+        simplify(module.graph)
     return replace(_describe(module, mode), guards=guards)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -163,6 +163,22 @@ class OptimizerPart:
     def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
         """The optimizer state of each fragment."""
         return [(f, self._part.state[leaf]) for f, leaf in zip(self.fragments, self._leaves, strict=True)]
+
+    def kept_state(self) -> Callable[[], None]:
+        """Keeps the state as it is; what is returned puts it back."""
+        state = self._part.state
+        kept = [(leaf, copy.deepcopy(dict(state[leaf]))) for leaf in self._leaves if leaf in state]
+
+        def put_back() -> None:
+            for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+                for held in (self._part.state, *([self._whole.state] if fragment.whole else [])):
+                    held.pop(leaf, None)
+            for index, leaf in enumerate(self._leaves):
+                for of, state in kept:
+                    if of is leaf:
+                        self.load_state(index, state)
+
+        return put_back
 
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         """Sets the optimizer state of one fragment."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from types import FunctionType
 from typing import Any
 
 import torch.fx
@@ -64,10 +65,15 @@ def _described(graph: torch.fx.Graph) -> tuple[list[str], list[str], list[str]]:
             value = node.meta["val"]
             shapes.append(f"{tuple(value.shape)} {value.dtype}")
         elif node.op == "call_function":
-            nodes.append(f"{node.target} {_constants((node.args, node.kwargs))}")
+            nodes.append(f"{_name(node.target)} {_constants((node.args, node.kwargs))}")
             if not is_view(node):
-                operators.add(str(node.target))
+                operators.add(_name(node.target))
     return shapes, nodes, sorted(operators)
+
+
+def _name(target: Any) -> str:
+    """An operator by name, without the address that it has in one process."""
+    return str(getattr(target, "__qualname__", target)) if isinstance(target, FunctionType) else str(target)
 
 
 def _constants(arguments: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,11 +28,14 @@ from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.parts import added
+from autopar.runtime.probes import probes
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
+from autopar.runtime.proof import Proof, fits, shares
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
+from autopar.runtime.subject import Subject
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.cluster import ClusterSpec
@@ -40,6 +44,8 @@ from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
 
 Weight = Callable[[Any], float] | None
+Check = Literal["first", "always", "never"]
+"""Which steps are compared with the model run eagerly."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Settings:
     weight: Weight = None
     """From a batch to how much it counts in the global mean; `None`: read off the loss."""
     unused_parameters: Unused = "error"
+    check: Check = "never"
 
 
 @dataclass(eq=False)
@@ -147,13 +154,11 @@ class Program:
         self._check_batches(batches)
         compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
-        with self._times.one(), torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
-            if len(batches) == 1:
-                loss = self._run_one(compiled[0], batches[0], originals[0])
-            else:
-                loss = self._run_many(compiled, batches, originals)
-        shared = [self._buffers[n] for n in compiled[-1].shared_buffers]
-        take_from_rank_0(shared, self._group, f"buffers of step {self._steps}")
+        if self.settings.check == "never" or (self.settings.check == "first" and self._steps):
+            with self._times.one():
+                loss = self._run(compiled, batches, originals)
+        else:
+            loss = self._proved(compiled, batches, originals)
         self._steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return loss
@@ -263,6 +268,21 @@ class Program:
             if compiled.finish is not None:
                 self._observe(compiled.finish)
 
+    @contextmanager
+    def _also_observed(self, observer: Observer) -> Iterator[None]:
+        users = self._observer
+
+        def both(fragment: Fragment, gradient: torch.Tensor) -> None:
+            observer(fragment, gradient)
+            if users is not None:
+                users(fragment, gradient)
+
+        self.observe(both)
+        try:
+            yield
+        finally:
+            self.observe(users)
+
     def _observe(self, module: torch.fx.GraphModule) -> None:
         for m in module.children():
             if isinstance(m, Update):
@@ -287,6 +307,70 @@ class Program:
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
+
+    def _run(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
+        with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
+            if len(batches) == 1:
+                loss = self._run_one(compiled[0], batches[0], originals[0])
+            else:
+                loss = self._run_many(compiled, batches, originals)
+        shared = [self._buffers[n] for n in compiled[-1].shared_buffers]
+        take_from_rank_0(shared, self._group, f"buffers of step {self._steps}")
+        return loss
+
+    def _proved(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
+        """The step, compared with the model run eagerly, where memory allows it on all ranks."""
+        run = partial(self._run, compiled, batches, originals)
+        subject = Subject(
+            model=self.model,
+            loss_fn=self.settings.loss_fn,
+            graph=compiled[-1].graph,
+            parameters={p.name: self._parameters[p.name] for p in compiled[-1].graph.parameters},
+            probes=probes(compiled[-1].program.groups),
+            buffers=self._buffers,
+            shared_buffers=compiled[-1].shared_buffers,
+            group=self._group,
+            optimizer=self.optimizer,
+            elementwise=self._context.elementwise_update,
+            max_norm=self.settings.clip_grad_norm,
+            arguments=lambda: [*self._arguments(compiled[-1], batches[-1]), self._tangent(compiled[-1], 1.0)],
+            run=run,
+            observed=self._also_observed,
+            gathered=self.gathered,
+            random=lambda: self._random,
+            restored=self._restored,
+        )
+        weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
+        proof = Proof(subject, [b.to(self._device) for b in batches], shares(weights, self._group))
+        if not fits(subject):
+            return run()
+        if self._steps == 0:
+            users, self._observer = self._observer, None  # they see the steps that are kept
+            proof.trial()
+            self._observer = users
+        return proof.step()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Puts back, at its end, what a step changes: parameters, the optimizer's state, buffers, random numbers."""
+        self.synchronize()
+        held = {**self._buffers, **self._resident.shards}
+        held |= {n: p.detach() for n, p in self._parameters.items() if n not in self._resident.shards}
+        values = [(t, t.clone()) for t in held.values()]
+        states = [part.kept_state() for part in self._parts.values()]
+        random = self._random.state()
+        outside = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            self.synchronize()
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
+            for put_back in states:
+                put_back()
+            self._random.load_state(random)
+            torch.set_rng_state(outside)
 
     def _run_one(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
         arguments = self._arguments(compiled, batch)

@@ -71,9 +71,7 @@ def test_an_operator_is_measured_once(nothing_known: Path) -> None:
 
 def test_a_plan_may_rest_on_it() -> None:
     """The devices are said to be many thousand times slower than any is, which the measured plan does not believe."""
-    text = (
-        "{hosts: [{name: h, count: 2, devices: {kind: cpu, peak_flops: 1 MFLOP/s}}], network: {bandwidth: 1 Gbit/s}}"
-    )
+    text = "{hosts: [{name: h, count: 2, devices: {kind: cpu, peak_flops: 1 MFLOP/s}}], network: {bandwidth: 1 Gbit/s}}"
     slow = ClusterSpec.loads(text)
     told, found = (
         autopar.plan(

@@ -1,0 +1,94 @@
+"""Where a step goes wrong: in what was captured, in what was rewritten, or in how ranks synchronize it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from autopar.ir.batch import Batch, flatten
+from autopar.ir.capture import JointGraph, Mode, capture_joint
+from autopar.ir.structure import is_random
+
+_SHOWN = 5
+
+
+def blame(wrong: Mapping[str, float], how: str, where: str) -> str:
+    """The message for what differs, by how many times what is allowed."""
+    worst = sorted(wrong.items(), key=lambda x: -x[1])
+    shown = "; ".join(f"{what} by {times:.3g} times what is allowed" for what, times in worst[:_SHOWN])
+    more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+    return (
+        f"the program does not compute what the model computes eagerly{', ' + how if how else ''}: {shown}{more}. "
+        f"{where}. This is a fault of autopar: please report it. With check='never', nothing is compared"
+    )
+
+
+def first_difference(
+    model: nn.Module, loss_fn: Any, batch: Any, joint: JointGraph, arguments: Sequence[torch.Tensor], mode: Mode
+) -> str:
+    """Says at which node the rewritten graph parts from the one that was captured, if at any.
+
+    `arguments`: of the joint graph's placeholders, in order. The model is captured once more, without any rewriting.
+    """
+    flat = batch if isinstance(batch, Batch) else flatten(batch)
+    raw = capture_joint(model, flat, loss_fn, mode, rewritten=False)
+    if raw.inputs != joint.inputs or any(is_random(n) for n in raw.module.graph.nodes):
+        return "Where it begins was not looked for, as the model draws random numbers"
+    known = _Values(raw.module)
+    known.run(*arguments)
+    told = _Compared(joint.module, known.values)
+    told.run(*arguments)
+    if told.first is None:
+        return "One rank's graph computes what was captured, so it lies in the capture itself, or between the ranks"
+    line = _line(told.first)
+    return f"It begins at '{told.first.name}' ({told.first.target}){line}"
+
+
+def _line(node: torch.fx.Node) -> str:
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return f", which computes {lines[-2].strip()}: {lines[-1].strip()}" if len(lines) > 1 else ""
+
+
+class _Values(torch.fx.Interpreter):
+    """Runs a graph and keeps a copy of every value, by its node's name."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor):
+            self.values[n.name] = value.detach().clone()
+        return value
+
+
+class _Compared(torch.fx.Interpreter):
+    """Runs a graph and looks for the first value that is not the known one of its name."""
+
+    def __init__(self, module: torch.fx.GraphModule, known: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(module)
+        self.first: torch.fx.Node | None = None
+        self._known = known
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        value = super().run_node(n)
+        other = self._known.get(n.name)
+        if self.first is None and isinstance(value, torch.Tensor) and other is not None and not _alike(value, other):
+            self.first = n
+        return value
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not (a.is_floating_point() and b.is_floating_point()) or not a.numel():
+        return True
+    scale = float(b.double().abs().max())
+    narrow = min(a.dtype.itemsize, b.dtype.itemsize)
+    off = float((a.double() - b.double()).abs().nan_to_num().max())
+    return off <= {8: 1e-9, 4: 1e-4}.get(narrow, 5e-2) * max(scale, 1e-30)

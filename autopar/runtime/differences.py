@@ -1,0 +1,217 @@
+"""What differs between a step of a program and the model run eagerly, by how many times what is allowed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.fragments import Fragment
+from autopar.runtime.probes import PROJECTIONS, Probe, Seen
+from autopar.runtime.subject import Subject, summed
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-4, torch.float16: 2e-2, torch.bfloat16: 1.2e-1}
+"""Of a difference, relative to the largest value of a gradient, by the narrowest dtype that the step computes in.
+[Empirical: hundreds to thousands of roundings; what differs by more is judged by what rounding does]"""
+_FLOOR = 1e-3
+"""Gradients smaller than so much of the largest one of the model are compared as if they were so large: rounding of
+larger summands may be all that they are, as that of a key's bias in attention."""
+
+Held = Sequence[tuple[Fragment, torch.Tensor, Seen]]
+"""Of each fragment that a rank updates: which of the sampled elements it has, and what was seen of its gradient."""
+
+
+@dataclass
+class Expected:
+    """What the model does eagerly, over all ranks."""
+
+    loss: float
+    seen: dict[str, Seen]
+    buffers: dict[str, torch.Tensor]
+    strangers: list[str] = field(default_factory=list)
+    """Parameters with a gradient that the captured graph has none for."""
+
+    def largest(self, probes: Mapping[str, Probe]) -> float:
+        """The root mean square of the gradient that has the greatest."""
+        return max((float(s.norm) / math.sqrt(max(1, probes[n].numel)) for n, s in self.seen.items()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not as it is eagerly."""
+
+    what: str
+    times: float
+    """How many times what is allowed."""
+
+
+class Comparison:
+    """Compares what a rank has seen of one step with what is expected of it."""
+
+    def __init__(self, subject: Subject, expected: Expected, tolerance: float) -> None:
+        self.of = subject
+        self.expected = expected
+        self.tolerance = tolerance
+        self._largest = expected.largest(subject.probes)
+
+    def scale(self, name: str) -> float:
+        """How large a difference in a gradient's elements is taken to be, as a whole."""
+        probe, seen = self.of.probes[name], self.expected.seen[name]
+        rms = float(seen.norm) / math.sqrt(max(1, probe.numel))
+        most = float(seen.elements.abs().max()) if len(seen.elements) else 0.0
+        return max(rms, most, _FLOOR * self._largest)
+
+    def gradients(self, held: Held) -> tuple[float, list[Difference]]:
+        """The factor by which gradients were clipped, and what differs in them. By all ranks together."""
+        of, seen_of = self.of, self.expected.seen
+        fit = torch.zeros(2, dtype=torch.float64)
+        rows = {n: torch.zeros(2 + PROJECTIONS, dtype=torch.float64) for n in of.probes}
+        for fragment, which, seen in held:
+            name = str(fragment.piece)
+            reference = seen_of[name].elements[which]
+            fit += torch.stack([(seen.elements * reference).sum(), (reference * reference).sum()])
+            own = torch.tensor([float(fragment.tensor.numel()), float(seen.norm) ** 2], dtype=torch.float64)
+            rows[name] += torch.cat([own, seen.projections])
+        packed = summed(torch.cat([fit, *rows.values()]), of.group)
+        factor = 1.0 if of.max_norm is None or packed[1] == 0 else float(packed[0] / packed[1])
+        found = [Difference(f"no gradient of '{n}'", math.inf) for n in self.expected.strangers]
+        square = 0.0
+        for name, row in zip(rows, packed[2:].view(-1, 2 + PROJECTIONS), strict=True):
+            probe, seen = of.probes[name], seen_of[name]
+            copies = float(row[0]) / max(1, probe.numel)
+            if probe.numel and (copies < 1 or copies != round(copies)):
+                found.append(Difference(f"the gradient of '{name}', which {copies:g} ranks hold", math.inf))
+            elif probe.numel:
+                square += float(row[1]) / copies
+                off = (row[2:] / copies - factor * seen.projections).abs().max()
+                allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.tolerance
+                found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
+        for fragment, which, seen in held:
+            name = str(fragment.piece)
+            if len(which):
+                off = (seen.elements - factor * seen_of[name].elements[which]).abs().max()
+                allowed = self.scale(name) * self.tolerance
+                found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
+        if of.max_norm is not None:
+            found += self._clipping(of.max_norm, factor, math.sqrt(square))
+        return factor, found
+
+    def _clipping(self, max_norm: float, factor: float, norm: float) -> list[Difference]:
+        """`norm`: of the gradients that were updated with. PyTorch divides by their norm before, plus 1e-6."""
+        before = norm / factor if factor else 0.0
+        expected = min(before, max_norm * before / (before + 1e-6)) if before else 0.0
+        off = abs(norm - expected)
+        return [
+            Difference("the norm to which gradients are clipped", times(off, 4 * max_norm * self.tolerance)),
+            Difference("the factor that clips gradients", times(max(factor - 1, 0.0), self.tolerance)),
+        ]
+
+    def loss(self, loss: torch.Tensor) -> Difference:
+        """Whether the step has returned the global mean."""
+        off = abs(float(loss) - self.expected.loss)
+        return Difference("the loss", times(off, max(1.0, abs(self.expected.loss)) * self.tolerance))
+
+    def buffers(self) -> list[Difference]:
+        """What differs in this rank's buffers."""
+        of, found = self.of, []
+        for name, value in self.expected.buffers.items():
+            mine = of.buffers.get(name)
+            if mine is None or (name in of.shared_buffers and of.group.rank != 0):
+                continue
+            found.append(Difference(f"buffer '{name}'", difference(mine, value, self.tolerance)))
+        return found
+
+    def updates(
+        self,
+        before: Mapping[str, torch.Tensor],
+        after: Mapping[str, torch.Tensor],
+        states: Mapping[str, dict[str, Any]],
+        factor: float,
+    ) -> list[Difference]:
+        """What differs in the sampled elements' updated values. Elements whose gradient is rounding alone are left
+        out: an optimizer that divides by the gradient's size makes anything of them."""
+        gradients = {n: factor * s.elements for n, s in self.expected.seen.items()}
+        stepped = stepped_elements(self.of, before, gradients, states)
+        found = []
+        for n, value in stepped.items():
+            if not len(value):
+                continue
+            noise = self.scale(n) * self.tolerance
+            known = (gradients[n].abs() > 10 * noise) | (gradients[n] == 0)
+            wide = _wide(value)
+            moved, off = (wide - _wide(before[n])).abs(), (_wide(after[n]) - wide).abs()
+            # A gradient that is off by a tenth moves its update by as much; and the value itself is rounded.
+            slack = 0.2 if self.tolerance > TOLERANCE[torch.float64] else 1e-5
+            allowed = slack * moved.max() + 4 * torch.finfo(value.dtype).eps * wide.abs() + 1e-30
+            worst = torch.where(known, off / allowed, torch.zeros_like(off)).max()
+            found.append(Difference(f"the updated '{n}'", _finite(float(worst))))
+        return found
+
+
+def tolerance_of(graph: TrainingGraph) -> float:
+    """What a difference may be: by the narrowest dtype that the graph computes in."""
+    assert graph.joint is not None
+    values = (n.meta.get("val") for n in graph.joint.module.graph.nodes)
+    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype in TOLERANCE}
+    return max((TOLERANCE[d] for d in dtypes), default=TOLERANCE[torch.float32])
+
+
+def stepped_elements(
+    of: Subject,
+    values: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    states: Mapping[str, dict[str, Any]],
+) -> dict[str, torch.Tensor]:
+    """The sampled elements as a copy of the optimizer, in the user's own settings, updates them."""
+    optimizer = copy.copy(of.optimizer)
+    optimizer.__dict__.pop("step", None)  # a learning-rate scheduler's
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    optimizer.state = defaultdict(dict)
+    place = {p: i for i, g in enumerate(of.optimizer.param_groups) for p in g["params"]}
+    optimizer.param_groups = [{**g, "params": []} for g in of.optimizer.param_groups]
+    leaves = {n: nn.Parameter(v.clone()) for n, v in values.items()}
+    for n, leaf in leaves.items():
+        leaf.grad = gradients[n].to(leaf)
+        optimizer.param_groups[place[of.parameters[of.probes[n].piece.name]]]["params"].append(leaf)
+        if states[n]:
+            optimizer.state[leaf] = states[n]
+    with torch.no_grad():
+        optimizer.step()
+    return {n: leaf.detach() for n, leaf in leaves.items()}
+
+
+def difference(mine: torch.Tensor, reference: torch.Tensor, tolerance: float) -> float:
+    """How many times what is allowed two tensors differ by, relative to the largest value; integers must be equal."""
+    if mine.shape != reference.shape or mine.dtype != reference.dtype:
+        return math.inf
+    if not mine.numel():
+        return 0.0
+    a, b = _wide(mine), _wide(reference)
+    if not bool((torch.isfinite(a) == torch.isfinite(b)).all()):
+        return math.inf
+    off, most = float((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max()), float(b.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    narrow = tolerance if mine.is_floating_point() or mine.is_complex() else 0.0
+    return times(off, most * narrow)
+
+
+def times(off: float, allowed: float) -> float:
+    """How many times what is allowed a difference is."""
+    if off == 0:
+        return 0.0
+    return _finite(off / allowed if allowed else math.inf)
+
+
+def _finite(number: float) -> float:
+    return math.inf if math.isnan(number) else number
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().double().cpu()

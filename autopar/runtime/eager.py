@@ -1,0 +1,85 @@
+"""The user's own model, run eagerly beside its program, and leaving no trace: what the program must equal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.batch import call_model
+from autopar.ir.capture import find_loss
+
+Take = Callable[[str, torch.Tensor], None]
+"""Is given each parameter's name and gradient, once a backward pass, which then lets go of it."""
+
+
+@contextlib.contextmanager
+def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """Puts back what running a model changes: buffers, attributes of its modules, streams of random numbers, gradients.
+
+    `owners`: by what the names of their buffers begin with. The dict that it gives is filled, at its end, with the
+    buffers as running the model has left them.
+    """
+    modules = [m for owner in owners.values() for m in owner.modules()]
+    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+    buffers = dict(_buffers(owners))
+    before = {n: b.detach().clone() for n, b in buffers.items()}
+    parameters = [p for owner in owners.values() for p in owner.parameters()]
+    gradients = [p.grad for p in parameters]
+    random = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    after: dict[str, torch.Tensor] = {}
+    for p in parameters:
+        p.grad = None
+    try:
+        yield after
+    finally:
+        after.update({n: b.detach().clone() for n, b in _buffers(owners)})
+        torch.set_rng_state(random)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        for module, held, own in attributes:
+            vars(module).clear()
+            vars(module).update(held)
+            module._buffers.clear()
+            module._buffers.update(own)
+        with torch.no_grad():
+            for n, b in buffers.items():
+                b.copy_(before[n])
+
+
+def _buffers(owners: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for start, owner in owners.items():
+        for name, buffer in owner.named_buffers():
+            yield start + name, buffer
+
+
+def loss_of(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
+    """The model's loss on a batch, as its program computes it."""
+    output, target = call_model(model, batch, loss_fn is not None)
+    return find_loss(output if loss_fn is None else loss_fn(output, target))  # type: ignore[no-any-return]
+
+
+def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: Take) -> None:
+    """The backward pass; each gradient is handed to `take` and let go of before the next ones are all there."""
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def done(p: torch.Tensor) -> None:
+            assert p.grad is not None
+            with torch.no_grad():
+                take(name, p.grad)
+            p.grad = None
+
+        return done
+
+    handles = [p.register_post_accumulate_grad_hook(hook(n)) for n, p in parameters.items()]  # type: ignore[no-untyped-call]
+    try:
+        loss.reshape(()).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,220 @@
+"""The proof on the first step: all ranks also run the user's model eagerly, and what the program does is compared.
+
+Compared are the loss, every synchronized gradient (by probes, summed over ranks with the weights that the definition of
+the gradient asks for), the updated values (against a copy of the optimizer on the sampled elements), and the buffers;
+first on a trial with slightly perturbed parameters, since zeros hide errors, after which everything is put back; then
+on the step itself. What looks wrong is judged by how far rounding moves the eager result itself, before it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparWarning, VerificationError
+from autopar.ir.batch import Batch
+from autopar.runtime.blame import blame, first_difference
+from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
+from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.runtime.fragments import Fragment
+from autopar.runtime.probes import Probe, Seen
+from autopar.runtime.process_group import Group
+from autopar.runtime.subject import Subject, largest, summed
+
+PERTURBATION = 1e-2
+"""Of the trial's parameters, relative to the root of their mean square."""
+_ROUNDING = 16.0
+"""How many times as much as rounding moves the eager result a difference may be."""
+
+
+class Proof:
+    """Compares one step of a program with the model run eagerly."""
+
+    def __init__(self, subject: Subject, batches: Sequence[Batch], shares: Sequence[float]) -> None:
+        """`batches`: the step's micro-batches. `shares`: how much of the global batch each is."""
+        self.of = subject
+        self.batches = batches
+        self.shares = shares
+        self.tolerance = tolerance_of(subject.graph)
+
+    def trial(self) -> None:
+        """Compares on perturbed parameters, and puts everything back."""
+        with self.of.restored():
+            with self.of.gathered():
+                perturb(self.of.parameters, PERTURBATION)
+            self.step("with slightly perturbed parameters")
+
+    def step(self, how: str = "") -> torch.Tensor:
+        """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
+        of = self.of
+        with of.gathered():
+            expected = self._eagerly()
+            before, states = self._values(), self._states()
+        held: list[tuple[Fragment, torch.Tensor, Seen]] = []
+        with of.observed(lambda f, g: held.append((f, *of.probes[str(f.piece)].of_fragment(f, g)))):
+            loss = of.run()
+        with of.gathered():
+            after = self._values()
+        comparison = Comparison(of, expected, self.tolerance)
+        factor, found = comparison.gradients(held)
+        if of.group.world_size > 1 or len(self.batches) == 1:  # else the loss is that of the last micro-batch
+            found.append(comparison.loss(loss))
+        found += comparison.buffers()
+        if states is not None:
+            found += comparison.updates(before, after, states, factor)
+        self._judge(found, comparison, how)
+        return loss
+
+    def _eagerly(self) -> Expected:
+        """The model on this rank's batches; losses and gradients are summed over ranks."""
+        of = self.of
+        flats = {n: torch.zeros(p.width, dtype=torch.float64) for n, p in of.probes.items()}
+        own: dict[str, list[tuple[str, Probe]]] = {n: [] for n in of.parameters}
+        for n, probe in of.probes.items():
+            own[probe.piece.name].append((n, probe))
+        trained = set(map(id, of.parameters.values()))
+        everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
+        watched = {**of.parameters, **{n: p for n, p in everything.items() if id(p) not in trained}}
+        strangers: set[str] = set()
+        loss = torch.zeros(1, dtype=torch.float64)
+        with of.random(), without_trace(of.owners) as buffers, torch.enable_grad():
+            for batch, share in zip(self.batches, self.shares, strict=True):
+
+                def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
+                    for n, probe in own.get(name, ()):
+                        flats[n] += share * probe.see(gradient).flat()
+                    if name not in own and bool(gradient.count_nonzero()):
+                        strangers.add(name)
+
+                one = loss_of(of.model, of.loss_fn, batch.rebuild(batch.tensors))
+                if share:  # else the loss may be no number
+                    loss += share * one.detach().double().cpu()
+                    backward(one, watched, take)
+        sizes = [len(f) for f in flats.values()]
+        whole = summed(torch.cat([loss, *flats.values()]), of.group)
+        pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
+        seen = {n: of.probes[n].read(piece) for n, piece in pieces.items()}
+        return Expected(float(whole[0]), seen, buffers, sorted(strangers))
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """The sampled elements of the parameters."""
+        return {n: p.elements(self.of.parameters[p.piece.name].detach()).clone() for n, p in self.of.probes.items()}
+
+    def _states(self) -> dict[str, dict[str, Any]] | None:
+        """The optimizer's state of the sampled elements; `None` where updates cannot be looked at by the element."""
+        of, found = self.of, {}
+        if not of.elementwise:
+            return None
+        for n, probe in of.probes.items():
+            p = of.parameters[probe.piece.name]
+            found[n] = {k: _sampled(v, p, probe) for k, v in of.optimizer.state.get(p, {}).items()}
+        return found
+
+    def _judge(self, found: Sequence[Difference], comparison: Comparison, how: str) -> None:
+        """Raises where something differs by more than rounding moves it."""
+        wrong = {n: t for n, t in self._on_any_rank(found).items() if t > 1}
+        if not wrong:
+            return
+        noise = self._rounding(comparison)
+        wrong = {n: t for n, t in wrong.items() if t > _ROUNDING * noise.get(_of_gradient(n), 0.0)}
+        if not wrong or not math.isfinite(comparison.expected.loss):
+            return
+        joint = self.of.graph.joint
+        assert joint is not None
+        with self.of.gathered():
+            arguments = self.of.arguments()
+            where = first_difference(self.of.model, self.of.loss_fn, self.batches[-1], joint, arguments, "step")
+        raise VerificationError(blame(wrong, how, where))
+
+    def _on_any_rank(self, found: Sequence[Difference]) -> dict[str, float]:
+        """The largest difference of each kind on any rank. What only some ranks can name goes by a common name."""
+        named = ["the loss", *(f"{what} '{n}'" for n in self.of.probes for what in ("the gradient of", "the updated"))]
+        common = ["the clipping of gradients, or a gradient that was not captured", "a buffer"]
+        most = dict.fromkeys([*named, *common], 0.0)
+        for d in found:
+            key = d.what if d.what in most else common[d.what.startswith("buffer")]
+            most[key] = max(most[key], min(d.times, 1e30))
+        whole = largest(torch.tensor(list(most.values()), dtype=torch.float64), self.of.group)
+        return dict(zip(most, whole.tolist(), strict=True))
+
+    def _rounding(self, comparison: Comparison) -> dict[str, float]:
+        """How far the eager results move, in what is allowed, where each parameter moves by a rounding."""
+        of, expected = self.of, comparison.expected
+        with of.restored(), of.gathered():
+            perturb(of.parameters, rounding=True)
+            again = self._eagerly()
+        found = {}
+        for n in of.probes:
+            off = (again.seen[n].elements - expected.seen[n].elements).abs()
+            allowed = comparison.scale(n) * self.tolerance
+            found[f"the gradient of '{n}'"] = times(float(off.max()) if len(off) else 0.0, allowed)
+        found["the loss"] = times(abs(again.loss - expected.loss), max(1.0, abs(expected.loss)) * self.tolerance)
+        return found
+
+
+def shares(weights: Sequence[torch.Tensor], group: Group) -> list[float]:
+    """How much of the global batch each of this rank's micro-batches is. By all ranks together."""
+    own = torch.stack([w.detach().cpu() for w in weights])
+    total = summed(own.sum(), group)
+    return [float(w / total) for w in own]
+
+
+def fits(subject: Subject) -> bool:
+    """Whether all ranks have the memory to look: for a copy of the parameters and of the optimizer's state, and for the
+    eager model's activations. Warns, on rank 0, where one has not. By all ranks together."""
+    needed = 3 * subject.graph.parameter_bytes + max((n.live_bytes for n in subject.graph.compute), default=0)
+    free = _free_bytes(subject.model)
+    short = summed(torch.tensor(float(free is not None and free < needed)), subject.group)
+    if short and subject.group.rank == 0:
+        warnings.warn(
+            f"the first step is not compared with the model run eagerly: that takes {needed / 2**30:.1f} GiB besides "
+            f"the step itself, and {int(short)} rank(s) have less. check='never' leaves it out without this word",
+            AutoparWarning,
+            stacklevel=4,
+        )
+    return not short
+
+
+def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, rounding: bool = False) -> None:
+    """Adds noise to whole parameters, the same on all ranks: `relative` to their root mean square, or of one rounding
+    of each element."""
+    with torch.no_grad():
+        for seed, (_, p) in enumerate(sorted(parameters.items())):
+            draw = torch.Generator(p.device).manual_seed(seed)
+            noise = torch.randn(p.shape, generator=draw, dtype=torch.float32, device=p.device).to(p.dtype)
+            if rounding:
+                p.mul_(1 + 2 * torch.finfo(p.dtype).eps * torch.sgn(noise))
+            elif p.numel():
+                size = float(p.detach().abs().float().square().mean().sqrt())
+                p.add_(noise, alpha=relative * max(size, PERTURBATION))
+
+
+def _of_gradient(what: str) -> str:
+    return what.replace("the updated", "the gradient of")
+
+
+def _sampled(value: Any, p: nn.Parameter, probe: Probe) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.copy(value)
+    return (probe.elements(value) if value.shape == p.shape and value.dim() else value).clone()
+
+
+def _free_bytes(model: nn.Module) -> int | None:
+    """Memory that this rank may still take on the model's device; `None` where it is not known."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return None if free is None else free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,74 @@
+"""A program as the proof of its first step sees it, from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.collectives import may_fail
+from autopar.runtime.modules import Observer
+from autopar.runtime.probes import Probe
+from autopar.runtime.process_group import Group
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The program that is looked at."""
+
+    model: nn.Module
+    loss_fn: Any
+    graph: TrainingGraph
+    parameters: Mapping[str, nn.Parameter]
+    """Those that are trained, by the plan's names."""
+    probes: Mapping[str, Probe]
+    """Of the members of the plan's groups, by what they are called."""
+    buffers: Mapping[str, torch.Tensor]
+    shared_buffers: tuple[str, ...]
+    """Those that are rank 0's after a step."""
+    group: Group
+    optimizer: Optimizer
+    elementwise: bool
+    """Whether the optimizer updates each element for itself."""
+    max_norm: float | None
+    arguments: Callable[[], Sequence[torch.Tensor]]
+    """Of the joint graph, on the last micro-batch."""
+    run: Callable[[], torch.Tensor]
+    """The step; returns the global loss."""
+    observed: Callable[[Observer], AbstractContextManager[None]]
+    """Has an observer see what gradients are updated with, while it is open."""
+    gathered: Callable[[], AbstractContextManager[None]]
+    random: Callable[[], AbstractContextManager[None]]
+    """Draws from this rank's stream of random numbers while it is open."""
+    restored: Callable[[], AbstractContextManager[None]]
+    """Puts back, at its end, what a step changes."""
+
+    @property
+    def owners(self) -> dict[str, nn.Module]:
+        """The modules that take part, by what the names of their parameters and buffers begin with."""
+        return {"": self.model} | ({"loss_fn.": self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {})
+
+
+def summed(mine: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over ranks, in place."""
+    return _reduced(mine, group, dist.ReduceOp.SUM)
+
+
+def largest(mine: torch.Tensor, group: Group) -> torch.Tensor:
+    """The largest of all ranks, in place."""
+    return _reduced(mine, group, dist.ReduceOp.MAX)
+
+
+def _reduced(mine: torch.Tensor, group: Group, how: Any) -> torch.Tensor:
+    if group.pg is None:
+        return mine
+    with group.guard("the proof of the first step"), may_fail():
+        dist.all_reduce(mine, op=how, group=group.pg)
+    return mine
