@@ -20,7 +20,7 @@ from autopar.runtime.subject import Subject, summed
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-4, torch.float16: 2e-2, torch.bfloat16: 1.2e-1}
 """Of a difference, relative to the largest value of a gradient, by the narrowest dtype that the step computes in.
 [Empirical: hundreds to thousands of roundings; what differs by more is judged by what rounding does]"""
-_FLOOR = 1e-3
+FLOOR = 1e-3
 """Gradients smaller than so much of the largest one of the model are compared as if they were so large: rounding of
 larger summands may be all that they are, as that of a key's bias in attention."""
 
@@ -61,12 +61,16 @@ class Comparison:
         self.tolerance = tolerance
         self._largest = expected.largest(subject.probes)
 
+    def allowed(self, name: str) -> float:
+        """What a difference may be, relative to the gradient's size."""
+        return max(self.tolerance, self.of.probes[name].rounding)
+
     def scale(self, name: str) -> float:
         """How large a difference in a gradient's elements is taken to be, as a whole."""
         probe, seen = self.of.probes[name], self.expected.seen[name]
         rms = float(seen.norm) / math.sqrt(max(1, probe.numel))
         most = float(seen.elements.abs().max()) if len(seen.elements) else 0.0
-        return max(rms, most, _FLOOR * self._largest)
+        return max(rms, most, FLOOR * self._largest)
 
     def gradients(self, held: Held) -> tuple[float, list[Difference]]:
         """The factor by which gradients were clipped, and what differs in them. By all ranks together."""
@@ -91,13 +95,13 @@ class Comparison:
             elif probe.numel:
                 square += float(row[1]) / copies
                 off = (row[2:] / copies - factor * seen.projections).abs().max()
-                allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.tolerance
+                allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.allowed(name)
                 found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
         for fragment, which, seen in held:
             name = str(fragment.piece)
             if len(which):
                 off = (seen.elements - factor * seen_of[name].elements[which]).abs().max()
-                allowed = self.scale(name) * self.tolerance
+                allowed = self.scale(name) * self.allowed(name)
                 found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
         if of.max_norm is not None:
             found += self._clipping(of.max_norm, factor, math.sqrt(square))
@@ -143,12 +147,12 @@ class Comparison:
         for n, value in stepped.items():
             if not len(value):
                 continue
-            noise = self.scale(n) * self.tolerance
+            noise = self.scale(n) * self.allowed(n)
             known = (gradients[n].abs() > 10 * noise) | (gradients[n] == 0)
             wide = _wide(value)
             moved, off = (wide - _wide(before[n])).abs(), (_wide(after[n]) - wide).abs()
             # A gradient that is off by a tenth moves its update by as much; and the value itself is rounded.
-            slack = 0.2 if self.tolerance > TOLERANCE[torch.float64] else 1e-5
+            slack = 0.2 if self.allowed(n) > TOLERANCE[torch.float64] else 1e-5
             allowed = slack * moved.max() + 4 * torch.finfo(value.dtype).eps * wide.abs() + 1e-30
             worst = torch.where(known, off / allowed, torch.zeros_like(off)).max()
             found.append(Difference(f"the updated '{n}'", _finite(float(worst))))
@@ -188,8 +192,9 @@ def stepped_elements(
     return {n: leaf.detach() for n, leaf in leaves.items()}
 
 
-def difference(mine: torch.Tensor, reference: torch.Tensor, tolerance: float) -> float:
-    """How many times what is allowed two tensors differ by, relative to the largest value; integers must be equal."""
+def difference(mine: torch.Tensor, reference: torch.Tensor, tolerance: float, least: float = 0.0) -> float:
+    """How many times what is allowed two tensors differ by, relative to the largest value, which is taken to be `least`
+    or more; integers must be equal."""
     if mine.shape != reference.shape or mine.dtype != reference.dtype:
         return math.inf
     if not mine.numel():
@@ -199,7 +204,7 @@ def difference(mine: torch.Tensor, reference: torch.Tensor, tolerance: float) ->
         return math.inf
     off, most = float((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max()), float(b.nan_to_num(0.0, 0.0, 0.0).abs().max())
     narrow = tolerance if mine.is_floating_point() or mine.is_complex() else 0.0
-    return times(off, most * narrow)
+    return times(off, max(most, least) * narrow)
 
 
 def times(off: float, allowed: float) -> float:

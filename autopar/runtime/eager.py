@@ -16,6 +16,11 @@ Take = Callable[[str, torch.Tensor], None]
 """Is given each parameter's name and gradient, once a backward pass, which then lets go of it."""
 
 
+def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
+    """The modules that take part in a step, by what the names of their parameters and buffers begin with."""
+    return {"": model} | ({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+
+
 @contextlib.contextmanager
 def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
     """Puts back what running a model changes: buffers, attributes of its modules, streams of random numbers, gradients.

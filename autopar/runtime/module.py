@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.build import named_parameters, training_graph
+from autopar.ir.capture import output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
+from autopar.runtime.differences import tolerance_of
+from autopar.runtime.eager import without_trace
 from autopar.runtime.fragments import Fragment
+from autopar.runtime.local_proof import Ran, SynchronizedOnce, kept, prove_locally
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
@@ -48,6 +52,8 @@ class _Compiled:
     template: Any
     """The model's output, with fake tensors: what the real ones are put into."""
     extra: dict[str, torch.fx.GraphModule] = field(default_factory=dict)
+    proved: bool = False
+    """Whether both passes were compared with the model run eagerly."""
 
     def backward_after_accumulation(self) -> torch.fx.GraphModule:
         if "after" not in self.extra:
@@ -85,6 +91,7 @@ class SyncedModule(nn.Module):
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._steps = 0
+        self._proof: SynchronizedOnce | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
@@ -103,6 +110,8 @@ class SyncedModule(nn.Module):
             if self.settings.weight
             else BatchWeight("samples", constant=float(batch.size or 1)).of(batch.tensors)
         )
+        if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
+            self._prove(compiled, batch, inputs)
         trainable = [self._named[p.name] for p in compiled.graph.parameters]
         outputs = _Run.apply(self, compiled, float(weight), *batch.tensors, *trainable)  # type: ignore[no-untyped-call]
         return fill(compiled.template, iter(outputs))
@@ -179,6 +188,12 @@ class SyncedModule(nn.Module):
             return c.backward(*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
         scalars = [torch.tensor(float(x), dtype=torch.float64, device=saved[0].device) for x in numbers]
+        proof, expected = self._proof if self.settings.check == "always" or not self._steps else None, {}
+        if proof is not None:
+            local = c.local_backward()(*saved, *tangents)[: len(names)]
+            expected = proof.expected(
+                local, self._earlier, weight, 1 + self._earlier_count, weight + self._earlier_weight
+            )
         with self._group.guard(f"backward pass {self._steps}"):
             if self._earlier:
                 earlier = [self._earlier[n] for n in names]
@@ -186,10 +201,52 @@ class SyncedModule(nn.Module):
                 gradients = c.backward_after_accumulation()(*saved, *tangents, *scalars, *earlier)
             else:
                 gradients = c.backward(*saved, *tangents, *scalars)
+        if proof is not None:
+            proof.compare(expected, gradients[: len(names)])
         shared = [self._buffers_by_name[n] for n in c.shared_buffers]
         take_from_rank_0(shared, self._group, f"buffers of backward pass {self._steps}")
         self._steps += 1
         return gradients  # type: ignore[no-any-return]
+
+    def _prove(self, c: _Compiled, batch: Batch, inputs: dict[str, Any]) -> None:
+        """Compares both passes with the model run eagerly, on this rank alone, and has the first synchronized gradients
+        compared later on."""
+        joint = c.graph.joint
+        assert joint is not None
+        parameters = {p.name: self._named[p.name] for p in c.graph.parameters}
+        tolerance = tolerance_of(c.graph)
+        self._proof = SynchronizedOnce(parameters, self._group, tolerance, self.settings.clip_grad_norm is not None)
+        wanted = [int(key) for kind, key in joint.inputs if kind == "tangent"]
+        likes = [joint.outputs[i].meta["val"] for i in wanted]
+        device = next(iter(parameters.values())).device
+        draw = torch.Generator(device).manual_seed(0)
+        tangents = [torch.randn(v.shape, generator=draw, device=device).to(v.dtype) for v in likes]
+        own = leaves(batch)
+        given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
+
+        def eagerly() -> Ran:
+            with self._random, without_trace({"": self.module}) as buffers, torch.enable_grad():
+                outputs = list(output_tensors(self.module(**own.rebuild(own.tensors))))
+                into = [*parameters.values(), *given.values()]
+                found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
+            names = [*(f"the gradient of '{n}'" for n in parameters), *given]
+            return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
+
+        def by_graph() -> Ran:
+            values = self.run_forward(c, batch.tensors)
+            count = len(joint.outputs)
+            with torch.no_grad():
+                found = c.local_backward()(*values[count:], *tangents)
+            names = [*(f"the gradient of '{n}'" for n in parameters), *given]
+            return Ran(_numbered(values[:count]), dict(zip(names, found, strict=True)), _called(self._buffers_by_name))
+
+        @contextlib.contextmanager
+        def restored() -> Iterator[None]:
+            with self._random.kept(), kept([*parameters.values(), *self._buffers_by_name.values()]):
+                yield
+
+        prove_locally(eagerly, by_graph, parameters, restored, tolerance, "It lies in this rank's graphs")
+        c.proved = True
 
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks, as `Program.synchronize_buffers` does."""
@@ -242,6 +299,14 @@ class _Run(torch.autograd.Function):
 def leaves(batch: Batch) -> Batch:
     """The batch with tensors that have no history: what is captured begins with them."""
     return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
+
+
+def _numbered(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"output {i}": value.detach() for i, value in enumerate(outputs)}
+
+
+def _called(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"buffer '{n}'": value for n, value in buffers.items()}
 
 
 def module_batch(model: nn.Module, batch: Any) -> Batch:

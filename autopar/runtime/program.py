@@ -21,9 +21,12 @@ from autopar.ir.weights import BatchWeight, batch_weight
 from autopar.runtime import collectives
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
+from autopar.runtime.differences import tolerance_of
 from autopar.runtime.drift import StepTimes
+from autopar.runtime.eager import owners_of
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
+from autopar.runtime.local_proof import Ran, kept, prove_locally, step_by_graph, step_eagerly
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
@@ -74,6 +77,8 @@ class _Compiled:
     """The step's last micro-batch, written when first needed."""
     local: torch.fx.GraphModule | None = None
     """Another micro-batch, likewise."""
+    proved: bool = False
+    """Whether it was compared with the model run eagerly."""
 
 
 class Program:
@@ -109,8 +114,7 @@ class Program:
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._compiled: Captures[_Compiled] = Captures(says=group.rank == 0)
-        owners = {"": model} | ({"loss_fn.": settings.loss_fn} if isinstance(settings.loss_fn, nn.Module) else {})
-        self._unchanged = Unchanged(owners, self._buffers, optimizer)
+        self._unchanged = Unchanged(owners_of(model, settings.loss_fn), self._buffers, optimizer)
         sliced = {m.name for g in plan.groups for m in g.members if not m.whole}
         self._unchanged.pin(self._parameters, sliced)
         self._random = RandomStream(group.rank, group.world_size)
@@ -155,6 +159,9 @@ class Program:
         compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
         if self.settings.check == "never" or (self.settings.check == "first" and self._steps):
+            for c, b in zip(compiled, batches, strict=True):
+                if self.settings.check == "first" and not c.proved:
+                    self._prove_locally(c, b)
             with self._times.one():
                 loss = self._run(compiled, batches, originals)
         else:
@@ -344,11 +351,36 @@ class Program:
         proof = Proof(subject, [b.to(self._device) for b in batches], shares(weights, self._group))
         if not fits(subject):
             return run()
+        for c in compiled:
+            c.proved = True
         if self._steps == 0:
             users, self._observer = self._observer, None  # they see the steps that are kept
             proof.trial()
             self._observer = users
         return proof.step()
+
+    def _prove_locally(self, c: _Compiled, batch: Batch) -> None:
+        """Compares what was captured later than the first step, on this rank alone. Where rows are spread over the
+        ranks, no rank can run the model by itself, and nothing is compared."""
+        c.proved = True
+        joint = c.graph.joint
+        assert joint is not None
+        if self._resident.shards:
+            return
+        trained = {n: self._parameters[n] for n in joint.gradients}
+        owners = owners_of(self.model, self.settings.loss_fn)
+        on_device = batch.to(self._device)
+
+        def eagerly() -> Ran:
+            with self._random:
+                return step_eagerly(owners, self.settings.loss_fn, on_device, trained, [n for n, _ in joint.mutations])
+
+        def by_graph() -> Ran:
+            with self._random:
+                return step_by_graph(joint, [*self._arguments(c, batch), self._tangent(c, 1.0)])
+
+        self.synchronize()
+        prove_locally(eagerly, by_graph, trained, self._restored, tolerance_of(c.graph), "It lies in a later capture")
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -356,21 +388,14 @@ class Program:
         self.synchronize()
         held = {**self._buffers, **self._resident.shards}
         held |= {n: p.detach() for n, p in self._parameters.items() if n not in self._resident.shards}
-        values = [(t, t.clone()) for t in held.values()]
         states = [part.kept_state() for part in self._parts.values()]
-        random = self._random.state()
-        outside = torch.get_rng_state()
-        try:
-            yield
-        finally:
-            self.synchronize()
-            with torch.no_grad():
-                for tensor, value in values:
-                    tensor.copy_(value)
-            for put_back in states:
-                put_back()
-            self._random.load_state(random)
-            torch.set_rng_state(outside)
+        with self._random.kept(), kept(held.values()):
+            try:
+                yield
+            finally:
+                self.synchronize()
+                for put_back in states:
+                    put_back()
 
     def _run_one(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
         arguments = self._arguments(compiled, batch)

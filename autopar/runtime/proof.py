@@ -31,7 +31,7 @@ from autopar.runtime.subject import Subject, largest, summed
 
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
-_ROUNDING = 16.0
+ROUNDING = 16.0
 """How many times as much as rounding moves the eager result a difference may be."""
 
 
@@ -124,7 +124,7 @@ class Proof:
         if not wrong:
             return
         noise = self._rounding(comparison)
-        wrong = {n: t for n, t in wrong.items() if t > _ROUNDING * noise.get(_of_gradient(n), 0.0)}
+        wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(_of_gradient(n), 0.0)}
         if not wrong or not math.isfinite(comparison.expected.loss):
             return
         joint = self.of.graph.joint

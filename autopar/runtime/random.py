@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 
@@ -15,6 +18,7 @@ class RandomStream:
     def __init__(self, rank: int, world_size: int, seed: int | None = None) -> None:
         self.own = world_size > 1
         self._outside: list[torch.Tensor] = []
+        self._state: list[torch.Tensor] = []
         if self.own:
             seed = (torch.initial_seed() if seed is None else seed) + rank
             self._state = [torch.Generator(d).manual_seed(seed % 2**63).get_state() for d in self._devices()]
@@ -32,6 +36,15 @@ class RandomStream:
         """Continues from a saved state."""
         if self.own and state:
             self._state = [s.clone() for s in state]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Puts the stream back, at its end, to where it is."""
+        before = self._state
+        try:
+            yield
+        finally:
+            self._state = before
 
     def __enter__(self) -> None:
         if self.own:

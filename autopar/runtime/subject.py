@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.collectives import may_fail
+from autopar.runtime.eager import owners_of
 from autopar.runtime.modules import Observer
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
@@ -53,7 +54,7 @@ class Subject:
     @property
     def owners(self) -> dict[str, nn.Module]:
         """The modules that take part, by what the names of their parameters and buffers begin with."""
-        return {"": self.model} | ({"loss_fn.": self.loss_fn} if isinstance(self.loss_fn, nn.Module) else {})
+        return owners_of(self.model, self.loss_fn)
 
 
 def summed(mine: torch.Tensor, group: Group) -> torch.Tensor:
