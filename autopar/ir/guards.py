@@ -102,7 +102,8 @@ def global_state() -> tuple[Any, ...]:
 
 
 def _is_kept(guard: Any) -> bool:
-    return guard.name.startswith((_OWN, "G[")) and guard.create_fn_name() not in _ON_TENSORS
+    """Guards without a name are those on PyTorch's global state."""
+    return bool(guard.name) and "L['tensors']" not in guard.name and guard.create_fn_name() not in _ON_TENSORS
 
 
 def _effects(side_effects: Any) -> list[Effect]:
@@ -110,7 +111,7 @@ def _effects(side_effects: Any) -> list[Effect]:
     for changed in side_effects._get_modified_vars():
         source = getattr(changed, "source", None)
         name = getattr(source, "name", None)
-        if name is None or not name.startswith((_OWN, "G[")):
+        if name is None or not ("G[" in name or _OWN in name):
             continue
         attributes = side_effects.store_attr_mutations.get(changed, {})
         for attribute, value in attributes.items():
@@ -124,6 +125,7 @@ def _effects(side_effects: Any) -> list[Effect]:
 
 
 _REWRITES = (
+    (re.compile(r"dict\(type\((.+?)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]"), r"\1.\2"),  # of its class
     (re.compile(r"L\['self'\](?:\.__dict__\['_modules'\]|\._modules)\['model'\]"), "model"),
     (re.compile(r"L\['self'\](?:\.__dict__\['_modules'\]|\._modules)\['loss_fn'\]|L\['self'\]\.loss_fn"), "loss_fn"),
     (

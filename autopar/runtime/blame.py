@@ -38,10 +38,11 @@ def first_difference(
     raw = capture_joint(model, flat, loss_fn, mode, rewritten=False)
     if raw.inputs != joint.inputs or any(is_random(n) for n in raw.module.graph.nodes):
         return "Where it begins was not looked for, as the model draws random numbers"
-    known = _Values(raw.module)
-    known.run(*arguments)
-    told = _Compared(joint.module, known.values)
-    told.run(*arguments)
+    with torch.no_grad():
+        known = _Values(raw.module)
+        known.run(*arguments)
+        told = _Compared(joint.module, known.values)
+        told.run(*arguments)
     if told.first is None:
         return "One rank's graph computes what was captured, so it lies in the capture itself, or between the ranks"
     line = _line(told.first)
@@ -88,6 +89,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if not (a.is_floating_point() and b.is_floating_point()) or not a.numel():
         return True
+    a, b = a.detach(), b.detach()
     scale = float(b.double().abs().max())
     narrow = min(a.dtype.itemsize, b.dtype.itemsize)
     off = float((a.double() - b.double()).abs().nan_to_num().max())

@@ -24,6 +24,9 @@ FLOOR = 1e-3
 """Gradients smaller than so much of the largest one of the model are compared as if they were so large: rounding of
 larger summands may be all that they are, as that of a key's bias in attention."""
 
+UPDATES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""Of an updated value, relative to the largest update: implementations of one optimizer round differently."""
+
 Held = Sequence[tuple[Fragment, torch.Tensor, Seen]]
 """Of each fragment that a rank updates: which of the sampled elements it has, and what was seen of its gradient."""
 
@@ -72,29 +75,31 @@ class Comparison:
         most = float(seen.elements.abs().max()) if len(seen.elements) else 0.0
         return max(rms, most, FLOOR * self._largest)
 
-    def gradients(self, held: Held) -> tuple[float, list[Difference]]:
-        """The factor by which gradients were clipped, and what differs in them. By all ranks together."""
+    def gradients(self, held: Held) -> tuple[dict[str, torch.Tensor], list[Difference]]:
+        """The sampled elements of the gradients that were updated with, and what differs in them. By all ranks
+        together."""
         of, seen_of = self.of, self.expected.seen
         fit = torch.zeros(2, dtype=torch.float64)
-        rows = {n: torch.zeros(2 + PROJECTIONS, dtype=torch.float64) for n in of.probes}
+        rows = {n: _Row(len(p.indices)) for n, p in of.probes.items()}
         for fragment, which, seen in held:
             name = str(fragment.piece)
             reference = seen_of[name].elements[which]
             fit += torch.stack([(seen.elements * reference).sum(), (reference * reference).sum()])
-            own = torch.tensor([float(fragment.tensor.numel()), float(seen.norm) ** 2], dtype=torch.float64)
-            rows[name] += torch.cat([own, seen.projections])
-        packed = summed(torch.cat([fit, *rows.values()]), of.group)
+            rows[name].add(fragment, which, seen)
+        packed = summed(torch.cat([fit, *(r.flat for r in rows.values())]), of.group)
         factor = 1.0 if of.max_norm is None or packed[1] == 0 else float(packed[0] / packed[1])
         found = [Difference(f"no gradient of '{n}'", math.inf) for n in self.expected.strangers]
-        square = 0.0
-        for name, row in zip(rows, packed[2:].view(-1, 2 + PROJECTIONS), strict=True):
+        elements, square, begin = {}, 0.0, 2
+        for name, row in rows.items():
+            row.flat, begin = packed[begin : begin + len(row.flat)], begin + len(row.flat)
             probe, seen = of.probes[name], seen_of[name]
-            copies = float(row[0]) / max(1, probe.numel)
+            copies = row.held / max(1, probe.numel)
+            elements[name] = row.elements
             if probe.numel and (copies < 1 or copies != round(copies)):
                 found.append(Difference(f"the gradient of '{name}', which {copies:g} ranks hold", math.inf))
             elif probe.numel:
-                square += float(row[1]) / copies
-                off = (row[2:] / copies - factor * seen.projections).abs().max()
+                square += row.square / copies
+                off = (row.projections / copies - factor * seen.projections).abs().max()
                 allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.allowed(name)
                 found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
         for fragment, which, seen in held:
@@ -105,7 +110,7 @@ class Comparison:
                 found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
         if of.max_norm is not None:
             found += self._clipping(of.max_norm, factor, math.sqrt(square))
-        return factor, found
+        return elements, found
 
     def _clipping(self, max_norm: float, factor: float, norm: float) -> list[Difference]:
         """`norm`: of the gradients that were updated with. PyTorch divides by their norm before, plus 1e-6."""
@@ -137,26 +142,54 @@ class Comparison:
         before: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
         states: Mapping[str, dict[str, Any]],
-        factor: float,
+        gradients: Mapping[str, torch.Tensor],
     ) -> list[Difference]:
-        """What differs in the sampled elements' updated values. Elements whose gradient is rounding alone are left
-        out: an optimizer that divides by the gradient's size makes anything of them."""
-        gradients = {n: factor * s.elements for n, s in self.expected.seen.items()}
-        stepped = stepped_elements(self.of, before, gradients, states)
+        """What differs in the sampled elements' values from what the optimizer makes of the gradients that were updated
+        with, which were compared for themselves."""
         found = []
-        for n, value in stepped.items():
-            if not len(value):
-                continue
-            noise = self.scale(n) * self.allowed(n)
-            known = (gradients[n].abs() > 10 * noise) | (gradients[n] == 0)
-            wide = _wide(value)
-            moved, off = (wide - _wide(before[n])).abs(), (_wide(after[n]) - wide).abs()
-            # A gradient that is off by a tenth moves its update by as much; and the value itself is rounded.
-            slack = 0.2 if self.allowed(n) > TOLERANCE[torch.float64] else 1e-5
-            allowed = slack * moved.max() + 4 * torch.finfo(value.dtype).eps * wide.abs() + 1e-30
-            worst = torch.where(known, off / allowed, torch.zeros_like(off)).max()
-            found.append(Difference(f"the updated '{n}'", _finite(float(worst))))
+        for n, value in stepped_elements(self.of, before, gradients, states).items():
+            if len(value):
+                wide = _wide(value)
+                moved, off = (wide - _wide(before[n])).abs().max(), (_wide(after[n]) - wide).abs()
+                allowed = UPDATES[value.dtype] * moved + torch.finfo(value.dtype).eps * wide.abs() + 1e-30
+                found.append(Difference(f"the updated '{n}'", _finite(float((off / allowed).max()))))
         return found
+
+
+class _Row:
+    """What ranks have seen of one member's gradient, added up."""
+
+    def __init__(self, elements: int) -> None:
+        self.flat = torch.zeros(2 + PROJECTIONS + 2 * elements, dtype=torch.float64)
+
+    def add(self, fragment: Fragment, which: torch.Tensor, seen: Seen) -> None:
+        """Adds what a rank has seen of a part of it."""
+        sums, counts = self.flat[2 + PROJECTIONS :].chunk(2)
+        self.flat[0] += fragment.tensor.numel()
+        self.flat[1] += float(seen.norm) ** 2
+        self.flat[2 : 2 + PROJECTIONS] += seen.projections
+        sums[which] += seen.elements
+        counts[which] += 1
+
+    @property
+    def held(self) -> float:
+        """Elements, over all ranks."""
+        return float(self.flat[0])
+
+    @property
+    def square(self) -> float:
+        """The sum of their squares."""
+        return float(self.flat[1])
+
+    @property
+    def projections(self) -> torch.Tensor:
+        return self.flat[2 : 2 + PROJECTIONS]
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """The sampled ones, as the ranks that hold them have them."""
+        sums, counts = self.flat[2 + PROJECTIONS :].chunk(2)
+        return sums / counts.clamp(min=1)
 
 
 def tolerance_of(graph: TrainingGraph) -> float:

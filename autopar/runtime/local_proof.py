@@ -6,8 +6,7 @@ first synchronized gradients are then compared with what its own local ones add 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +42,25 @@ def prove_locally(
     eagerly: Callable[[], Ran],
     by_graph: Callable[[], Ran],
     parameters: Mapping[str, nn.Parameter],
-    restored: Callable[[], contextlib.AbstractContextManager[None]],
+    snapshot: Callable[[], Callable[[], None]],
     tolerance: float,
     where: str,
 ) -> None:
-    """Compares both, on slightly perturbed parameters; what was there before is put back. `restored`: does so. Raises
-    `VerificationError`, by one rank alone, for the others may have nothing to compare."""
-    with restored():
+    """Compares both, on slightly perturbed parameters; what was there before is put back, as `snapshot` has kept it.
+    Raises `VerificationError`, by one rank alone, for the others may have nothing to compare."""
+    put_back = snapshot()
+    try:
         perturb(parameters, PERTURBATION)
+        begin = copies(parameters.values())
         expected = eagerly()
         wrong = _differences(by_graph(), expected, tolerance)
         if not wrong:
             return
+        begin()
         perturb(parameters, rounding=True)
         noise = _differences(eagerly(), expected, tolerance, over=0.0)
+    finally:
+        put_back()
     wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(n, 0.0)}
     if wrong:
         raise VerificationError(blame(wrong, "with slightly perturbed parameters", where))
@@ -166,15 +170,15 @@ class SynchronizedOnce:
             )
 
 
-@contextlib.contextmanager
-def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Puts tensors back to what they hold, and PyTorch's stream of random numbers to where it is."""
+def copies(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Copies tensors, and where PyTorch's stream of random numbers is; what is returned puts that back."""
     before = [(t, t.detach().clone()) for t in tensors]
     random = torch.get_rng_state()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         torch.set_rng_state(random)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
+
+    return put_back

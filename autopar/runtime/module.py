@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
 from autopar.runtime.fragments import Fragment
-from autopar.runtime.local_proof import Ran, SynchronizedOnce, kept, prove_locally
+from autopar.runtime.local_proof import Ran, SynchronizedOnce, copies, prove_locally
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
@@ -240,12 +240,16 @@ class SyncedModule(nn.Module):
             names = [*(f"the gradient of '{n}'" for n in parameters), *given]
             return Ran(_numbered(values[:count]), dict(zip(names, found, strict=True)), _called(self._buffers_by_name))
 
-        @contextlib.contextmanager
-        def restored() -> Iterator[None]:
-            with self._random.kept(), kept([*parameters.values(), *self._buffers_by_name.values()]):
-                yield
+        def snapshot() -> Callable[[], None]:
+            tensors, stream = copies([*parameters.values(), *self._buffers_by_name.values()]), self._random.kept()
 
-        prove_locally(eagerly, by_graph, parameters, restored, tolerance, "It lies in this rank's graphs")
+            def put_back() -> None:
+                tensors()
+                stream()
+
+            return put_back
+
+        prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
         c.proved = True
 
     def synchronize_buffers(self) -> None:

@@ -176,7 +176,7 @@ class OptimizerPart:
             for index, leaf in enumerate(self._leaves):
                 for of, state in kept:
                     if of is leaf:
-                        self.load_state(index, state)
+                        self.load_state(index, copy.deepcopy(state))
 
         return put_back
 

@@ -26,7 +26,7 @@ from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager import owners_of
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
-from autopar.runtime.local_proof import Ran, kept, prove_locally, step_by_graph, step_eagerly
+from autopar.runtime.local_proof import Ran, copies, prove_locally, step_by_graph, step_eagerly
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
@@ -345,7 +345,7 @@ class Program:
             observed=self._also_observed,
             gathered=self.gathered,
             random=lambda: self._random,
-            restored=self._restored,
+            snapshot=self._snapshot,
         )
         weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
         proof = Proof(subject, [b.to(self._device) for b in batches], shares(weights, self._group))
@@ -380,22 +380,25 @@ class Program:
                 return step_by_graph(joint, [*self._arguments(c, batch), self._tangent(c, 1.0)])
 
         self.synchronize()
-        prove_locally(eagerly, by_graph, trained, self._restored, tolerance_of(c.graph), "It lies in a later capture")
+        prove_locally(eagerly, by_graph, trained, self._snapshot, tolerance_of(c.graph), "It lies in a later capture")
 
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Puts back, at its end, what a step changes: parameters, the optimizer's state, buffers, random numbers."""
+    def _snapshot(self) -> Callable[[], None]:
+        """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
+        that back."""
         self.synchronize()
-        held = {**self._buffers, **self._resident.shards}
-        held |= {n: p.detach() for n, p in self._parameters.items() if n not in self._resident.shards}
-        states = [part.kept_state() for part in self._parts.values()]
-        with self._random.kept(), kept(held.values()):
-            try:
-                yield
-            finally:
-                self.synchronize()
-                for put_back in states:
-                    put_back()
+        whole = [p.detach() for n, p in self._parameters.items() if n not in self._resident.shards]
+        put_back = [
+            copies([*self._buffers.values(), *self._resident.shards.values(), *whole]),
+            *(part.kept_state() for part in self._parts.values()),
+            self._random.kept(),
+        ]
+
+        def back() -> None:
+            self.synchronize()
+            for one in put_back:
+                one()
+
+        return back
 
     def _run_one(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
         arguments = self._arguments(compiled, batch)

@@ -12,7 +12,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,13 @@ class Proof:
 
     def trial(self) -> None:
         """Compares on perturbed parameters, and puts everything back."""
-        with self.of.restored():
+        put_back = self.of.snapshot()
+        try:
             with self.of.gathered():
                 perturb(self.of.parameters, PERTURBATION)
             self.step("with slightly perturbed parameters")
+        finally:
+            put_back()
 
     def step(self, how: str = "") -> torch.Tensor:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
@@ -58,19 +61,20 @@ class Proof:
         with of.gathered():
             expected = self._eagerly()
             before, states = self._values(), self._states()
+        begin = of.snapshot()
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         with of.observed(lambda f, g: held.append((f, *of.probes[str(f.piece)].of_fragment(f, g)))):
             loss = of.run()
         with of.gathered():
             after = self._values()
         comparison = Comparison(of, expected, self.tolerance)
-        factor, found = comparison.gradients(held)
+        gradients, found = comparison.gradients(held)
         if of.group.world_size > 1 or len(self.batches) == 1:  # else the loss is that of the last micro-batch
             found.append(comparison.loss(loss))
         found += comparison.buffers()
         if states is not None:
-            found += comparison.updates(before, after, states, factor)
-        self._judge(found, comparison, how)
+            found += comparison.updates(before, after, states, gradients)
+        self._judge(found, comparison, how, begin)
         return loss
 
     def _eagerly(self) -> Expected:
@@ -118,20 +122,21 @@ class Proof:
             found[n] = {k: _sampled(v, p, probe) for k, v in of.optimizer.state.get(p, {}).items()}
         return found
 
-    def _judge(self, found: Sequence[Difference], comparison: Comparison, how: str) -> None:
-        """Raises where something differs by more than rounding moves it."""
-        wrong = {n: t for n, t in self._on_any_rank(found).items() if t > 1}
+    def _judge(self, found: Sequence[Difference], comparison: Comparison, how: str, begin: Callable[[], None]) -> None:
+        """Raises where something differs by more than rounding moves it. `begin` puts back what was before the step."""
+        of, wrong = self.of, {n: t for n, t in self._on_any_rank(found).items() if t > 1}
         if not wrong:
             return
+        end = of.snapshot()
+        begin()
         noise = self._rounding(comparison)
         wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(_of_gradient(n), 0.0)}
         if not wrong or not math.isfinite(comparison.expected.loss):
+            end()
             return
-        joint = self.of.graph.joint
-        assert joint is not None
-        with self.of.gathered():
-            arguments = self.of.arguments()
-            where = first_difference(self.of.model, self.of.loss_fn, self.batches[-1], joint, arguments, "step")
+        assert of.graph.joint is not None
+        with of.gathered():
+            where = first_difference(of.model, of.loss_fn, self.batches[-1], of.graph.joint, of.arguments(), "step")
         raise VerificationError(blame(wrong, how, where))
 
     def _on_any_rank(self, found: Sequence[Difference]) -> dict[str, float]:
@@ -148,9 +153,11 @@ class Proof:
     def _rounding(self, comparison: Comparison) -> dict[str, float]:
         """How far the eager results move, in what is allowed, where each parameter moves by a rounding."""
         of, expected = self.of, comparison.expected
-        with of.restored(), of.gathered():
+        put_back = of.snapshot()
+        with of.gathered():
             perturb(of.parameters, rounding=True)
             again = self._eagerly()
+        put_back()
         found = {}
         for n in of.probes:
             off = (again.seen[n].elements - expected.seen[n].elements).abs()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -37,14 +36,14 @@ class RandomStream:
         if self.own and state:
             self._state = [s.clone() for s in state]
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Puts the stream back, at its end, to where it is."""
+    def kept(self) -> Callable[[], None]:
+        """Keeps where the stream is; what is returned puts it back there."""
         before = self._state
-        try:
-            yield
-        finally:
+
+        def put_back() -> None:
             self._state = before
+
+        return put_back
 
     def __enter__(self) -> None:
         if self.own:

@@ -48,8 +48,8 @@ class Subject:
     gathered: Callable[[], AbstractContextManager[None]]
     random: Callable[[], AbstractContextManager[None]]
     """Draws from this rank's stream of random numbers while it is open."""
-    restored: Callable[[], AbstractContextManager[None]]
-    """Puts back, at its end, what a step changes."""
+    snapshot: Callable[[], Callable[[], None]]
+    """Copies what a step changes; what it returns puts that back."""
 
     @property
     def owners(self) -> dict[str, nn.Module]:

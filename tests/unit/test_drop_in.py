@@ -1,0 +1,48 @@
+"""The drop-in module within a larger computation: what comes before it, and what cannot be differentiated again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import CaptureError
+
+X, Y = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def test_what_comes_before_gets_its_gradient() -> None:
+    """An encoder, a generator, a soft prompt."""
+    net, before = _net(), nn.Linear(4, 3).double()
+    eager, eager_before = copy.deepcopy(net), copy.deepcopy(before)
+    module = autopar.optimize(net, example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+    F.mse_loss(module(before(X)), Y).backward()
+    F.mse_loss(eager(eager_before(X)), Y).backward()
+    for mine, theirs in ((net, eager), (before, eager_before)):
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
+    with torch.no_grad():  # and one whose input needs none
+        module(before(X))
+    F.mse_loss(module(before(X).detach()), Y).backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    module = autopar.optimize(_net(), example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"create_graph=True.*module\.module"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)
+
+
+def test_a_wrapped_model_is_refused() -> None:
+    module = autopar.optimize(_net(), example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+    with pytest.raises(CaptureError, match=r"wrapped in SyncedModule.*model\.module"):
+        autopar.optimize(module, example_inputs=torch.zeros(5, 3, dtype=torch.float64))

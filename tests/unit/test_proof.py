@@ -1,0 +1,218 @@
+"""The proof of the first step finds what is planted in a program, and passes what is right, rounding included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import VerificationError
+from autopar.ir import reuse
+from autopar.runtime import step_writer
+from autopar.runtime.modules import Update
+
+aten = torch.ops.aten
+X, Y = torch.randn(8, 6), torch.randint(0, 5, (8,))
+
+
+class _Net(nn.Module):
+    """With a low-rank adapter, whose second factor starts at zero and hides what is wrong with the first."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm = nn.Linear(6, 12), nn.BatchNorm1d(12)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 12, bias=False)
+        self.drop, self.last = nn.Dropout(dropout), nn.Linear(12, 5)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(x) + self.up(self.down(x))))
+        scores: torch.Tensor = self.last(self.drop(hidden))
+        return scores
+
+
+def _program(net: nn.Module, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> autopar.Program:
+    program: autopar.Program = autopar.optimize(
+        net,
+        optimizer=optimizer or torch.optim.SGD(net.parameters(), lr=0.1),
+        loss_fn=F.cross_entropy,
+        example_inputs=(X, Y),
+        strategy="ddp",
+        **settings,
+    )
+    return program
+
+
+def _state(net: nn.Module) -> list[torch.Tensor]:
+    return [t.clone() for t in (*net.parameters(), *net.buffers())]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_what_is_right_passes_and_trains_as_without(make: Any, dtype: torch.dtype, clip: float | None) -> None:
+    after = []
+    for check in ("first", "always", "never"):
+        net = _Net(dropout=0.3).to(dtype)
+        program = _program(net, make(net.parameters(), lr=0.01), clip_grad_norm=clip, check=check)
+        torch.manual_seed(4)
+        for _ in range(3):
+            program.step((X.to(dtype), Y))
+        after.append(
+            [*_state(net), *(v for s in program.optimizer.state.values() for v in s.values() if v is not None)]
+        )
+    for other in after[1:]:
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(after[0], other, strict=True))
+
+
+def _replaces(target: Any, instead: Any) -> Callable[[torch.fx.Graph], None]:
+    def plant(graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = instead
+
+    return plant
+
+
+def _drops_the_adapters_gradient(graph: torch.fx.Graph) -> None:
+    """Of `down`, whose gradient is zero at first."""
+    update = graph.find_nodes(op="call_module", target="update_0")[0]
+    gradients = list(update.args[0])
+    with graph.inserting_before(update):
+        gradients[4] = graph.call_function(aten.mul.Scalar, (gradients[4], 0.5))
+    update.args = (gradients, *update.args[1:])
+
+
+def _one_element(graph: torch.fx.Graph) -> None:
+    """A single one of the first weight's gradient."""
+    update = graph.find_nodes(op="call_module", target="update_0")[0]
+    gradients = list(update.args[0])
+    with graph.inserting_before(update):
+        gradients[0] = graph.call_function(_with_one_wrong, (gradients[0],))
+    update.args = (gradients, *update.args[1:])
+
+
+def _with_one_wrong(gradient: torch.Tensor) -> torch.Tensor:
+    wrong = gradient.clone()
+    wrong[3, 3] += gradient.abs().max()
+    return wrong
+
+
+def _scales_all(graph: torch.fx.Graph) -> None:
+    """Which Adam's first step does not show."""
+    update = graph.find_nodes(op="call_module", target="update_0")[0]
+    with graph.inserting_before(update):
+        gradients = [graph.call_function(aten.mul.Scalar, (g, 2.0)) for g in update.args[0]]
+    update.args = (gradients, *update.args[1:])
+
+
+def _forgets_a_buffer(graph: torch.fx.Graph) -> None:
+    graph.erase_node(graph.find_nodes(op="call_function", target=aten.copy_.default)[0])
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (_replaces(aten.threshold_backward.default, lambda g, x, limit: g), "first"),
+        (_drops_the_adapters_gradient, "down.weight"),
+        (_one_element, "first.weight"),
+        (_scales_all, "the gradient of"),
+        (_forgets_a_buffer, "a buffer"),
+    ],
+    ids=["operator", "hidden by zeros", "one element", "scale", "buffer"],
+)
+def test_what_is_planted_is_found(
+    plant: Callable[[torch.fx.Graph], None], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = step_writer.StepWriter.module
+
+    def module(self: step_writer.StepWriter, name: str) -> torch.fx.GraphModule:
+        plant(self.graph)
+        return original(self, name)
+
+    monkeypatch.setattr(step_writer.StepWriter, "module", module)
+    net = _Net()
+    before = _state(net)
+    program = _program(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    with pytest.raises(VerificationError, match=says):
+        program.step((X, Y))
+    assert all(torch.equal(a, b) for a, b in zip(before, _state(net), strict=True)), "the trial is put back"
+
+
+def test_the_node_where_it_begins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = reuse.reuse_memory
+
+    def wrong(graph: torch.fx.Graph) -> None:
+        original(graph)
+        for node in graph.find_nodes(op="call_function", target=aten.relu_.default):
+            node.target = aten.sigmoid_.default
+
+    monkeypatch.setattr("autopar.ir.build.reuse_memory", wrong)
+    with pytest.raises(VerificationError, match=r"begins at 'relu'.*torch\.relu"):
+        _program(_Net()).step((X, Y))
+
+
+def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Update.forward
+
+    def forward(self: Update, *args: Any) -> Any:
+        done = original(self, *args)
+        with torch.no_grad():
+            self.part.fragments[0].tensor.mul_(1.001)
+        return done
+
+    monkeypatch.setattr(Update, "forward", forward)
+    with pytest.raises(VerificationError, match=r"the updated 'first\.weight'"):
+        _program(_Net()).step((X, Y))
+
+
+def test_a_later_capture_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = _program(_Net())
+    program.step((X, Y))
+    original, plant = reuse.reuse_memory, _replaces(aten.relu_.default, aten.sigmoid_.default)
+    monkeypatch.setattr("autopar.ir.build.reuse_memory", lambda graph: (original(graph), plant(graph)))
+    with pytest.raises(VerificationError, match="later capture"):
+        program.step((X[:5], Y[:5]))
+
+
+def test_noise_alone_passes() -> None:
+    """The gradient of a key's bias in attention is zero but for rounding, which no two orders of adding share."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.attend = nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = self.attend(x, x, x, need_weights=False)[0]
+            return attended
+
+    net, x = Attends(), torch.randn(3, 17, 32)
+    program = autopar.optimize(
+        net, optimizer=torch.optim.Adam(net.parameters()), loss_fn=F.mse_loss, example_inputs=(x, x), check="always"
+    )
+    for _ in range(3):
+        program.step((x, x))
+
+
+def test_the_drop_in_module_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.runtime.module_writer import BackwardWriter
+
+    original = BackwardWriter.module
+
+    def module(self: BackwardWriter, name: str) -> torch.fx.GraphModule:
+        _replaces(aten.threshold_backward.default, lambda g, x, limit: g)(self.graph)
+        return original(self, name)
+
+    monkeypatch.setattr(BackwardWriter, "module", module)
+    net = _Net()
+    program = autopar.optimize(net, example_inputs=X)
+    with pytest.raises(VerificationError, match=r"first\.(weight|bias)"):
+        program(X)
