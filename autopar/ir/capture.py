@@ -22,8 +22,10 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError, SignatureError
 from autopar.ir.batch import Batch, call_model
+from autopar.ir.empty_batches import traceable_means
 from autopar.ir.recording import traceable_recording
 from autopar.ir.simplify import simplify
+from autopar.ir.weights import BatchWeight
 
 Mode = Literal["step", "module"]
 
@@ -49,6 +51,8 @@ class JointGraph:
     """The loss alone in mode `step`; every tensor of the model's output in mode `module`."""
     gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
     """By parameter name; parameters that get no gradient are absent."""
+    weight: BatchWeight | None = None
+    """How much the batch counts in the global loss; `None` in mode `module`, where the loss is not seen."""
 
 
 class _Step(nn.Module):
@@ -100,7 +104,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     step = _Step(model, loss_fn, batch, mode)
     with traceable_recording(model):
         graph = _dynamo(step, batch)
-    with _restored(step), contextlib.ExitStack() as stack, _quiet():
+    with _restored(step), contextlib.ExitStack() as stack, _quiet(), traceable_means(batch.size == 0):
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         try:
             joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)

@@ -15,11 +15,12 @@ from autopar.errors import PlanMismatchError, SignatureError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import Unused, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weights import BatchWeight, batch_weight
+from autopar.ir.weights import BatchWeight
 from autopar.runtime import collectives
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
+from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.parts import added
@@ -27,7 +28,7 @@ from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
-from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
+from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
@@ -97,6 +98,9 @@ class Program:
         self._compiled: dict[Any, _Compiled] = {}
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
+        self._meaning = LossMeaning(
+            model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
+        )
         self._observer: Observer | None = None
         self._steps = 0
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
@@ -133,6 +137,8 @@ class Program:
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         compiled = [self.compile_for(b) for b in batches]
+        if self.world_size > 1 or len(batches) > 1:
+            self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)
         with self._times.one(), torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             if len(batches) == 1:
@@ -161,10 +167,9 @@ class Program:
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program)
         self._resident.spread(m.slice.name for m in program.resident_members)
-        assert graph.joint is not None
-        weight = batch_weight(graph.joint, graph.batch_size)
+        assert graph.joint is not None and graph.joint.weight is not None
         step = StepWriter(graph, program, self._target()).write()
-        compiled = _Compiled(graph, program, weight, step)
+        compiled = _Compiled(graph, program, graph.joint.weight, step)
         self._compiled[key] = compiled
         self._observe(step)
         return compiled
@@ -259,8 +264,10 @@ class Program:
         arguments = self._arguments(compiled, batch)
         if self.world_size == 1:
             return compiled.step(*arguments, self._tangent(compiled, 1.0)).detach()  # type: ignore[no-any-return]
-        weight = self._weight(compiled, batch, original)
-        loss = compiled.step(*arguments, weight, weight)
+        weight = total = self._meaning.weigh(compiled.weight, batch, original)
+        if self._meaning.is_sum:  # a share of 1
+            weight, total = torch.full_like(weight, self.world_size), torch.ones_like(weight)
+        loss = compiled.step(*arguments, weight, total)
         return loss.to(_loss_dtype(compiled))  # type: ignore[no-any-return]
 
     def _run_many(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
@@ -270,23 +277,21 @@ class Program:
                 "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
                 "compute it from float32 values, as in cross_entropy(logits.float(), target)"
             )
-        weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
-        total = torch.stack(weights).sum()
-        if self._group.name is not None:
-            total = collectives.wait(collectives.all_reduce(total, self._group.name))
+        weights = [self._meaning.weigh(c.weight, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
+        shares = self._shares(torch.stack(weights))
         earlier: dict[str, Any] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for c, b, w in zip(compiled[:-1], batches[:-1], weights[:-1], strict=True):
-            loss += loss_share(self._accumulate(c, b, float(w / total), earlier), w / total)
+        for c, b, share in zip(compiled[:-1], batches[:-1], shares[:-1], strict=True):
+            loss += loss_share(self._accumulate(c, b, float(share), earlier), share)
         last = compiled[-1]
         if last.finish is None:
             last.finish = StepWriter(last.graph, last.program, self._target()).write(accumulated=True)
             self._observe(last.finish)
-        seed = float(weights[-1] / total)
         ordered = [earlier[p.name] for p in last.graph.parameters]
         earlier.clear()
-        share = weights[-1] / total
-        found = last.finish(*self._arguments(last, batches[-1]), self._tangent(last, seed), *ordered, share, loss)
+        share = shares[-1]
+        tangent = self._tangent(last, float(share))
+        found = last.finish(*self._arguments(last, batches[-1]), tangent, *ordered, share, loss)
         if self._group.name is None:
             found = loss + loss_share(found, share)
         return found.to(_loss_dtype(last))  # type: ignore[no-any-return]
@@ -323,10 +328,14 @@ class Program:
                 arguments.append(tensor.to(self._device, non_blocking=True))
         return arguments
 
-    def _weight(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
-        if self.settings.weight is not None:
-            return torch.tensor(float(self.settings.weight(original)), dtype=torch.float64, device=self._device)
-        return compiled.weight.of(batch.tensors).to(self._device)
+    def _shares(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of each of this rank's micro-batches in the global batch, from how much they count."""
+        if self._meaning.is_sum:
+            return torch.ones_like(weights)
+        total = weights.sum()
+        if self._group.name is not None:
+            total = collectives.wait(collectives.all_reduce(total, self._group.name))
+        return batch_share(weights, total, torch.float64, self.world_size * len(weights))
 
     def _tangent(self, compiled: _Compiled, seed: float) -> torch.Tensor:
         joint = compiled.graph.joint
