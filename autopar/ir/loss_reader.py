@@ -50,8 +50,10 @@ class Reader:
     `tangent`. `samples`: in the batch, at least one."""
 
     def __init__(self, kinds: dict[torch.fx.Node, str], samples: int) -> None:
+        sizes = {_val(n).shape[0] for n, kind in kinds.items() if kind == "batch" and _val(n).dim()}
+        self.sizes = (samples, *sorted((n for n in sizes if n and n != samples), reverse=True))
+        """How many samples there may be: other tensors than the first may know better, as offsets of bags do."""
         self.kinds = kinds
-        self.samples = samples
         self.by_model: set[torch.fx.Node] = set()
         """Nodes that depend on parameters or random numbers, and not on the batch and buffers alone."""
         self._values: dict[torch.fx.Node, Value] = {}
@@ -111,7 +113,7 @@ class Reader:
 
     def _sum_of_two(self, node: torch.fx.Node) -> Value:
         a, b = (self._of(x) for x in node.args[:2])
-        return added(node, a, scaled(b, _number(node.kwargs.get("alpha", 1)), self.samples))
+        return added(node, a, scaled(b, _number(node.kwargs.get("alpha", 1)), self.sizes))
 
     def _difference(self, node: torch.fx.Node) -> Value:
         """The second less the first; a number of elements less those that are counted are those that are not."""
@@ -122,16 +124,16 @@ class Reader:
 
     def _product(self, node: torch.fx.Node) -> Value:
         a, b = (self._of(x) for x in node.args[:2])
-        return multiplied(node, a, b, self.samples)
+        return multiplied(node, a, b, self.sizes)
 
     def _quotient(self, node: torch.fx.Node) -> Value:
         if node.kwargs.get("rounding_mode") is not None:
             return self._pointwise(node)
         a, b = (self._of(x) for x in node.args[:2])
-        return divided(node, a, b, self.samples)
+        return divided(node, a, b, self.sizes)
 
     def _reciprocal(self, node: torch.fx.Node) -> Value:
-        return divided(node, Fixed(1.0), self._of(node.args[0]), self.samples)
+        return divided(node, Fixed(1.0), self._of(node.args[0]), self.sizes)
 
     def _bounded(self, node: torch.fx.Node) -> Value:
         """A count that is kept from being 0 is still that count."""
@@ -249,11 +251,14 @@ class Reader:
 
     def _dim(self, shape: Sequence[int]) -> int | None:
         """The dimension of the samples: the first one, unless only another fits; `None` where none fits."""
-        multiples = [i for i, size in enumerate(shape) if size and size % self.samples == 0]
-        exact = [i for i in multiples if shape[i] == self.samples]
-        if 0 in exact or not multiples:
-            return 0 if 0 in exact else None
-        return exact[0] if exact and (len(shape) > 2 or 0 not in multiples) else multiples[0]
+        for samples in self.sizes:
+            multiples = [i for i, size in enumerate(shape) if size and size % samples == 0]
+            exact = [i for i in multiples if shape[i] == samples]
+            if 0 in exact:
+                return 0
+            if multiples:
+                return exact[0] if exact and (len(shape) > 2 or 0 not in multiples) else multiples[0]
+        return None
 
     def _key(self, node: torch.fx.Node) -> int:
         """A number for what a node computes: equal for equal computations, whatever the dtype."""

@@ -9,6 +9,7 @@ rows where it has a dimension for the samples. Whether it truly treats samples o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx
@@ -118,14 +119,14 @@ def added(node: torch.fx.Node, a: Value, b: Value) -> Value:
     return Fixed() if a == Fixed(getattr(a, "number", None)) else Unknown(node, "adds reciprocals of counts")
 
 
-def multiplied(node: torch.fx.Node, a: Value, b: Value, samples: int) -> Value:
+def multiplied(node: torch.fx.Node, a: Value, b: Value, sizes: Sequence[int]) -> Value:
     """a * b."""
     if isinstance(a, Unknown) or isinstance(b, Unknown):
         return a if isinstance(a, Unknown) else b
     if isinstance(a, Fixed) and not isinstance(b, Fixed):
         a, b = b, a
     if isinstance(b, Fixed):
-        return divided_by_count(node, a, b.per) if b.per is not None else scaled(a, b.number, samples)
+        return divided_by_count(node, a, b.per) if b.per is not None else scaled(a, b.number, sizes)
     if isinstance(a, Rows) and isinstance(b, Rows):
         if a.per is None or b.per is None:
             return Rows(max(a.size, b.size), a.per or b.per)
@@ -133,14 +134,14 @@ def multiplied(node: torch.fx.Node, a: Value, b: Value, samples: int) -> Value:
     return Unknown(node, "multiplies values of the whole batch")
 
 
-def divided(node: torch.fx.Node, a: Value, b: Value, samples: int) -> Value:
+def divided(node: torch.fx.Node, a: Value, b: Value, sizes: Sequence[int]) -> Value:
     """a / b."""
     if isinstance(a, Unknown) or isinstance(b, Unknown):
         return a if isinstance(a, Unknown) else b
     if isinstance(b, Fixed):
         if b.per is not None:
             return Unknown(node, "divides by the reciprocal of a count")
-        return scaled(a, None if not b.number else 1 / b.number, samples, by_division=True)
+        return scaled(a, None if not b.number else 1 / b.number, sizes, by_division=True)
     if isinstance(b, Rows):
         if isinstance(a, Term) or b.per is not None:
             return Unknown(node, "divides a value of the whole batch by one of each sample")
@@ -179,9 +180,9 @@ def divided_by_count(node: torch.fx.Node, a: Value, count: Count) -> Value:
     return Unknown(node, "divides a mean by a count")
 
 
-def scaled(a: Value, factor: float | None, samples: int, by_division: bool = False) -> Value:
-    """a times what does not depend on the batch. A number that is a multiple of the number of samples may count them,
-    and a sum become a mean by it, or a mean a sum."""
+def scaled(a: Value, factor: float | None, sizes: Sequence[int], by_division: bool = False) -> Value:
+    """a times what does not depend on the batch. A number that is a multiple of one of `sizes`, which may be numbers of
+    samples, may count them, and a sum become a mean by it, or a mean a sum."""
     if isinstance(a, Fixed):
         known = a.number is not None and factor is not None and a.per is None
         return Fixed(a.number * factor, None) if known else Fixed(None, a.per)  # type: ignore[operator]
@@ -190,15 +191,19 @@ def scaled(a: Value, factor: float | None, samples: int, by_division: bool = Fal
     if factor is None or factor == 0:
         return a
     count, times = round(1 / factor) if abs(factor) <= 1 else 0, round(factor)
-    if a.adds and _may_count(count, 1 / factor, a.size, samples) and (count > 1 or by_division):
+    if a.adds and _may_count(count, 1 / factor, a.size, sizes) and (count > 1 or by_division):
         return replace(a, counts=(elements(count),))
-    if a.counts and samples > 1 and _may_count(times, factor, a.size, samples):
+    if a.counts and sizes[0] > 1 and _may_count(times, factor, a.size, sizes):
         return replace(a, adds=True)
     return a
 
 
-def _may_count(number: int, exact: float, size: int, samples: int) -> bool:
-    return number > 0 and abs(exact - number) <= 1e-6 * number and number % samples == 0 and size % number == 0
+def _may_count(number: int, exact: float, size: int, sizes: Sequence[int]) -> bool:
+    return number > 0 and abs(exact - number) <= 1e-6 * number and _is_multiple(number, sizes) and size % number == 0
+
+
+def _is_multiple(number: int, sizes: Sequence[int]) -> bool:
+    return any(number % n == 0 for n in sizes if n > 1 or len(sizes) == 1)
 
 
 def summed(a: Value) -> Value:

@@ -75,6 +75,8 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | st
     size = batch.size
     if size is None or size < 2:
         return "the batch has fewer than two samples"
+    if any(t.dim() and len(t) != size and (t.dim() == 1 or len(t) != 1) for t in batch.tensors):
+        return "the batch's tensors are not all of one size, so it cannot be taken apart"
     first = next(k for k in range(max(1, size // 3), 0, -1) if size % k == 0)
     modules = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
     if any(
