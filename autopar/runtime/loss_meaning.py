@@ -121,7 +121,8 @@ class LossMeaning:
         weights = self._of_parts(weight, batch, losses) if isinstance(losses, PartLosses) else None
         if isinstance(losses, PartLosses) and weights is not None:
             mean, total = losses.is_mean(weights), losses.is_sum()
-            expected = losses.mean(weights) if weight.is_mean or self.given is not None else sum(losses.parts)
+            adds = self.given is None and weight.is_sum and not weight.is_mean
+            expected = sum(losses.parts) if adds else losses.mean(weights)
             seen = (
                 f"on a batch of {losses.samples} samples it is {losses.whole:.6g}; {losses.first} of them by "
                 f"themselves and the other {losses.samples - losses.first} would make it {expected:.6g}"

@@ -100,6 +100,61 @@ def one_step(rank: int, name: str) -> tuple[float, float, list[str]]:
     return distance, abs(found - expected.item()), texts
 
 
-def everything(rank: int, n: int) -> dict[str, tuple[float, float, list[str]]]:
+def micro_batches(rank: int, loss: Loss, sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> float:
+    """How far parameters are from those of one process after a step on several micro-batches, some of them empty."""
+    parts = [[batch(10 * k + r, size) for k, size in enumerate(own)] for r, own in enumerate(sizes)]
+    mine, eager = model(), model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, eager)]
+    program = autopar.optimize(
+        mine, example_inputs=parts[rank][0], loss_fn=loss, strategy="ddp", optimizer=optimizers[0]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopar.AutoparWarning)
+        program.step(micro_batches=parts[rank])
+    words, targets = (torch.cat([b[i] for own in parts for b in own]) for i in range(2))
+    loss(eager(words), targets).backward()
+    optimizers[1].step()
+    return max(float((a - b).detach().abs().max()) for a, b in zip(mine.parameters(), eager.parameters(), strict=True))
+
+
+def drop_in_module(rank: int, dtype: torch.dtype) -> float:
+    """How far an accumulated gradient is from that of one process, relative to its largest element, where the last of
+    rank 1's batches is empty."""
+    parts = [[batch(10 * k + r, size) for k, size in enumerate(own)] for r, own in enumerate(((2, 3), (6, 0)))]
+    mine, eager = model().to(dtype), model()
+    module = autopar.optimize(mine, example_inputs=parts[rank][0][0])
+    with module.no_sync():
+        (entropy(module(parts[rank][0][0]), parts[rank][0][1]) / 2).backward()
+    (entropy(module(parts[rank][1][0]), parts[rank][1][1]) / 2).backward()
+    words, targets = (torch.cat([b[i] for own in parts for b in own]) for i in range(2))
+    entropy(eager(words), targets).backward()
+    apart = []
+    for a, b in zip(mine.parameters(), eager.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        apart.append(float((a.grad.double() - b.grad).abs().max() / b.grad.abs().max()))
+    return max(apart)
+
+
+def nothing_counts_in_16_bits(rank: int) -> bool:
+    """Whether all parameters are finite after a step in bfloat16 to which one rank has nothing to add."""
+    mine = model().bfloat16()
+    data = batch(rank, 6)
+    if rank == 0:
+        data[1].zero_()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    program = autopar.optimize(mine, example_inputs=data, loss_fn=masked, strategy="ddp", optimizer=optimizer)
+    program.step(data)
+    return all(bool(p.isfinite().all()) for p in mine.parameters())
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
     """All cases, on this rank."""
-    return {name: one_step(rank, name) for name in CASES}
+    return {
+        **{name: one_step(rank, name) for name in CASES},
+        "micro-batches": [
+            micro_batches(rank, entropy, ((2, 0), (3,))),
+            micro_batches(rank, lambda s, t: entropy(s, t, reduction="sum"), ((2, 1), (3, 4))),
+        ],
+        "module": [drop_in_module(rank, torch.float64), drop_in_module(rank, torch.bfloat16)],
+        "16 bits": nothing_counts_in_16_bits(rank),
+    }

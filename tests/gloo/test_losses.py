@@ -35,3 +35,17 @@ def test_what_one_weight_cannot_say_is_said_once_on_rank_0(ranks: list[dict[str,
     (said,) = ranks[0][name][2]
     assert NOT_SAID_BY_ONE_WEIGHT[name] in said and "losses.py:" in said and "weight=lambda batch" in said
     assert ranks[1][name][2] == []
+
+
+def test_micro_batches_are_as_one_batch(ranks: list[dict[str, Any]]) -> None:
+    assert all(max(found["micro-batches"]) <= 1e-12 for found in ranks)
+
+
+def test_the_drop_in_module_counts_an_empty_batch_as_nothing(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        exact, sixteen_bits = found["module"]
+        assert exact <= 1e-12 and sixteen_bits <= 0.02
+
+
+def test_a_rank_with_nothing_to_add_does_not_spoil_16_bits(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["16 bits"] for found in ranks)
