@@ -66,8 +66,9 @@ class _Compiled:
 class Program:
     """A distributed training step: `loss = program.step(batch)`.
 
-    Every rank holds the same plan and calls `step` equally often. The gradient is that of the mean over the global
-    batch, however uneven the ranks' batches are; the returned loss is the global mean, on every rank.
+    Every rank holds the same plan and calls `step` equally often. The gradient is that of one process's loss on the
+    global batch, however uneven the ranks' batches are; the returned loss is that loss, on every rank. `docs/semantics.md`
+    says of every kind of loss how a batch counts.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph
 from autopar.ir.capture import JointGraph, capture_joint
 from autopar.ir.weights import BatchWeight, batch_weight
 
@@ -238,3 +239,24 @@ def test_counts_that_are_not_to_each_other_as_elsewhere_are_kept() -> None:
 def test_a_smoothed_loss_has_one_count() -> None:
     assert not weight_of("means", "smoothed", 0).others
     assert weight_of("means", "smoothed", 0).of(flatten(PARTS[0]).tensors) == 3
+
+
+@pytest.mark.parametrize("nothing", ["no samples", "nothing counts"])
+@pytest.mark.parametrize(
+    "name",
+    ["cross-entropy", "with a learned scale", "masked", "masked, reciprocal", "masked, normalised before", "mse"],
+)
+def test_a_batch_without_a_share_has_gradients_of_0(name: str, nothing: str) -> None:
+    data = part(batch(), 0, 0 if nothing == "no samples" else 2)
+    data["target"].fill_(-100)
+    data["mask"].zero_()
+    flat = flatten(data)
+    joint = training_graph(MODEL, flat, MEANS[name], unused="freeze").joint
+    assert joint is not None and joint.weight is not None
+    assert joint.weight.of(flat.tensors) == (30 if name == "mse" and len(data["x"]) else 0)
+    values: dict[str, Any] = {"parameter": dict(MODEL.named_parameters()), "batch": flat.tensors}
+    values["tangent"] = [torch.zeros(joint.outputs[0].meta["val"].shape, dtype=torch.float64)]
+    with torch.no_grad():
+        found = joint.module(*(values[kind][key] for kind, key in joint.inputs))
+    gradients = [g for g in found[1:] if g is not None]
+    assert gradients and all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
