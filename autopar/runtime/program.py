@@ -67,8 +67,8 @@ class Program:
     """A distributed training step: `loss = program.step(batch)`.
 
     Every rank holds the same plan and calls `step` equally often. The gradient is that of one process's loss on the
-    global batch, however uneven the ranks' batches are; the returned loss is that loss, on every rank. `docs/semantics.md`
-    says of every kind of loss how a batch counts.
+    global batch, however uneven the ranks' batches are, and that loss is returned, on every rank; `docs/semantics.md`
+    says how a batch counts, of every kind of loss.
     """
 
     def __init__(
