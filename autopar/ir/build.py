@@ -17,6 +17,7 @@ from autopar.ir.aliases import readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
+from autopar.ir.empty_batches import keep_nothing_finite
 from autopar.ir.heads import find_heads
 from autopar.ir.hoist import hoist_indices
 from autopar.ir.layers import find_layer
@@ -27,6 +28,7 @@ from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
+from autopar.ir.weights import batch_weight
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 Unused = Literal["error", "freeze"]
@@ -48,6 +50,9 @@ def training_graph(
     """
     with _without_collector():
         joint = capture_joint(model, batch, loss_fn, mode)
+    if mode == "step":
+        joint = replace(joint, weight=batch_weight(joint, batch.size))
+        keep_nothing_finite(joint, batch.size)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     hoist_indices(joint.module.graph, [n for (kind, _), n in inputs.items() if kind in ("batch", "buffer")])
     if mode == "step":

@@ -22,9 +22,11 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError, SignatureError
 from autopar.ir.batch import Batch, call_model
+from autopar.ir.empty_batches import traceable_means
 from autopar.ir.guards import Guards, guards_of, seen_effects
 from autopar.ir.recording import traceable_recording
 from autopar.ir.simplify import simplify
+from autopar.ir.weights import BatchWeight
 
 Mode = Literal["step", "module"]
 
@@ -50,6 +52,8 @@ class JointGraph:
     """The loss alone in mode `step`; every tensor of the model's output in mode `module`."""
     gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
     """By parameter name; parameters that get no gradient are absent."""
+    weight: BatchWeight | None = None
+    """How much the batch counts in the global loss; `None` in mode `module`, where the loss is not seen."""
     input_gradients: dict[int, torch.fx.Node] = field(default_factory=dict)
     """By the index of the batch's tensor, of those that require one."""
     guards: Guards | None = field(default=None, compare=False, repr=False)
@@ -108,7 +112,7 @@ def capture_joint(
     step = _Step(model, loss_fn, batch, mode)
     with traceable_recording(model):
         graph, guards = _settled(step, batch)
-    with _restored(step), contextlib.ExitStack() as stack, _quiet():
+    with _restored(step), contextlib.ExitStack() as stack, _quiet(), traceable_means(batch.size == 0):
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         try:
             joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)
@@ -285,7 +289,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
             raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
     if mode == "step":
         _check_loss(outputs, bool(gradients))
-    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, of_inputs)
+    return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, input_gradients=of_inputs)
 
 
 def _check_loss(outputs: list[Any], any_gradient: bool) -> None:

@@ -1,28 +1,29 @@
-"""The weight of a batch in the global mean, read off the graph.
+"""How much a batch counts in the global loss, read off the graph.
 
-The loss of a batch is a mean over something: samples, tokens that are not ignored, elements. The global loss is
-the mean over all of it, so a rank's weight is how much of it its batch has. Averaging ranks with equal weights,
-as is usual, is wrong where they differ, as with padded tokens.
+The gradient of several ranks is that of the loss of one process on all their batches together. Where that loss is a
+mean over something (samples, tokens that are not ignored, elements), a rank's share is how much of it its batch has.
+Where it is a sum over the batch, every rank's counts whole. `BatchWeight` says which, or that one weight cannot say it.
 """
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx
 
-from autopar.ir.capture import JointGraph
+from autopar.ir.loss_reader import Reader
+from autopar.ir.loss_terms import Count, Fixed, Rows, Term, Unknown, Value, elements
+
+if TYPE_CHECKING:
+    from autopar.ir.capture import JointGraph
 
 aten = torch.ops.aten
 
-_MEAN = 1
-"""ATen's code for reduction='mean' (`at::Reduction`)."""
-_NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-_ELEMENT_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
-_SCALED = (aten.mul.Scalar, aten.mul_.Scalar)
-_TRANSPARENT = (aten.view.default, aten.squeeze.default, aten._to_copy.default, aten.clone.default)
+_FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
 @dataclass(frozen=True)
@@ -30,88 +31,109 @@ class BatchWeight:
     """How much a batch counts. Exactly one of `constant` and `counted` is set."""
 
     unit: str
+    """What is counted, in words."""
     constant: float | None = None
     counted: torch.fx.GraphModule | None = None
-    """From the batch's tensors to the weight, for what depends on their values."""
+    """From tensors to the weight, for what depends on their values."""
+    reads: tuple[tuple[str, str | int], ...] = ()
+    """What `counted` is given: (`batch`, index of a tensor) or (`buffer`, name)."""
+    is_mean: bool = True
+    """Whether the loss may be a mean over what is counted."""
+    is_sum: bool = False
+    """Whether the loss may be a sum over the batch; where `is_mean` holds too, the graph does not tell which."""
+    others: tuple[BatchWeight, ...] = ()
+    """What else the loss is a mean over, where it is a sum of several means: one weight is right only while these
+    counts are to each other as on every other rank."""
+    problem: str | None = None
+    """Why one weight cannot say what the loss is, where that is seen; the weight is then the number of samples."""
+    where: str = ""
+    """The line of the user's code that computes the loss, as `file:line`; empty where it is not known."""
+    may_be_nothing: frozenset[torch.fx.Node] = field(default=frozenset(), compare=False, repr=False)
+    """Nodes of the joint graph that, for a batch of which nothing counts, are 0 and divided by, or NaN."""
 
-    def of(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The weight of a batch, a float64 scalar."""
+    def of(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """The weight of a batch, a float64 scalar. `buffers`: the model's, by name. `device`: where to count."""
         if self.counted is not None:
-            return self.counted(*tensors)  # type: ignore[no-any-return]
+            given = [tensors[int(k)] if kind == "batch" else (buffers or {})[str(k)] for kind, k in self.reads]
+            return self.counted(*(t if device is None else t.to(device) for t in given))  # type: ignore[no-any-return]
         assert self.constant is not None
         return torch.tensor(self.constant, dtype=torch.float64)
 
 
 def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
     """What the loss of `joint` is a mean over; samples where the graph does not tell."""
-    node = joint.outputs[0]
-    while node.op == "call_function" and node.target in _TRANSPARENT:
-        node = node.args[0]  # type: ignore[assignment]
-    if node.op == "call_function":
-        node = _unsmoothed(node)
-        source = node.args[0]
-        if node.target is operator.getitem and isinstance(source, torch.fx.Node) and source.target in _NLL:
-            counted = _counted(joint, source)
-            if counted is not None:
-                return BatchWeight("targets that are not ignored", counted=counted)
-        elif (node.target is aten.mean.default and isinstance(source, torch.fx.Node)) or (
-            node.target in _ELEMENT_LOSSES and _reduction(node) == _MEAN and isinstance(source, torch.fx.Node)
-        ):
-            return BatchWeight("elements of the loss", constant=float(source.meta["val"].numel()))
-    return BatchWeight("samples", constant=float(batch_size or 1))
+    loss = joint.outputs[0]
+    kinds = dict(zip(joint.module.graph.find_nodes(op="placeholder"), joint.inputs, strict=True))
+    samples = BatchWeight("samples", constant=float(1 if batch_size is None else batch_size), where=_line(loss))
+    if not batch_size:
+        return samples if batch_size is None else replace(samples, is_sum=True)
+    value: Value = Reader({n: kind for n, (kind, _) in kinds.items()}, batch_size).read(loss)
+    if isinstance(value, Rows):  # the loss of a single sample, not reduced
+        value = Term((elements(batch_size),))
+    if isinstance(value, Fixed):
+        value = Term(()) if value.per is None else Unknown(loss, "is the reciprocal of a count")
+    if isinstance(value, Unknown):
+        return replace(samples, is_mean=False, problem=value.why, where=_line(value.node) or samples.where)
+    if not value.counts:
+        return replace(samples, is_mean=value.counts is not None, is_sum=value.adds)
+    first, *others = (_weight(joint, kinds, c) for c in value.counts)
+    nothing = frozenset(c.nothing for c in value.counts if c.nothing is not None)
+    return replace(
+        first, is_sum=value.adds, others=_different(first, others), where=samples.where, may_be_nothing=nothing
+    )
 
 
-def _unsmoothed(loss: torch.fx.Node) -> torch.fx.Node:
-    """Of a cross-entropy with label smoothing, the one without: both are means over the same targets.
-
-    PyTorch adds to the latter the mean of -log p over all classes, of targets that are not ignored.
-    """
-    if loss.target not in (aten.add.Tensor, aten.add_.Tensor) or len(loss.args) != 2:
-        return loss
-    parts = [a.args[0] for a in loss.args if isinstance(a, torch.fx.Node) and a.target in _SCALED]
-    plain = [n for n in parts if isinstance(n, torch.fx.Node) and n.target is operator.getitem]
-    means = [n for n in parts if isinstance(n, torch.fx.Node) and n.target in (aten.div.Tensor, aten.div_.Tensor)]
-    if len(plain) != 1 or len(means) != 1:
-        return loss
-    count = means[0].args[1]
-    nll = plain[0].args[0]
-    assert isinstance(nll, torch.fx.Node)
-    counted = [] if not isinstance(count, torch.fx.Node) else [count, *_above(count), *_above(*_above(count))]
-    same = nll.target in _NLL and any(n.target is aten.eq.Scalar and n.args[0] is nll.args[1] for n in counted)
-    return plain[0] if same else loss
+def _different(first: BatchWeight, others: list[BatchWeight]) -> tuple[BatchWeight, ...]:
+    return tuple(w for w in others if w.constant is None or w.constant != first.constant)
 
 
-def _above(*nodes: torch.fx.Node) -> list[torch.fx.Node]:
-    return [a for n in nodes for a in n.all_input_nodes]
-
-
-def _reduction(node: torch.fx.Node) -> object:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("reduction", _MEAN)
-
-
-def _counted(joint: JointGraph, nll: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The count of targets that are not ignored, or their summed class weights, from the batch alone."""
-    _, target, class_weight, reduction, ignore_index = nll.args
-    if reduction != _MEAN or class_weight is not None or not isinstance(target, torch.fx.Node):
-        return None
-    placeholders = joint.module.graph.find_nodes(op="placeholder")
-    kinds = dict(zip(placeholders, joint.inputs, strict=True))
-    needed, frontier = set(), [target]
+def _weight(joint: JointGraph, kinds: Mapping[torch.fx.Node, tuple[str, str | int]], count: Count) -> BatchWeight:
+    if count.node is None:
+        return BatchWeight(count.unit, constant=count.factor)
+    wanted = [n for n in (count.node, count.class_weight) if n is not None]
+    needed, frontier = set(wanted), list(wanted)
     while frontier:
-        node = frontier.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        if node.op == "get_attr" or (node in kinds and kinds[node][0] != "batch"):
-            return None
-        frontier.extend(node.all_input_nodes)
+        more = [n for n in frontier.pop().all_input_nodes if n not in needed]
+        needed.update(more)
+        frontier += more
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for index, node in sorted((int(kinds[n][1]), n) for n in placeholders if kinds[n][0] == "batch"):
-        copies[node] = graph.placeholder(f"batch_{index}")
+    reads: list[tuple[str, str | int]] = []
+    root: dict[str, object] = {}
     for node in joint.module.graph.nodes:
-        if node in needed and node.op == "call_function":
+        if node not in needed:
+            continue
+        if node.op == "placeholder":
+            copies[node] = graph.placeholder(f"{kinds[node][0]}_{len(reads)}")
+            reads.append(kinds[node])
+        else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    kept = graph.call_function(aten.ne.Scalar, (copies[target], ignore_index))
-    graph.output(graph.call_function(aten.sum.default, (kept,), {"dtype": torch.float64}))
-    return torch.fx.GraphModule({}, graph, class_name="BatchWeight")
+            if node.op == "get_attr":
+                root[str(node.target)] = getattr(joint.module, str(node.target))
+    total = copies[count.node]
+    if count.ignored is not None:
+        kept = graph.call_function(aten.ne.Scalar, (total, count.ignored))
+        if count.class_weight is not None:
+            classes = graph.call_function(aten.mul.Tensor, (total, kept))
+            each = graph.call_function(aten.index.Tensor, (copies[count.class_weight], [classes]))
+            kept = graph.call_function(aten.mul.Tensor, (each, kept))
+        total = graph.call_function(aten.sum.default, (kept,), {"dtype": torch.float64})
+    else:
+        total = graph.call_function(aten.sum.default, (total,), {"dtype": torch.float64})
+        total = graph.call_function(aten.mul.Tensor, (total, count.factor))
+    graph.output(total)
+    return BatchWeight(
+        count.unit, counted=torch.fx.GraphModule(root, graph, class_name="BatchWeight"), reads=tuple(reads)
+    )
+
+
+def _line(node: torch.fx.Node | None) -> str:
+    """The innermost line of the user's own code that computes a node."""
+    frames = _FRAME.findall("" if node is None else node.meta.get("stack_trace") or "")
+    own = [f"{file}:{line}" for file, line in frames if "/torch/" not in file and "/autopar/" not in file]
+    return own[-1] if own else ""

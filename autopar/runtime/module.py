@@ -17,7 +17,6 @@ from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import output_tensors
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weights import BatchWeight
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.differences import tolerance_of
@@ -70,8 +69,10 @@ class SyncedModule(nn.Module):
     """The model, whose `backward()` leaves every rank the gradient of the mean over the global batch.
 
     Used like the model, and like `DistributedDataParallel`: `output = module(...)`, `loss.backward()`, and any
-    optimizer. Each rank's loss counts by the samples in its batch (dimension 0 of its first tensor), or as `weight`
-    says. Outside training mode, or without autograd, it is the model itself. Its state dict is the model's.
+    optimizer. The module does not see the loss, so each rank's counts by the samples in its batch (dimension 0 of its
+    first tensor), or as `weight` says: that is one process's gradient where the loss is a mean over samples. A batch of
+    no samples counts as nothing. Outside training mode, or without autograd, it is the model itself. Its state dict is
+    the model's.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
@@ -105,11 +106,8 @@ class SyncedModule(nn.Module):
         inputs = bind(self.module, args, kwargs)
         batch = flatten(inputs)
         compiled = self.compile_for(batch)
-        weight = (
-            self.settings.weight(inputs)
-            if self.settings.weight
-            else BatchWeight("samples", constant=float(batch.size or 1)).of(batch.tensors)
-        )
+        samples = 1 if batch.size is None else batch.size
+        weight = self.settings.weight(inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             self._prove(compiled, batch, inputs)
         trainable = [self._named[p.name] for p in compiled.graph.parameters]

@@ -105,6 +105,8 @@ class BackwardWriter(_Half):
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
         if name not in self.earlier:
             return node
+        if self.scale is not None:  # all is divided by the global weight later
+            return self.call(torch.addcmul, (self.earlier[name], node, self.own_weight))
         return self.call(torch.addcmul, (node, self.earlier[name], self.per_weight))
 
     def whole_step(self, p: Primitive) -> None:
@@ -115,12 +117,13 @@ class BackwardWriter(_Half):
         dtypes = {t.meta["val"].dtype for t in self.tangents}
         counted = self.call(torch.mul, (self.weight, self.count))
         if dtypes & set(NARROW):
-            self.scale = self.call(batch_share, (counted, total, torch.float32))
-            self.per_weight = self.call(batch_share, (self.count, counted, torch.float32))
+            scaled = self.count if self.earlier else counted
+            self.scale = self.call(batch_share, (scaled, total, torch.float32, self.target.world_size))
+            self.own_weight = self.call(torch.Tensor.to, (self.weight, torch.float32))
             return
         self.share = self.call(torch.div, (counted, total))
         for tangent in self.tangents:
-            share = self.call(batch_share, (counted, total, tangent.meta["val"].dtype))
+            share = self.call(batch_share, (counted, total, tangent.meta["val"].dtype, self.target.world_size))
             self.copies[tangent] = self.call(torch.mul, (self.copies[tangent], share))
         self.per_weight = self.call(batch_share, (self.count, total, next(iter(dtypes))))
 

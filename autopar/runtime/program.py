@@ -17,7 +17,7 @@ from autopar.errors import AutoparWarning, SignatureError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import Unused, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weights import BatchWeight, batch_weight
+from autopar.ir.weights import BatchWeight
 from autopar.runtime import collectives
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
@@ -27,17 +27,18 @@ from autopar.runtime.eager import owners_of
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
 from autopar.runtime.local_proof import Ran, copies, prove_locally, step_by_graph, step_eagerly
+from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.parts import added
 from autopar.runtime.probes import probes
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
-from autopar.runtime.proof import Proof, fits, shares
+from autopar.runtime.proof import Proof, fits
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
-from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
+from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
 from autopar.runtime.subject import Subject
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import NARROW, Target
@@ -84,8 +85,9 @@ class _Compiled:
 class Program:
     """A distributed training step: `loss = program.step(batch)`.
 
-    Every rank holds the same plan and calls `step` equally often. The gradient is that of the mean over the global
-    batch, however uneven the ranks' batches are; the returned loss is the global mean, on every rank.
+    Every rank holds the same plan and calls `step` equally often. The gradient is that of one process's loss on the
+    global batch, however uneven the ranks' batches are, and that loss is returned, on every rank; `docs/semantics.md`
+    says how a batch counts, of every kind of loss.
     """
 
     def __init__(
@@ -119,6 +121,9 @@ class Program:
         self._unchanged.pin(self._parameters, sliced)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
+        self._meaning = LossMeaning(
+            model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
+        )
         self._observer: Observer | None = None
         self._steps = 0
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
@@ -157,6 +162,8 @@ class Program:
         self._unchanged.check()
         self._check_batches(batches)
         compiled = [self.compile_for(b) for b in batches]
+        if self.world_size > 1 or len(batches) > 1:
+            self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)
         if self.settings.check == "never" or (self.settings.check == "first" and self._steps):
             for c, b in zip(compiled, batches, strict=True):
@@ -205,10 +212,9 @@ class Program:
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program, graph)
         self._resident.spread(m.slice.name for m in program.resident_members)
-        assert graph.joint is not None
-        weight = batch_weight(graph.joint, graph.batch_size)
+        assert graph.joint is not None and graph.joint.weight is not None
         step = StepWriter(graph, program, self._target()).write()
-        compiled = _Compiled(graph, program, weight, shared_buffers(graph.joint, self._group), step)
+        compiled = _Compiled(graph, program, graph.joint.weight, shared_buffers(graph.joint, self._group), step)
         self._compiled.add(key, graph.joint.guards, compiled)
         self._observe(step)
         return compiled
@@ -347,8 +353,14 @@ class Program:
             random=lambda: self._random,
             snapshot=self._snapshot,
         )
-        weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
-        proof = Proof(subject, [b.to(self._device) for b in batches], shares(weights, self._group))
+        shares = [1.0]
+        if self.world_size > 1 or len(batches) > 1:
+            weights = [
+                self._meaning.weigh(c.weight, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)
+            ]
+            with self._group.guard("the proof of the first step"):
+                shares = self._shares(torch.stack(weights)).tolist()
+        proof = Proof(subject, [b.to(self._device) for b in batches], shares)
         if not fits(subject):
             return run()
         for c in compiled:
@@ -404,8 +416,10 @@ class Program:
         arguments = self._arguments(compiled, batch)
         if self.world_size == 1:
             return compiled.step(*arguments, self._tangent(compiled, 1.0)).detach()  # type: ignore[no-any-return]
-        weight = self._weight(compiled, batch, original)
-        loss = compiled.step(*arguments, weight, weight)
+        weight = total = self._meaning.weigh(compiled.weight, batch, original)
+        if self._meaning.is_sum:  # a share of 1
+            weight, total = torch.full_like(weight, self.world_size), torch.ones_like(weight)
+        loss = compiled.step(*arguments, weight, total)
         return loss.to(_loss_dtype(compiled))  # type: ignore[no-any-return]
 
     def _run_many(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
@@ -415,23 +429,21 @@ class Program:
                 "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
                 "compute it from float32 values, as in cross_entropy(logits.float(), target)"
             )
-        weights = [self._weight(c, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
-        total = torch.stack(weights).sum()
-        if self._group.name is not None:
-            total = collectives.wait(collectives.all_reduce(total, self._group.name))
+        weights = [self._meaning.weigh(c.weight, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
+        shares = self._shares(torch.stack(weights))
         earlier: dict[str, Any] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for c, b, w in zip(compiled[:-1], batches[:-1], weights[:-1], strict=True):
-            loss += loss_share(self._accumulate(c, b, float(w / total), earlier), w / total)
+        for c, b, share in zip(compiled[:-1], batches[:-1], shares[:-1], strict=True):
+            loss += loss_share(self._accumulate(c, b, float(share), earlier), share)
         last = compiled[-1]
         if last.finish is None:
             last.finish = StepWriter(last.graph, last.program, self._target()).write(accumulated=True)
             self._observe(last.finish)
-        seed = float(weights[-1] / total)
         ordered = [earlier[p.name] for p in last.graph.parameters]
         earlier.clear()
-        share = weights[-1] / total
-        found = last.finish(*self._arguments(last, batches[-1]), self._tangent(last, seed), *ordered, share, loss)
+        share = shares[-1]
+        tangent = self._tangent(last, float(share))
+        found = last.finish(*self._arguments(last, batches[-1]), tangent, *ordered, share, loss)
         if self._group.name is None:
             found = loss + loss_share(found, share)
         return found.to(_loss_dtype(last))  # type: ignore[no-any-return]
@@ -468,10 +480,14 @@ class Program:
                 arguments.append(tensor.to(self._device, non_blocking=True))
         return arguments
 
-    def _weight(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
-        if self.settings.weight is not None:
-            return torch.tensor(float(self.settings.weight(original)), dtype=torch.float64, device=self._device)
-        return compiled.weight.of(batch.tensors).to(self._device)
+    def _shares(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of each of this rank's micro-batches in the global batch, from how much they count."""
+        if self._meaning.is_sum:
+            return torch.ones_like(weights)
+        total = weights.sum()
+        if self._group.name is not None:
+            total = collectives.wait(collectives.all_reduce(total, self._group.name))
+        return batch_share(weights, total, torch.float64, self.world_size * len(weights))
 
     def _tangent(self, compiled: _Compiled, seed: float) -> torch.Tensor:
         joint = compiled.graph.joint

@@ -26,7 +26,6 @@ from autopar.runtime.differences import Comparison, Difference, Expected, times,
 from autopar.runtime.eager import backward, loss_of, without_trace
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.probes import Probe, Seen
-from autopar.runtime.process_group import Group
 from autopar.runtime.subject import Subject, largest, summed
 
 PERTURBATION = 1e-2
@@ -69,9 +68,7 @@ class Proof:
             after = self._values()
         comparison = Comparison(of, expected, self.tolerance)
         gradients, found = comparison.gradients(held)
-        if of.group.world_size > 1 or len(self.batches) == 1:  # else the loss is that of the last micro-batch
-            found.append(comparison.loss(loss))
-        found += comparison.buffers()
+        found += [comparison.loss(loss), *comparison.buffers()]
         if states is not None:
             found += comparison.updates(before, after, states, gradients)
         self._judge(found, comparison, how, begin)
@@ -165,13 +162,6 @@ class Proof:
             found[f"the gradient of '{n}'"] = times(float(off.max()) if len(off) else 0.0, allowed)
         found["the loss"] = times(abs(again.loss - expected.loss), max(1.0, abs(expected.loss)) * self.tolerance)
         return found
-
-
-def shares(weights: Sequence[torch.Tensor], group: Group) -> list[float]:
-    """How much of the global batch each of this rank's micro-batches is. By all ranks together."""
-    own = torch.stack([w.detach().cpu() for w in weights])
-    total = summed(own.sum(), group)
-    return [float(w / total) for w in own]
 
 
 def fits(subject: Subject) -> bool:

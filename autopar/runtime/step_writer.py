@@ -89,13 +89,12 @@ class StepWriter(Writer):
                 return
             dtype = self.tangent.meta["val"].dtype
             narrow = dtype in NARROW
-            self.share = self.call(batch_share, (self.weight, total, torch.float32 if narrow else dtype))
+            wide = torch.float32 if narrow else dtype
+            self.share = self.call(batch_share, (self.weight, total, wide, self.target.world_size))
             if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
                 self.scale = self.share
-                one = self.call(
-                    torch.ones, (tuple(self.tangent.meta["val"].shape),), {"dtype": dtype, "device": self.device}
-                )
-                self.copies[self.tangent] = one
+                shape = tuple(self.tangent.meta["val"].shape)
+                self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
             else:
                 self.copies[self.tangent] = self.share
         elif of_weight:
@@ -142,6 +141,14 @@ def loss_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return torch.where(share == 0, 0.0, loss.double().reshape(()) * share)
 
 
-def batch_share(weight: torch.Tensor, global_weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the backward pass starts from: this batch's share of the global batch."""
-    return (weight / global_weight).to(dtype)
+def batch_share(
+    weight: torch.Tensor, global_weight: torch.Tensor, dtype: torch.dtype, batches: int = 1
+) -> torch.Tensor:
+    """What the backward pass starts from: this batch's share of the global batch. Where nothing counts in any of the
+    `batches`, all have equal shares: their losses are then what one process would have, NaN or 0, and gradients 0."""
+    return torch.where(global_weight == 0, 1 / batches, weight / global_weight).to(dtype)
+
+
+def one_or_none(share: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What the backward pass starts from where gradients are scaled later: 1, or 0 for a batch without a share."""
+    return (share != 0).to(dtype).expand(shape).clone()

@@ -16,7 +16,6 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import Head, TrainingGraph
-from autopar.ir.weights import batch_weight
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
@@ -106,8 +105,8 @@ def test_smoothed_labels_are_a_mean_over_the_targets_that_are_not_ignored() -> N
     target[1] = -100
     for smoothing in (0.0, 0.1):
         graph = training_graph(Model(), batch, partial(flat, label_smoothing=smoothing))
-        assert graph.joint is not None
-        weight = batch_weight(graph.joint, graph.batch_size)
+        assert graph.joint is not None and graph.joint.weight is not None
+        weight = graph.joint.weight
         assert weight.of((batch.tensors[0], target)).item() == 10
 
 

@@ -1,0 +1,51 @@
+"""Losses of all kinds on two ranks with uneven batches: as in one process, or said not to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gloo.losses import CASES, everything
+from tests.gloo.ranks import run_ranks
+
+SUMS = ("sum", "divided by what one rank's size is")
+NOT_SAID_BY_ONE_WEIGHT = {"contrastive": "is not the mean of what its parts lose", "two counts": "different counts"}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, everything)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in NOT_SAID_BY_ONE_WEIGHT])
+def test_trains_as_one_process_would(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank, found in enumerate(ranks):
+        distance, loss, said = found[name]
+        assert max(distance, loss) <= 1e-12
+        if rank == 0 and name in SUMS:
+            assert len(said) == 1 and "is a sum over the batch" in said[0] and "losses.py:" in said[0]
+        else:
+            assert said == []
+
+
+@pytest.mark.parametrize("name", NOT_SAID_BY_ONE_WEIGHT)
+def test_what_one_weight_cannot_say_is_said_once_on_rank_0(ranks: list[dict[str, Any]], name: str) -> None:
+    assert ranks[0][name][0] > 1e-5
+    (said,) = ranks[0][name][2]
+    assert NOT_SAID_BY_ONE_WEIGHT[name] in said and "losses.py:" in said and "weight=lambda batch" in said
+    assert ranks[1][name][2] == []
+
+
+def test_micro_batches_are_as_one_batch(ranks: list[dict[str, Any]]) -> None:
+    assert all(max(found["micro-batches"]) <= 1e-12 for found in ranks)
+
+
+def test_the_drop_in_module_counts_an_empty_batch_as_nothing(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        exact, sixteen_bits = found["module"]
+        assert exact <= 1e-12 and sixteen_bits <= 0.02
+
+
+def test_a_rank_with_nothing_to_add_does_not_spoil_16_bits(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["16 bits"] for found in ranks)
