@@ -9,6 +9,7 @@ are never drawn again.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 import networkx as nx
@@ -50,9 +51,10 @@ def _compute_again(graph: torch.fx.Graph, late: Nodes, kept: Nodes) -> None:
     again: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def is_gone(node: torch.fx.Node) -> bool:
-        return not (
-            node in late or node.op != "call_function" or node in kept or base(node) in kept or _stays(base(node))
-        )
+        if node in late or node.op != "call_function" or node in kept or base(node) in kept or _stays(base(node)):
+            return False
+        # An element of results that are still there is there, too: taken out again, it would be the same memory twice.
+        return node.target is not operator.getitem or is_gone(node.args[0])  # type: ignore[arg-type]
 
     for reader in [n for n in graph.nodes if n in late and n.op == "call_function"]:
         needed: set[torch.fx.Node] = set()

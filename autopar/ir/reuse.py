@@ -5,6 +5,8 @@ Only for graphs that run as a whole: what one half of a split graph saves for th
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.fx
 
@@ -58,7 +60,9 @@ def _may_overwrite(node: torch.fx.Node, source: object, position: dict[torch.fx.
     owner = base(source)
     if any(a is not source and base(a) is owner for a in node.all_input_nodes):
         return False  # the other operand lies in the same memory: `h - h[:, :1]` would read what is overwritten
-    made_by = owner.args[0] if getattr(owner.target, "__name__", "") == "getitem" else owner
+    made_by = owner.args[0] if owner.target is operator.getitem else owner
+    if made_by is not owner and any(u is not owner and u.args == owner.args for u in made_by.users):  # type: ignore[union-attr]
+        return False  # another name of the same element
     if owner.op != "call_function" or getattr(made_by, "target", None) in _MAY_RETURN_THEIR_INPUT:
         return False
     return all(position[r] <= position[node] for r in readers(owner))

@@ -139,6 +139,8 @@ class OptimizerPart:
                     mine[key] = value
             if _may_fuse(self._part, mine) and not sparse:
                 mine["fused"] = True
+            elif mine.get("fused") and _fuses_wrongly(self._part, mine):
+                mine["fused"] = False
         if sparse and not leaves_zeros_alone(self._whole):  # set since it was planned for
             known = [g.to_dense() for g in known]
         self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
@@ -209,6 +211,19 @@ def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         and not isinstance(group.get("lr"), torch.Tensor)
         and bool(group["params"])
         and all(p.device.type == "cpu" and p.is_contiguous() and p.is_floating_point() for p in group["params"])
-        # Fused SGD of torch 2.13 leaves the vectorized part of 16-bit parameters as it is.
-        and not (type(optimizer) is torch.optim.SGD and any(p.dtype.itemsize < EXACT_BYTES for p in group["params"]))
+        and not _fuses_wrongly(optimizer, group)
     )
+
+
+def _fuses_wrongly(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether PyTorch's fused implementation on CPUs would compute something else. [Empirical, torch 2.13: SGD leaves
+    the vectorized part of 16-bit parameters as it is; all walk over strided memory as if it were dense]"""
+    on_cpu = [p for p in group["params"] if p.device.type == "cpu"]
+    narrow = type(optimizer) is torch.optim.SGD and any(p.dtype.itemsize < EXACT_BYTES for p in on_cpu)
+    return narrow or any(not _is_dense(p) for p in on_cpu)
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Whether elements lie side by side in memory, in whatever order of dimensions."""
+    order = sorted(range(p.dim()), key=lambda d: (p.stride(d), p.shape[d]), reverse=True)
+    return p.permute(order).is_contiguous()

@@ -147,3 +147,14 @@ def test_programs_train_alike(level: Recompute) -> None:
             program.step(batch(samples))
         ends.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_an_element_of_results_that_are_kept_is_not_taken_out_twice() -> None:
+    """Both would be one tensor, over which the forward pass and what is computed again would write."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    example = (torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    for level in LEVELS:
+        found = run(model, example, F.mse_loss, level)
+        expected = run(model, example, F.mse_loss, "none")
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
