@@ -15,6 +15,7 @@ from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight
+from autopar.runtime.checkpoint_checks import check_module
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
@@ -178,9 +179,11 @@ class SyncedModule(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads the model's own; `assign` is refused, as the program holds the tensors themselves."""
+        """Loads the model's own. Raises `SpecError` where it does not fit, before anything is changed; `assign` is
+        refused, as the program holds the tensors themselves."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
+        check_module("model", self.module, state_dict, strict, converts=True)
         return self.module.load_state_dict(state_dict, strict)
 
 
