@@ -23,7 +23,6 @@ from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.program import CollectiveOrder, Settings, signature_key
 from autopar.runtime.random import RandomStream
 from autopar.runtime.writer import Target
-from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -67,7 +66,7 @@ class SyncedModule(nn.Module):
         self.plan = plan
         self.settings = settings
         self._group = group
-        self._context = context.on(ClusterSpec.model_validate(plan.cluster.spec))
+        self._context = context.on(plan.cluster.cluster)
         self._order = CollectiveOrder(Rendezvous(group), plan)
         self._random = RandomStream(group.rank, group.world_size)
         self._named = named_parameters(model)

@@ -29,7 +29,6 @@ from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, loss_share
 from autopar.runtime.writer import NARROW, Target
-from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -83,7 +82,7 @@ class Program:
         self.optimizer = optimizer
         self.settings = settings
         self._group = group
-        self._context = context.on(ClusterSpec.model_validate(plan.cluster.spec))
+        self._context = context.on(plan.cluster.cluster)
         self._rendezvous = Rendezvous(group)
         self._parameters = named_parameters(model, settings.loss_fn)
         self._device = next(iter(self._parameters.values())).device

@@ -68,7 +68,7 @@ def same(a: Any, b: Any) -> bool:
 def masks(program: Program) -> list[float]:
     """The first numbers of the program's stream."""
     with program._random:
-        return torch.rand(3).tolist()  # type: ignore[no-any-return]
+        return torch.rand(3).tolist()
 
 
 def refusal(program: Program, state: Any) -> tuple[str, bool]:
