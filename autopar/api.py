@@ -153,7 +153,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         if cluster_spec is not None and cluster_spec.fingerprint.digest != plan.cluster.digest:
             raise PlanMismatchError(
                 "the plan was made for another cluster: "
-                + "; ".join(ClusterSpec.model_validate(plan.cluster.spec).difference(cluster_spec)[:5])
+                + "; ".join(plan.cluster.cluster.difference(cluster_spec)[:5])
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"

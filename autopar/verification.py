@@ -303,7 +303,7 @@ def _rank(rank: int, job: Job) -> None:
     model, example, loss_fn, optimizer = _build(job)
     plan = None if job.plan is None else Plan.loads(job.plan)
     if plan is not None and job.world_size > 1 and rank == 0:
-        serve_here(Topology(ClusterSpec.model_validate(plan.cluster.spec)).servers)
+        serve_here(Topology(plan.cluster.cluster).servers)
     program = optimize(
         model,
         ClusterSpec.local(job.world_size) if plan is None else None,

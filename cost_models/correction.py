@@ -20,12 +20,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.errors import SpecError
+from autopar.spec.files import read_file, write_file
 
 Floats = npt.NDArray[np.float64]
 
+MAX_BYTES = 256 << 20
+"""Of a saved correction."""
 CLIP = 0.3
 """Largest residual, in logarithms: a prediction is corrected by a third at most."""
 FADE = 0.25
@@ -149,12 +152,12 @@ class Correction(BaseModel):
         return _Stack(self.members)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json())
+        write_file(path, self.model_dump_json(), "learned correction")
 
     @classmethod
     def load(cls, path: str | Path) -> Correction:
         """Raises `SpecError` where the file is no correction."""
         try:
-            return cls.model_validate_json(Path(path).read_text())
-        except (OSError, ValueError) as e:
+            return cls.model_validate_json(read_file(path, "learned correction", MAX_BYTES))
+        except ValidationError as e:
             raise SpecError(f"{path} cannot be read as a learned correction: {e}") from e

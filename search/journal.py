@@ -6,12 +6,14 @@ is cut short leaves what it knew. Lines can be read back with `read`; a half-wri
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from autopar.errors import SpecError
 from autopar.search.base import Candidate
 
 FORMAT = 1
@@ -26,16 +28,18 @@ class Journal:
         self._file: TextIO | None = None
 
     def __enter__(self) -> Self:
-        self._file = self.path.open("a", encoding="utf-8")
-        if _ends_within_a_line(self.path):
-            self._file.write("\n")
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+            if _ends_within_a_line(self.path):
+                self._file.write("\n")
+        except OSError as e:
+            self._close()
+            raise SpecError(f"{self.path}: cannot write the journal: {e.strerror or e}") from e
         self._line({"search": {"format": FORMAT, **self.header}})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close()
 
     def write(self, candidate: Candidate) -> None:
         """Appends one priced plan."""
@@ -51,8 +55,18 @@ class Journal:
 
     def _line(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "a journal is written inside `with`"
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as e:
+            self._close()
+            raise SpecError(f"{self.path}: cannot write the journal: {e.strerror or e}") from e
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # of what could not be written, which was said before
+                self._file.close()
+            self._file = None
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -61,7 +75,7 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an error inside autopar; 2 something the user wrote (usage
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Mapping
@@ -83,14 +84,20 @@ def exit_code(error: Exception) -> int:
         return INFEASIBLE
     if isinstance(error, VerificationError):
         return VERIFICATION_FAILED
-    if isinstance(error, AutoparError) and not isinstance(error, CollectiveError):
+    if (isinstance(error, AutoparError) and not isinstance(error, CollectiveError)) or _cannot_be_written(error):
         return USAGE_ERROR
     return INTERNAL_ERROR
+
+
+def _cannot_be_written(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, AutoparError):
         return str(error)
+    if isinstance(error, OSError) and _cannot_be_written(error):
+        return f"{error.filename or 'the output'}: cannot be written: {error.strerror}"
     return (
         f"{type(error).__name__}: {error}\n"
         "This was not expected and is probably a fault of autopar; --debug shows where it happened."

@@ -79,11 +79,11 @@ def command(cluster: str | None, output: Path | None, time_budget: float, comple
 
 def _completed(found: Calibration, path: Path) -> Calibration:
     """Writes the completed description; returns the calibration as one of that cluster."""
-    from autopar.spec.cluster import ClusterSpec
     from autopar.spec.complete import complete
+    from autopar.spec.files import write_file
 
-    completed = complete(ClusterSpec.model_validate(found.cluster.spec), found)
-    path.write_text(completed.to_yaml())
+    completed = complete(found.cluster.cluster, found)
+    write_file(path, completed.to_yaml(), "cluster description")
     progress(f"wrote {path}: {completed.summary}")
     return found.model_copy(update={"cluster": completed.fingerprint})
 

@@ -25,7 +25,6 @@ def estimate(
     from autopar.ir.capture import Mode
     from autopar.runtime.module import module_batch
     from autopar.runtime.optimizer import context_for, optimizer_scope
-    from autopar.spec.cluster import ClusterSpec
     from autopar.spec.topology import Topology
     from autopar.strategies.lowering import lower_plan
 
@@ -38,7 +37,7 @@ def estimate(
     plan.check_model(graph.model)
     scope = optimizer_scope(chosen)
     context = context_for(plan.cluster.world_size, chosen, scope, None, not without, late_parameters=True)
-    cluster = ClusterSpec.model_validate(plan.cluster.spec)
+    cluster = plan.cluster.cluster
     program = lower_plan(plan.groups, graph, context.on(cluster))
     cost = optimizer_cost(type(chosen).__name__, chosen.param_groups[0]) if chosen else optimizer_cost("AdamW")
     if calibration is not None:

@@ -131,7 +131,7 @@ def load_cluster(argument: str) -> ClusterSpec:
         if not re.fullmatch(r"[1-9][0-9]{0,4}", digits):
             raise ClusterSpecError(f"--cluster is '{argument}', expected local:N with N ranks from 1 on, as local:4")
         return ClusterSpec.local(int(digits))
-    if not Path(argument).is_file():
+    if not Path(argument).exists():
         raise ClusterSpecError(
             f"--cluster: there is no file '{argument}'; give a cluster description, or local:4 for four local ranks"
         )

@@ -23,6 +23,9 @@ from autopar.cli.model_argument import load_model
 if TYPE_CHECKING:
     from autopar.verification import Verification
 
+MAX_PROCESSES = 256
+"""That one machine is asked to start."""
+
 
 @click.command("verify")
 @click.argument("model")
@@ -55,6 +58,8 @@ def command(
     if plan is not None and world_size is not None:
         plan.check_world_size(world_size)
     n = world_size or (plan.cluster.world_size if plan else 4)
+    if n > MAX_PROCESSES:
+        raise errors.SpecError(f"{n} ranks would be {n} processes on this machine; at most {MAX_PROCESSES} are started")
     make = Remake(model)
     with quiet_libraries():
         # What is wrong with the arguments is better said once than by every rank.

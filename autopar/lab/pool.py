@@ -29,6 +29,7 @@ from autopar.lab.host import Host
 from autopar.lab.job import Job, JobFailed, JobTimeout
 from autopar.lab.load import Load, Moment
 from autopar.lab.trial import Comparison, RealCompute, Status, TrialResult, TrialSpec, VirtualCompute
+from autopar.spec.files import write_file
 
 Answers = list[dict[str, Any]]
 
@@ -168,7 +169,7 @@ class Pool:
             tables = GraphTables.of(compute.graph).model_dump(mode="json")
             text = json.dumps({"tables": tables, "measured_s": compute.measured_s})
             path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-            path.write_text(text)
+            write_file(path, text, "table of a model")
             self._tables[key] = compute, str(path)  # what the ids are of, too, lest they be given to another
         optimizer = [compute.optimizer.name, compute.optimizer.state_tensors]
         return {

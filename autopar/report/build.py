@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.report import charts, rows
 from autopar.report.environment import environment
 from autopar.report.rows import Compared
+from autopar.spec.files import write_file
 from autopar.spec.plan import Plan
 from autopar.spec.summary import FIDELITY_MEANING, PROVENANCE_MEANING, RECOMPUTE_MEANING, parameter_bytes, verdict
 
@@ -72,7 +73,7 @@ def build_report(
         plotly_js=get_plotlyjs(),
     )
     target = Path(path)
-    target.write_text(page, encoding="utf-8")
+    write_file(target, page, "report")
     return target
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import SpecError
+from autopar.spec.files import write_file
 
 if TYPE_CHECKING:
     from autopar.cost_models.base import Estimate
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def write_trace(estimate: Estimate, path: str | Path) -> None:
     """Writes the estimate's spans; raises `SpecError` where it has none, since it was made without a timeline."""
-    Path(path).write_text(json.dumps(trace(estimate), separators=(",", ":")) + "\n")
+    write_file(path, json.dumps(trace(estimate), separators=(",", ":")) + "\n", "trace")
 
 
 def trace(estimate: Estimate) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from autopar.ir.capture import output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
+from autopar.runtime.checkpoint_checks import check_module
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
 from autopar.runtime.fragments import Fragment
@@ -31,7 +32,6 @@ from autopar.runtime.program import Settings
 from autopar.runtime.random import RandomStream
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
-from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -81,7 +81,7 @@ class SyncedModule(nn.Module):
         self.plan = plan
         self.settings = settings
         self._group = group
-        self._context = context.on(ClusterSpec.model_validate(plan.cluster.spec))
+        self._context = context.on(plan.cluster.cluster)
         self._order = CollectiveOrder(Rendezvous(group), plan)
         self._random = RandomStream(group.rank, group.world_size)
         self._named = named_parameters(model)
@@ -259,9 +259,11 @@ class SyncedModule(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads the model's own; `assign` is refused, as the program holds the tensors themselves."""
+        """Loads the model's own. Raises `SpecError` where it does not fit, before anything is changed; `assign` is
+        refused, as the program holds the tensors themselves."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
+        check_module("model", self.module, state_dict, strict, converts=True)
         return self.module.load_state_dict(state_dict, strict)
 
 

@@ -49,11 +49,9 @@ class OperatorTimes(Stored):
         """Keeps what was not known; where no file can be written, it is measured again the next time."""
         known = self.model_copy(update={"seconds": {k: median(v) for k, v in seconds.items()} | self.seconds})
         path = _path(self.device)
-        with suppress(OSError):
+        with suppress(OSError, SpecError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{os.getpid()}")
-            known.save(draft)
-            draft.replace(path)  # another process reads the old table, or the new one
+            known.save(path)
 
 
 def operator_key(node: torch.fx.Node) -> str:

@@ -18,7 +18,7 @@ from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import Unused, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight
-from autopar.runtime import collectives
+from autopar.runtime import checkpoint, collectives
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.differences import tolerance_of
@@ -37,12 +37,11 @@ from autopar.runtime.process_group import Group, Rendezvous, average_buffers, ta
 from autopar.runtime.proof import Proof, fits
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
-from autopar.runtime.state import as_torch, from_torch, gather_state, scatter_state
+from autopar.runtime.state import scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
 from autopar.runtime.subject import Subject
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import NARROW, Target
-from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -104,7 +103,7 @@ class Program:
         self.optimizer = optimizer
         self.settings = settings
         self._group = group
-        self._context = context.on(ClusterSpec.model_validate(plan.cluster.spec))
+        self._context = context.on(plan.cluster.cluster)
         self._rendezvous = Rendezvous(group)
         self._parameters = named_parameters(model, settings.loss_fn)
         self._device = next(iter(self._parameters.values())).device
@@ -223,8 +222,12 @@ class Program:
         """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
         leave them; to be called, on any rank, before parameters are read or changed otherwise than by the next step,
         by running the model, or by saving it."""
-        with self._group.guard("parameters on their way"):
+        try:
             self._late.arrive()
+        except collectives.CommunicationFailure:
+            # A guard counts what all ranks do together, which this need not be: it is entered to explain, no more.
+            with self._group.guard("parameters on their way"):
+                raise
 
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
@@ -247,27 +250,38 @@ class Program:
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
 
-        `model` and `optimizer` are in PyTorch's own form and load into a plain model and optimizer; `random` is this
-        rank's stream. Write them with `torch.save` on one rank, read them with `torch.load(weights_only=True)`.
+        `model` and `optimizer` are in PyTorch's own form and load into a plain model and optimizer; `random` is every
+        rank's stream. Write it with `torch.save` on one rank, read it with `torch.load(weights_only=True)` on all; or
+        use `torch.distributed.checkpoint`.
+
+        Raises `CollectiveError`, with the rank, where another one does not call it.
         """
-        self.synchronize_buffers()
-        state = gather_state(self._parts.values(), self._parameters, self._group)
-        with self.gathered():
-            whole = self.model.state_dict()
-        return {
-            "model": whole,
-            "optimizer": as_torch(state, self.optimizer, self._names()),
-            "random": self._random.state(),
-        }
+        self.synchronize()
+        return checkpoint.save(self._owner())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state that this or any other plan, or one process, has saved."""
-        with self.gathered():
-            self.model.load_state_dict(state["model"])
-        scatter_state(
-            self._parts.values(), from_torch(state["optimizer"], self.optimizer, self._names()), self._parameters
+        """Continues from a state that this or any other plan, or one process, has saved; to be called by all ranks
+        together, with the same state. Raises `SpecError` where it does not fit, before anything is changed."""
+        self.synchronize()
+        checkpoint.load(self._owner(), state)
+        self._resumed = {}
+
+    def _owner(self) -> checkpoint.Owner:
+        loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
+        return checkpoint.Owner(
+            self.model,
+            loss_fn,
+            self.optimizer,
+            self._names(),
+            frozenset(m.name for g in self.plan.groups for m in g.members),
+            self._context.elementwise_update,
+            self._random,
+            self._group,
+            tuple(self._parts.values()),
+            self._parameters,
+            tuple(self._buffers.values()),
+            self._resident,
         )
-        self._random.load_state(state.get("random", []))
 
     def _names(self) -> dict[nn.Parameter, str]:
         listed = {n for p in self.plan.model.parameters for n in (p.name,)}

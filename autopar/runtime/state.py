@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
+from autopar.errors import OptimizerError
 from autopar.runtime.collectives import may_fail
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous
@@ -22,42 +22,70 @@ State = dict[str, dict[str, Any]]
 def gather_state(parts: Iterable[OptimizerPart], parameters: dict[str, torch.nn.Parameter], group: Group) -> State:
     """The whole state, on every rank; to be called by all ranks together.
 
-    Each rank fills in what it holds; the sum over ranks, divided by how many hold each element, is the whole.
+    Each rank fills in what it holds. Of an element that several ranks hold, the first one's value is taken. Raises
+    `OptimizerError` where the state holds objects that cannot be told to a rank that has none.
     """
     mine: State = {}
-    counts: dict[str, torch.Tensor] = {}
+    owners: dict[str, torch.Tensor] = {}
     for part in parts:
         for fragment, state in part.state():
             parameter = parameters[fragment.name]
-            held = counts.setdefault(fragment.name, torch.zeros(parameter.shape, dtype=torch.float32))
-            fragment.cut(held).fill_(1.0)
+            nobody = torch.full(parameter.shape, group.world_size, dtype=torch.int32)
+            fragment.cut(owners.setdefault(fragment.name, nobody)).fill_(group.rank)
             whole = mine.setdefault(fragment.name, {})
             for key, value in state.items():
-                if _per_element(value, fragment.tensor.shape):
+                if per_element(value, fragment.tensor.shape):
                     full = whole.setdefault(key, torch.zeros(parameter.shape, dtype=value.dtype, device=value.device))
                     fragment.cut(full).copy_(value)
                 else:
                     whole[key] = value
-    return mine if group.pg is None else _merge(mine, counts, parameters, group)
+    return mine if group.pg is None else _merge(mine, owners, parameters, group)
 
 
-def _merge(mine: State, counts: dict[str, torch.Tensor], parameters: dict[str, Any], group: Group) -> State:
-    described = {
-        n: {k: [str(v.dtype), list(v.shape)] if isinstance(v, torch.Tensor) else v for k, v in s.items()}
-        for n, s in mine.items()
-    }
+def _merge(mine: State, owners: dict[str, torch.Tensor], parameters: dict[str, Any], group: Group) -> State:
+    described = {n: {k: _described(v) for k, v in s.items()} for n, s in mine.items()}
     everyone = [json.loads(text) for text in Rendezvous(group).exchange("optimizer state", json.dumps(described))]
     known: dict[str, dict[str, Any]] = {}
     for one in everyone:
         for name, state in one.items():
             known.setdefault(name, {}).update(state)
+    _check_told(known, everyone)
     with group.guard("gathering the optimizer's state"), may_fail():
-        return _sum_over_ranks(mine, counts, known, everyone, parameters, group)
+        return _from_all_ranks(mine, owners, known, everyone, parameters, group)
 
 
-def _sum_over_ranks(
+def _described(value: Any) -> dict[str, Any]:
+    """A value for another rank: a tensor's dtype and shape, a plain value as it is, an object's type."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"plain": value}
+    if type(value) in (list, tuple) and all("plain" in _described(v) for v in value):
+        return {"plain": list(value), "tuple": type(value) is tuple}
+    return {"object": type(value).__name__}
+
+
+def _told(what: dict[str, Any]) -> Any:
+    """The plain value that `_described` made this from."""
+    return tuple(what["plain"]) if what.get("tuple") else what["plain"]
+
+
+def _check_told(known: State, everyone: list[dict[str, dict[str, Any]]]) -> None:
+    """Raises `OptimizerError`, on all ranks alike, where one would need an object of another one's."""
+    for name, state in known.items():
+        for key, what in state.items():
+            lacking = [r for r, one in enumerate(everyone) if key not in one.get(name, {})]
+            if "object" in what and lacking:
+                raise OptimizerError(
+                    f"the optimizer's state of '{name}' holds '{key}', a {what['object']}, which rank "
+                    f"{lacking[0]} does not have under this plan: only tensors, numbers, texts and lists of these can "
+                    'be gathered. Use a plan in which every rank updates every parameter (strategy="ddp")'
+                )
+
+
+def _from_all_ranks(
     mine: State,
-    counts: dict[str, torch.Tensor],
+    owners: dict[str, torch.Tensor],
     known: dict[str, dict[str, Any]],
     everyone: list[dict[str, dict[str, Any]]],
     parameters: dict[str, Any],
@@ -66,62 +94,44 @@ def _sum_over_ranks(
     merged: State = {}
     for name in sorted(known):
         parameter = parameters[name]
-        held = counts.get(name, torch.zeros(parameter.shape, dtype=torch.float32)).to(parameter.device)
-        dist.all_reduce(held, group=group.pg)
+        nobody = torch.full(parameter.shape, group.world_size, dtype=torch.int32)
+        owner = owners.get(name, nobody).to(parameter.device)
+        dist.all_reduce(owner, op=dist.ReduceOp.MIN, group=group.pg)
+        own_part = owner == group.rank
         merged[name] = {}
         for key in sorted(known[name]):
             what, own = known[name][key], mine.get(name, {}).get(key)
-            if not isinstance(what, list):
-                merged[name][key] = what
+            if "tensor" not in what:
+                merged[name][key] = own if key in mine.get(name, {}) else _told(what)
                 continue
-            dtype, shape = getattr(torch, what[0].removeprefix("torch.")), torch.Size(what[1])
-            value = torch.zeros(shape, dtype=dtype, device=parameter.device) if own is None else own.clone()
+            dtype, shape = getattr(torch, what["tensor"][0]), torch.Size(what["tensor"][1])
             if shape == parameter.shape and shape:
-                dist.all_reduce(value, group=group.pg)
-                merged[name][key] = value / held.to(dtype)
+                value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                if own is not None:
+                    value = torch.where(own_part, own.to(parameter.device), value)
+                dist.all_reduce(torch.view_as_real(value) if value.is_complex() else value, group=group.pg)
             else:  # one a parameter, as a step counter: any holder's will do
+                value = torch.zeros(shape, dtype=dtype, device=parameter.device) if own is None else own.clone()
                 holder = next(r for r, one in enumerate(everyone) if key in one.get(name, {}))
                 dist.broadcast(value, group_src=holder, group=group.pg)
-                merged[name][key] = value
+            merged[name][key] = value
     return merged
 
 
 def scatter_state(parts: Iterable[OptimizerPart], state: State, parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Gives each part the state of its fragments."""
+    """Gives each part the state of its fragments, in place of what it has."""
     for part in parts:
         for index, fragment in enumerate(part.fragments):
-            if fragment.name in state:
-                shape = parameters[fragment.name].shape
-                cut = {
-                    k: fragment.cut(v).clone() if _per_element(v, shape) else copy.deepcopy(v)
-                    for k, v in state[fragment.name].items()
-                }
-                part.load_state(index, cut)
+            shape = parameters[fragment.name].shape
+            cut = {}
+            for key, value in state.get(fragment.name, {}).items():
+                if per_element(value, shape):  # as the fragment lies, which is how its first step would make it
+                    cut[key] = torch.empty_like(fragment.tensor, dtype=value.dtype).copy_(fragment.cut(value))
+                else:
+                    cut[key] = copy.deepcopy(value)
+            part.load_state(index, cut)
 
 
-def as_torch(state: State, optimizer: Optimizer, names: dict[torch.nn.Parameter, str]) -> dict[str, Any]:
-    """The state in the form of `torch.optim.Optimizer.state_dict()`, so that plain PyTorch can load it."""
-    groups, index = [], 0
-    by_index: dict[int, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        numbers = []
-        for p in group["params"]:
-            if names.get(p) in state:
-                by_index[index] = state[names[p]]
-            numbers.append(index)
-            index += 1
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
-    return {"state": by_index, "param_groups": groups}
-
-
-def from_torch(saved: dict[str, Any], optimizer: Optimizer, names: dict[torch.nn.Parameter, str]) -> State:
-    """Reads `torch.optim.Optimizer.state_dict()`'s form, and sets the optimizer's settings from it."""
-    order = [p for g in optimizer.param_groups for p in g["params"]]
-    for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({k: v for k, v in settings.items() if k != "params"})
-    return {names[order[int(i)]]: s for i, s in saved["state"].items() if order[int(i)] in names}
-
-
-def _per_element(value: Any, shape: torch.Size) -> bool:
+def per_element(value: Any, shape: torch.Size) -> bool:
     """Whether a state value has one entry an element, as moments have, and step counters have not."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape

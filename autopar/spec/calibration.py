@@ -6,7 +6,7 @@ in seconds, rates in bytes or operations per second.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,38 +19,51 @@ SCHEMA_VERSION: Final = 1
 Collective = Literal["all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
 
 
+Seconds = Annotated[float, Field(ge=1e-12, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-3, le=1e30)]
+"""Bytes or operations per second."""
+Times = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""In multiples of another time."""
+
+
 class CollectiveTimes(Record):
     """One collective of float32 values, at several sizes."""
 
     kind: Collective
     teams: tuple[tuple[int, ...], ...] = ()
     """Disjoint sets of ranks that did it at the same time, each among itself; empty for one of all ranks."""
-    size_bytes: tuple[int, ...] = Field(min_length=1)
+    size_bytes: tuple[Annotated[int, Field(ge=1, le=2**53)], ...] = Field(min_length=1)
     """Of the whole value, over all ranks of a team; ascending."""
-    seconds: tuple[float, ...]
+    seconds: tuple[Seconds, ...]
     """Until the last rank had its result: medians."""
-    processor_s: tuple[float, ...]
+    processor_s: tuple[Annotated[float, Field(ge=0, le=1e9)], ...]
     """Processor time that a rank's process spent on it, on average."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> CollectiveTimes:
         if not len(self.size_bytes) == len(self.seconds) == len(self.processor_s):
             raise ValueError(f"{self.kind}: expected as many times as sizes, {len(self.size_bytes)}")
-        if list(self.size_bytes) != sorted(set(self.size_bytes)) or min(self.size_bytes) <= 0:
-            raise ValueError(f"{self.kind}: sizes must be greater than 0 and ascend")
-        if min(self.seconds) <= 0:
-            raise ValueError(f"{self.kind}: times must be greater than 0")
+        if list(self.size_bytes) != sorted(set(self.size_bytes)):
+            raise ValueError(f"{self.kind}: sizes must ascend")
+        if self.teams and self.kind in ("reduce", "broadcast"):
+            raise ValueError(f"{self.kind}: it has an owner, and is measured among all ranks")
         return self
+
+    def check(self, world_size: int) -> None:
+        """Raises `SpecError` unless the teams, where there are any, share out a cluster's ranks."""
+        ranks = sorted(rank for team in self.teams for rank in team)
+        if self.teams and (not all(self.teams) or ranks != list(range(world_size))):
+            raise SpecError(f"{self.kind}: its teams do not hold each of the ranks 0 to {world_size - 1} once")
 
 
 class LinkTimes(Record):
     """From one rank to another, by itself."""
 
-    sender: int
-    receiver: int
-    bytes_per_s: float = Field(gt=0)
+    sender: int = Field(ge=0)
+    receiver: int = Field(ge=0)
+    bytes_per_s: Rate
     """Of a large message."""
-    latency_s: float = Field(ge=0)
+    latency_s: float = Field(ge=0, le=1e9)
     """Of a message of a few bytes: half of there and back."""
 
 
@@ -58,13 +71,13 @@ class DeviceRates(Record):
     """What one kind of device reaches."""
 
     kind: str
-    flops_per_s: dict[str, float]
+    flops_per_s: dict[str, Rate]
     """In large matrix products, by number format."""
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: Rate
     """Read and written, in copies of large values."""
-    update_bytes_per_s: float = Field(gt=0)
+    update_bytes_per_s: Rate
     """Read and written, in an optimizer's fused update."""
-    start_s: float = Field(gt=0)
+    start_s: Seconds
     """From one small operation to the next."""
 
 
@@ -86,11 +99,20 @@ class Calibration(Stored):
     collectives: tuple[CollectiveTimes, ...] = ()
     links: tuple[LinkTimes, ...] = ()
     devices: tuple[DeviceRates, ...] = ()
-    two_at_once: float | None = None
+    two_at_once: Times | None = None
     """Two large all-reduces of one process group at the same time, in multiples of one."""
-    compute_beside: float | None = None
+    compute_beside: Times | None = None
     """Compute beside a large all-reduce, in multiples of what it takes alone."""
     took_s: float = 0.0
+
+    def check(self) -> None:
+        self.cluster.check()
+        n = self.cluster.world_size
+        for times in self.collectives:
+            times.check(n)
+        for link in self.links:
+            if link.sender == link.receiver or max(link.sender, link.receiver) >= n:
+                raise SpecError(f"a link from rank {link.sender} to rank {link.receiver}: the cluster has {n} ranks")
 
     def check_cluster(self, cluster: ClusterFingerprint) -> None:
         """Raises `SpecError` unless it was taken on this cluster, whatever its links are said to reach."""

@@ -32,8 +32,9 @@ from autopar.spec.cluster_parts import (
     Written,
 )
 from autopar.spec.cluster_problems import Problems, report
+from autopar.spec.files import read_file
 from autopar.spec.machines import Cable, Device, Host, RankPlace
-from autopar.spec.yaml_source import read_file, read_yaml
+from autopar.spec.yaml_source import MAX_BYTES, read_yaml
 
 if TYPE_CHECKING:
     from autopar.spec.plan import ClusterFingerprint
@@ -75,7 +76,7 @@ class ClusterSpec(Written):
     @classmethod
     def load(cls, path: str | Path) -> ClusterSpec:
         """Reads a YAML file; raises `ClusterSpecError` with file and line for everything that is wrong with it."""
-        return cls.loads(*read_file(path))
+        return cls.loads(read_file(path, "cluster description", MAX_BYTES, ClusterSpecError), str(path))
 
     @classmethod
     def loads(cls, text: str, source: str = "cluster") -> ClusterSpec:

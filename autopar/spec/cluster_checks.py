@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.errors import did_you_mean
-from autopar.spec.cluster_parts import MAX_HOSTS
 from autopar.spec.cluster_problems import Problem
 from autopar.spec.cluster_resolve import DEFAULT_SWITCH, cables_of, host_cables_of, port_rate, switch_of, switches_of
+from autopar.spec.plan import MAX_RANKS
 
 if TYPE_CHECKING:
     from autopar.spec.cluster import ClusterSpec
 
-MAX_RANKS = 100_000
+MAX_HOSTS = 1_024
+"""In a cluster, as `MAX_RANKS`."""
 
 
 def problems(cluster: ClusterSpec) -> list[Problem]:

@@ -15,6 +15,8 @@ from autopar.spec.units import shown
 from autopar.spec.yaml_source import Place, Source
 
 MAX_REPORTED = 10
+MAX_EXAMINED = 100
+"""Problems that are put in words, of a file with thousands."""
 
 
 class Problem(NamedTuple):
@@ -37,7 +39,9 @@ class Problems(ValueError):
 
 def report(error: ValidationError, model: type[BaseModel], source: Source | None = None) -> str:
     """The message for all problems of a description: one line, or their number and a line for each."""
-    errors = error.errors()
+    errors = error.errors(include_url=False)
+    several = len(errors) > MAX_EXAMINED
+    errors = errors[:MAX_EXAMINED]
     # A required field that is misspelt is one problem, not two.
     misspelt = {(*e["loc"][:-1], _meant(e, model)) for e in errors if e["type"] == "extra_forbidden"}
     errors = [e for e in errors if e["type"] != "missing" or e["loc"] not in misspelt]
@@ -48,7 +52,8 @@ def report(error: ValidationError, model: type[BaseModel], source: Source | None
     if len(lines) == 1:
         return lines[0]
     more = [f"... and {len(lines) - MAX_REPORTED} more"] if len(lines) > MAX_REPORTED else []
-    return "\n".join([f"{len(lines)} problems in {_named(model, source)}:", *lines[:MAX_REPORTED], *more])
+    count = f"more than {MAX_EXAMINED}" if several else str(len(lines))
+    return "\n".join([f"{count} problems in {_named(model, source)}:", *lines[:MAX_REPORTED], *more])
 
 
 def path_text(place: Place) -> str:

@@ -5,7 +5,7 @@ What is left out comes from the library of devices and networks, and says so in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ DEFAULT_SWITCH = "switch"
 
 def hosts_of(cluster: ClusterSpec) -> tuple[Host, ...]:
     """Every host of the cluster by itself, in the order of the description."""
-    return tuple(_host(entry, name, _cable(cluster, entry, name)) for entry in cluster.hosts for name in entry.names)
+    return tuple(host for entry in cluster.hosts for host in _hosts(cluster, entry))
 
 
 def cables_of(cluster: ClusterSpec) -> tuple[Cable, ...]:
@@ -32,8 +32,8 @@ def cables_of(cluster: ClusterSpec) -> tuple[Cable, ...]:
 
 def host_cables_of(cluster: ClusterSpec) -> tuple[Cable, ...]:
     """The cables from hosts to their switches."""
-    found = (_cable(cluster, entry, name) for entry in cluster.hosts for name in entry.names)
-    return tuple(cable for cable in found if cable is not None)
+    found = ((_cable(cluster, entry, entry.name), entry) for entry in cluster.hosts)
+    return tuple(replace(cable, one=name) for cable, entry in found if cable is not None for name in entry.names)
 
 
 def switches_of(cluster: ClusterSpec) -> Mapping[str, SwitchSpec]:
@@ -94,6 +94,14 @@ def _slower(one: Figure | None, other: Figure | None) -> Figure | None:
     if one is None or other is None:
         return one or other
     return min(one, other, key=float)
+
+
+def _hosts(cluster: ClusterSpec, entry: HostSpec) -> Iterator[Host]:
+    """The hosts of an entry, which differ in their names alone."""
+    cable = _cable(cluster, entry, entry.name)
+    first = _host(entry, entry.name, cable)
+    for name in entry.names:
+        yield replace(first, name=name, cable=cable and replace(cable, one=name))
 
 
 def _host(entry: HostSpec, name: str, cable: Cable | None) -> Host:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,14 @@ def _labels(cluster: ClusterSpec) -> dict[str, str]:
 
 def _things(cluster: ClusterSpec) -> Things:
     labels = _labels(cluster)
-    things: Things = {(labels[host.name],): _host_properties(host) for host in cluster.all_hosts}
+    known: dict[tuple[int, bool], dict[str, str]] = {}  # equal hosts of one entry share their devices
+    things: Things = {}
+    hosts = cluster.all_hosts
+    for host in hosts:
+        alike = id(host.devices), host.serves
+        if alike not in known or not host.devices:
+            known[alike] = _host_properties(host)
+        things[(labels[host.name],)] = known[alike]
     for cable in cluster.cables:
         if len(cluster.hosts) > 1 or cluster.hosts[0].count > 1:
             things[labels[cable.one], labels[cable.other]] = {
@@ -121,7 +129,13 @@ def _host_properties(host: Host) -> dict[str, str]:
 
 
 def _plain(figure: Figure, dimension: Dimension) -> str:
-    return text(figure.value, dimension)
+    return _written(figure.value, dimension)
+
+
+@lru_cache(maxsize=4096)
+def _written(value: float, dimension: Dimension) -> str:
+    """`text`, once for each of the few values that many hosts share."""
+    return text(value, dimension)
 
 
 def _runs(values: Iterable[str], *, counted: bool = False) -> str:

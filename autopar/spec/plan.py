@@ -11,14 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from autopar.errors import PlanError, PlanMismatchError, SpecError
+from autopar.errors import ClusterSpecError, PlanError, PlanMismatchError, SpecError
 from autopar.spec.stored import Record, Stored
 
+if TYPE_CHECKING:
+    from autopar.spec.cluster import ClusterSpec
+
 SCHEMA_VERSION: Final = 1
+MAX_RANKS: Final = 8_192
+"""In a plan or a cluster. Planning looks at the way between any two ranks, which takes hours for more."""
+MAX_ELEMENTS: Final = 2**53
+"""Of one parameter: as many as a float counts exactly."""
 
 Fidelity = Literal["exact", "rounded", "compressed", "stale", "local"]
 Recompute = Literal["none", "selective", "full"]
@@ -32,12 +39,18 @@ class ParameterSpec(Record):
     """What a plan must know of one parameter: enough to tell one model from another."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)]
+    dtype: str = Field(max_length=64)
     """As torch prints it, without the prefix: `float32`."""
     trainable: bool = True
     ties: tuple[str, ...] = ()
     """Other names of the same tensor."""
+
+    @model_validator(mode="after")
+    def _can_be_counted(self) -> ParameterSpec:
+        if self.numel > MAX_ELEMENTS:
+            raise ValueError(f"'{self.name}' has too many elements for a parameter")
+        return self
 
     @property
     def numel(self) -> int:
@@ -80,10 +93,32 @@ class ClusterFingerprint(Record):
     """The cluster that the plan was made for; `spec` is the whole description, so that differences can be named."""
 
     digest: str
-    world_size: int = Field(ge=1)
+    world_size: int = Field(ge=1, le=MAX_RANKS)
     summary: str
     """One line for people: `4 hosts x 1 cpu, 1 Gbit/s`."""
     spec: dict[str, Any]
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The cluster again. Raises `ClusterSpecError` where `spec` describes none."""
+        from autopar.spec.cluster import ClusterSpec
+        from autopar.spec.cluster_problems import report
+
+        try:
+            return ClusterSpec.model_validate(self.spec)
+        except ValidationError as e:
+            raise ClusterSpecError(report(e, ClusterSpec)) from None
+
+    def check(self) -> None:
+        """Raises `SpecError` where there is a description, and it is none of a cluster of as many ranks."""
+        if not self.spec:
+            return
+        try:
+            found = self.cluster.world_size
+        except ClusterSpecError as e:
+            raise SpecError(f"cluster.spec: {e}") from e
+        if found != self.world_size:
+            raise SpecError(f"cluster.world_size is {self.world_size}, but cluster.spec has {found} devices")
 
 
 class ParameterSlice(Record):
@@ -179,6 +214,9 @@ class Plan(Stored):
         if problems:
             raise ValueError("; ".join(problems[:5]))
         return self
+
+    def check(self) -> None:
+        self.cluster.check()
 
     @property
     def digest(self) -> str:

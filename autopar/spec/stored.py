@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.errors import SpecError
+from autopar.spec.files import read_file, write_file
+from autopar.spec.units import shown
 
 
 class Record(BaseModel):
@@ -28,26 +32,25 @@ class Stored(Record):
     """What writes such files: `autopar plan`."""
     ERROR: ClassVar[type[SpecError]] = SpecError
 
+    MAX_BYTES: ClassVar[int] = 64 << 20
+    """Far beyond what is ever written, so that a wrong file is an error and not a long wait."""
+
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+        """Writes it as JSON; raises `SpecError` where it cannot, and leaves an old file as it was."""
+        write_file(path, self.model_dump_json(indent=1) + "\n", self.WHAT)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads it from JSON; raises an error with the place and the cause where it cannot."""
-        try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as e:
-            raise cls.ERROR(f"{path}: cannot read the {cls.WHAT}: {e}") from e
-        return cls.loads(text, str(path))
+        return cls.loads(read_file(path, cls.WHAT, cls.MAX_BYTES, cls.ERROR), str(path))
 
     @classmethod
     def loads(cls, text: str, source: str | None = None) -> Self:
         """Reads it from a JSON string; `source` is named in errors."""
         source = source or cls.WHAT
         try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as e:
+            data = read_json(text)
+        except (ValueError, RecursionError) as e:
             raise cls.ERROR(
                 f"{source}: not JSON ({e}): the file is truncated or is no {cls.WHAT}; write it again with "
                 f"`{cls.COMMAND}`"
@@ -55,14 +58,62 @@ class Stored(Record):
         if not isinstance(data, dict):
             raise cls.ERROR(f"{source}: a {cls.WHAT} is a JSON object, this is a {type(data).__name__}")
         version = data.get("schema_version")
-        if version != cls.VERSION:
+        if type(version) is not int or version != cls.VERSION:
             raise cls.ERROR(
-                f"{source}: schema version {version!r}, this autopar reads version {cls.VERSION}: "
+                f"{source}: schema version {shown(version)}, this autopar reads version {cls.VERSION}: "
                 f"make the {cls.WHAT} again with `{cls.COMMAND}`"
             )
         try:
-            return cls.model_validate(data)
+            found = cls.model_validate(data)
         except ValidationError as e:
-            first = e.errors()[0]
-            where = ".".join(str(x) for x in first["loc"]) or cls.WHAT
-            raise cls.ERROR(f"{source}: {where}: {first['msg']}") from e
+            first = e.errors(include_url=False)[0]
+            where = ".".join(str(x)[:60] for x in first["loc"]) or cls.WHAT
+            raise cls.ERROR(f"{source}: {where}: {first['msg'][:1000]}") from e
+        try:
+            found.check()
+        except SpecError as e:
+            raise cls.ERROR(f"{source}: {e}") from e
+        return found
+
+    def check(self) -> None:
+        """Raises `SpecError` where what was read cannot be used, though each of its fields can."""
+
+
+def read_json(text: str) -> Any:
+    """JSON as the standard has it, with no key twice and with numbers that 64 bits hold. Raises `ValueError`, and
+    `RecursionError` where it is nested too deep."""
+    data = json.loads(text, object_pairs_hook=_once, parse_int=_whole, parse_float=_finite, parse_constant=_no_number)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{e.object[e.start]!r} is half of a character") from e
+    return data
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        double = next(key for i, (key, _) in enumerate(pairs) if key in (k for k, _ in pairs[:i]))
+        raise ValueError(f"the key {shown(double)} is given twice")
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"the number {digits[:20]}{'...' * (len(digits) > 20)} is too large")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {digits[:20]}{'...' * (len(digits) > 20)} is too large")
+    return value
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")

@@ -53,6 +53,7 @@ class Topology:
             self._add(cable.other, cable.one, cable.back_bytes_per_s, cable.latency_s)
         ends = self._hosts.keys() | {end for cable in cluster.cables for end in (cable.one, cable.other)}
         self._network = nx.DiGraph(self.graph.subgraph(ends))
+        self._switches = nx.DiGraph(self._network.subgraph(ends - self._hosts.keys()))
 
     @property
     def world_size(self) -> int:
@@ -156,24 +157,28 @@ class Topology:
 
     def _through_network(self, a: str, b: str) -> tuple[Link, ...]:
         if (a, b) not in self._between:
-            try:
-                nodes = nx.shortest_path(self._network, a, b, weight=self._step(b))
-            except nx.NetworkXNoPath:
-                raise ClusterSpecError(
-                    f"host '{a}' cannot reach host '{b}': join their switches in network.links"
-                ) from None
-            self._between[a, b] = self._links(nodes)
+            self._between[a, b] = self._links(self._nodes_between(a, b))
         return self._between[a, b]
 
-    def _step(self, target: str) -> Any:
-        """Fewest links first, then the faster; never through a host that is not the target."""
-
-        def cost(_: str, to: str, data: dict[str, Any]) -> float | None:
-            if to in self._hosts and to != target:
-                return None
-            return 1 + 1 / (1 + float(data["bandwidth_bytes_per_s"]))
-
-        return cost
+    def _nodes_between(self, a: str, b: str) -> list[str]:
+        """Fewest links first, then the faster; never through another host."""
+        after, before = self._network.succ[a], self._network.pred[b]
+        if b in after:
+            return [a, b]
+        common = [node for node in after if node in before and node not in self._hosts]
+        if len(common) == 1:  # nearly always: one switch, or one a rack
+            return [a, common[0], b]
+        graph = self._switches
+        graph.add_edges_from((a, node, data) for node, data in after.items() if node not in self._hosts)
+        graph.add_edges_from((node, b, data) for node, data in before.items() if node not in self._hosts)
+        try:
+            return list(nx.shortest_path(graph, a, b, weight=_cost))
+        except (nx.NetworkXNoPath, nx.NodeNotFound):
+            raise ClusterSpecError(
+                f"host '{a}' cannot reach host '{b}': join their switches in network.links"
+            ) from None
+        finally:
+            graph.remove_nodes_from([a, b])
 
     def _reached_from(self, host: str) -> set[str]:
         reached, frontier = {host}, [host]
@@ -184,6 +189,10 @@ class Topology:
                     if node not in self._hosts:
                         frontier.append(node)
         return reached
+
+
+def _cost(_: str, to: str, data: dict[str, Any]) -> float:
+    return 1 + 1 / (1 + float(data["bandwidth_bytes_per_s"]))
 
 
 def _half(latency_s: Figure) -> Figure:

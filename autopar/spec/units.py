@@ -41,7 +41,7 @@ def guess(value: float) -> Figure:
     return Figure(value, "guessed")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dimension:
     """A kind of quantity, with its units as multiples of the base unit."""
 
@@ -87,6 +87,8 @@ FLOP_RATE = Dimension(
     "compute rate", "312 TFLOP/s", _powers("FLOP/s", ",k,M,G,T,P"), aliases=_powers("FLOPS", ",k,M,G,T,P")
 )
 _ALL = (SIZE, DURATION, NETWORK_RATE, FLOP_RATE)
+_LEAST, _MOST = 1e-30, 1e30
+"""Of any quantity in base units, but zero: what arithmetic on several of them can bear."""
 
 # Digits and exponent are bounded, so that exact arithmetic on them is cheap whatever the file says.
 _QUANTITY = re.compile(
@@ -158,6 +160,8 @@ def _checked(figure: Figure, written: str, dimension: Dimension) -> Figure:
     if figure.value < 0 or (figure.value == 0 and not dimension.zero) or not figure.value < float("inf"):
         limit = "zero or more" if dimension.zero else "more than zero"
         raise ValueError(f"{written} is not possible: a {dimension.name} here is {limit}, and finite")
+    if figure.value and not _LEAST <= figure.value <= _MOST:
+        raise ValueError(f"{written} is not possible: it is too large or too small for a {dimension.name}")
     return figure
 
 

@@ -131,5 +131,5 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype, from the number of bits in torch's name for it."""
-    bits = re.search(r"\d+", dtype)
+    bits = re.search(r"\d{1,3}", dtype)
     return max(1, int(bits.group()) // 8) if bits else 1

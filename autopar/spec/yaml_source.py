@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -45,21 +44,6 @@ class Source:
     def line(self, place: Place) -> int:
         """The line, from 1, of the value at `place`, or of what holds it."""
         return self.lines.get(self.nearest(place), 1)
-
-
-def read_file(path: str | Path) -> tuple[str, str]:
-    """The text of a file and its name; raises `ClusterSpecError` where it cannot be read or is too large."""
-    try:
-        with Path(path).open("rb") as f:
-            raw = f.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise ClusterSpecError(f"{path}: larger than 1 MiB: this is no cluster description")
-        return raw.decode("utf-8-sig"), str(path)
-    except OSError as e:
-        raise ClusterSpecError(f"{path}: cannot read the cluster description: {e.strerror or e}") from e
-    except UnicodeDecodeError as e:
-        line = raw[: e.start].count(b"\n") + 1
-        raise ClusterSpecError(f"{path}:{line}: not UTF-8 text: byte {raw[e.start]:#04x} in it") from e
 
 
 def read_yaml(text: str, name: str) -> Source:

@@ -1,0 +1,316 @@
+"""A program's checkpoint: the model and the optimizer as one process would have them, and every rank's random stream.
+
+    model, optimizer    in PyTorch's own form
+    loss_fn             the loss function's, where it is a module with parameters or buffers
+    random              the random streams, by rank
+    held                JSON: by the optimizer's number of each parameter, its name, and which of its state's values are
+                        there. What is not named is a placeholder, for `torch.distributed.checkpoint` to load into
+
+A checkpoint is checked as a whole, and by all ranks, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import SpecError
+from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
+from autopar.runtime.initial_state import initial_state, placeholder
+from autopar.runtime.meeting import meet
+from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.process_group import Group, average_buffers
+from autopar.runtime.random import RandomStream
+from autopar.runtime.resident import ResidentRows
+from autopar.runtime.state import State, gather_state, scatter_state
+
+SAVE, LOAD = "program.state_dict()", "program.load_state_dict()"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a checkpoint is of."""
+
+    model: nn.Module
+    loss_fn: nn.Module | None
+    optimizer: Optimizer
+    names: Mapping[nn.Parameter, str]
+    """Of the model's and the loss function's parameters that a plan knows."""
+    updated: frozenset[str]
+    """The parameters that the program updates: those that have state after a step."""
+    elementwise: bool
+    """Whether the optimizer updates each element by itself."""
+    random: RandomStream
+    group: Group
+    parts: Sequence[OptimizerPart]
+    parameters: dict[str, nn.Parameter]
+    buffers: Sequence[torch.Tensor]
+    resident: ResidentRows
+
+
+@dataclass(frozen=True)
+class Read:
+    """A checkpoint that was checked and fits; `groups`: the settings of each of the optimizer's groups, in order."""
+
+    model: Mapping[str, Any]
+    loss_fn: Mapping[str, Any] | None
+    groups: list[dict[str, Any]]
+    state: State
+    streams: list[torch.Tensor] | None
+    digest: str
+
+
+def save(owner: Owner) -> dict[str, Any]:
+    """The checkpoint; to be called by all ranks together. Raises `CollectiveError` where one does not come."""
+    streams = meet(owner.group, SAVE, json.dumps(owner.random.state()))
+    average_buffers(owner.buffers, owner.group)
+    state = gather_state(owner.parts, owner.parameters, owner.group)
+    with owner.resident.gathered():
+        return _write(owner, owner.model.state_dict(), state, streams)
+
+
+def load(owner: Owner, state: Any) -> None:
+    """Continues from a checkpoint; to be called by all ranks together. Raises `SpecError`, on every rank, where it
+    does not fit on one of them, or where ranks are given different ones; nothing is changed then."""
+    with owner.resident.traceable():
+        read = _read_by_all(owner, state)
+    with owner.resident.gathered():
+        owner.model.load_state_dict(read.model)
+    if owner.loss_fn is not None and read.loss_fn is not None:
+        owner.loss_fn.load_state_dict(read.loss_fn)
+    for group, settings in zip(owner.optimizer.param_groups, read.groups, strict=True):
+        group.update(copy.deepcopy(settings))
+    scatter_state(owner.parts, read.state, owner.parameters)
+    for p, name in owner.names.items():
+        if name not in owner.updated:  # the state of a parameter that is frozen now stays the optimizer's own
+            owner.optimizer.state.pop(p, None)
+            if name in read.state:
+                owner.optimizer.state[p] = copy.deepcopy(read.state[name])
+    if read.streams is not None:
+        owner.random.load(read.streams)
+
+
+def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[str]) -> dict[str, Any]:
+    optimizer = owner.optimizer
+    groups, by_number, held = [], dict[int, dict[str, Any]](), dict[str, Any]()
+    for group in optimizer.param_groups:
+        settings = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+        numbers = range(len(held), len(held) + len(group["params"]))
+        groups.append({**settings, "params": list(numbers)})
+        for number, p in zip(numbers, group["params"], strict=True):
+            name = owner.names.get(p, "")
+            values = state.get(name, {}) if name in owner.updated else optimizer.state.get(p, {})
+            held[str(number)] = [name, sorted(map(str, values))]
+            if not values and name in owner.updated:
+                values = placeholder(optimizer, settings, p)
+            if values:
+                by_number[number] = dict(values)
+    written = {
+        "model": model,
+        "optimizer": {"state": by_number, "param_groups": groups},
+        "random": [json.loads(text) for text in streams],
+        "held": json.dumps(held),
+    }
+    if owner.loss_fn is not None and (loss := owner.loss_fn.state_dict()):
+        written["loss_fn"] = loss
+    return written
+
+
+def _read_by_all(owner: Owner, state: Any) -> Read:
+    """The checkpoint, checked by all ranks together."""
+    read, refused = None, None
+    try:
+        read = _read(owner, state)
+    except SpecError as e:
+        refused = e
+    except Exception as e:  # a rank that failed otherwise would leave the others waiting
+        refused = SpecError(f"the checkpoint cannot be read: {type(e).__name__}: {e}")
+        refused.__cause__ = e
+    answers = meet(owner.group, LOAD, f"={read.digest}" if read is not None else f"!{refused}")
+    if refused is not None:
+        raise refused
+    assert read is not None
+    for rank, answer in enumerate(answers):
+        if answer.startswith("!"):
+            raise SpecError(f"rank {rank} cannot load the checkpoint, so no rank has changed anything: {answer[1:]}")
+    other = next((r for r, a in enumerate(answers) if a != answers[owner.group.rank]), None)
+    if other is not None:
+        raise SpecError(
+            f"rank {owner.group.rank} and rank {other} are given different checkpoints, so no rank has changed "
+            "anything: load the same file on every rank"
+        )
+    return read
+
+
+def _read(owner: Owner, state: Any) -> Read:
+    if not isinstance(state, Mapping):
+        raise SpecError(f"the checkpoint is a {type(state).__name__}; expected the dict of {SAVE}")
+    missing = [k for k in ("model", "optimizer") if k not in state]
+    if missing:
+        raise SpecError(
+            f"the checkpoint has no '{missing[0]}' but {_listed(state)}; expected the dict of {SAVE}, with 'model' and "
+            "'optimizer'"
+        )
+    check_module("model", owner.model, state["model"])
+    loss = state.get("loss_fn")
+    if owner.loss_fn is not None and (loss is not None or any(True for _ in owner.loss_fn.parameters())):
+        if loss is None:
+            raise SpecError(
+                "the checkpoint has no 'loss_fn', but the loss function has parameters: add "
+                "state['loss_fn'] = loss_fn.state_dict()"
+            )
+        check_module("loss_fn", owner.loss_fn, loss)
+    names, saved_groups = _saved_names(owner, state)
+    groups = _groups(owner, names, saved_groups)
+    found = _states(owner, state, names, groups)
+    streams = owner.random.read(state["random"]) if "random" in state else None
+    said = digest({"model": state["model"], "loss_fn": loss, "groups": groups, "state": found})
+    return Read(state["model"], loss, groups, found, streams, said)
+
+
+def _saved_names(owner: Owner, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """The names of the saved optimizer's parameters by their numbers, and its groups, of which the shape is checked.
+
+    They are the checkpoint's own, else PyTorch's `param_names`, else those of the optimizer's parameters in order.
+    """
+    optimizer = state["optimizer"]
+    if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
+        raise SpecError("the checkpoint's 'optimizer' is no dict with 'state' and 'param_groups', as PyTorch makes it")
+    groups = optimizer["param_groups"]
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        raise SpecError("the checkpoint's optimizer.param_groups is no list of dicts")
+    for i, group in enumerate(groups):
+        numbers = group.get("params")
+        if not isinstance(numbers, (list, tuple)) or not all(type(n) is int for n in numbers):
+            raise SpecError(f"the checkpoint's optimizer.param_groups[{i}] has no list of numbers as 'params'")
+    numbers = [n for g in groups for n in g["params"]]
+    if len(set(numbers)) < len(numbers):
+        raise SpecError("the checkpoint's optimizer has a parameter's number in its groups twice")
+    own = [[owner.names.get(p, "") for p in g["params"]] for g in owner.optimizer.param_groups]
+    held = _held(state)
+    if held is not None:
+        names = {number: name for number, (name, _) in held.items()}
+    elif all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
+        names = {n: str(name) for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
+        if set(names.values()) != {name for group in own for name in group}:  # names of another wrapping
+            names = {}
+    else:
+        names = {}
+    if not names:
+        if [len(g["params"]) for g in groups] != [len(g) for g in own]:
+            raise SpecError(
+                f"the checkpoint's optimizer has groups of {_sizes(g['params'] for g in groups)} parameters, this one "
+                f"of {_sizes(own)}: build the optimizer with the same groups"
+            )
+        names = dict(zip(numbers, (name for group in own for name in group), strict=True))
+    lacking = [n for n in numbers if n not in names]
+    if lacking:
+        raise SpecError(f"the checkpoint's 'held' does not name parameter {lacking[0]} of its optimizer")
+    return names, [dict(g) for g in groups]
+
+
+def _held(state: Mapping[str, Any]) -> dict[int, tuple[str, list[str]]] | None:
+    """By the number of a parameter, its name and the keys of its state; None where the checkpoint does not say."""
+    if "held" not in state:
+        return None
+    try:
+        found = {int(n): (str(name), [str(k) for k in keys]) for n, (name, keys) in json.loads(state["held"]).items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as e:
+        raise SpecError(f"the checkpoint's 'held' is not as {SAVE} writes it: {e}") from e
+    return found
+
+
+def _groups(owner: Owner, names: dict[int, str], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings of each of the optimizer's groups: those of the saved group with the same parameters."""
+    by_members = {frozenset(names[n] for n in g["params"]): g for g in saved}
+    found = []
+    own = [frozenset(owner.names.get(p, "") for p in g["params"]) for g in owner.optimizer.param_groups]
+    if len(saved) != len(own):
+        raise SpecError(
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(own)}: build the "
+            "optimizer with the same groups"
+        )
+    for i, members in enumerate(own):
+        if members not in by_members:
+            other = max(by_members, key=lambda m: len(m & members), default=frozenset[str]())
+            name = min(other ^ members)
+            where = "is not" if name in members else "is"
+            raise SpecError(
+                f"parameter '{name}' {where} in the group of the checkpoint's optimizer that is like group {i} of this "
+                "one: build the optimizer with the same groups"
+            )
+        settings = {k: v for k, v in by_members[members].items() if k not in ("params", "param_names")}
+        check_settings(i, owner.optimizer, owner.optimizer.param_groups[i], settings)
+        found.append(settings)
+    return found
+
+
+def _states(owner: Owner, state: Mapping[str, Any], names: dict[int, str], groups: list[dict[str, Any]]) -> State:
+    """The state of each parameter by its name, checked against what the optimizer would make itself."""
+    parameters = {name: p for p, name in owner.names.items()}
+    settings = {
+        owner.names.get(p, ""): {**{k: v for k, v in own.items() if k != "params"}, **new}
+        for own, new in zip(owner.optimizer.param_groups, groups, strict=True)
+        for p in own["params"]
+    }
+    held, saved = _held(state), _numbered(state["optimizer"]["state"])
+    strange = [n for n in saved if n not in names]
+    if strange:
+        raise SpecError(
+            f"the checkpoint's optimizer has state for parameter {strange[0]}, which is in none of its groups"
+        )
+    found: State = {}
+    for number, name in names.items():
+        values = saved.get(number, {})
+        if not isinstance(values, Mapping):
+            raise SpecError(
+                f"the checkpoint's optimizer state of '{name}' is a {type(values).__name__}; expected a dict"
+            )
+        if held is not None:
+            keys = held[number][1] if number in held else []
+            lacking = [k for k in keys if k not in values]
+            if lacking:
+                raise SpecError(
+                    f"the optimizer's state of '{name}' was saved with '{lacking[0]}', which is missing here. "
+                    "torch.distributed.checkpoint.load loads only into what a state dict has, and does not know what "
+                    f"{type(owner.optimizer).__name__} will have: save and load with torch.save and torch.load"
+                )
+            values = {k: v for k, v in values.items() if k in keys}
+        if not values or name not in parameters or name not in settings:
+            continue
+        expected = initial_state(owner.optimizer, settings[name], parameters[name])
+        found[name] = checked_state(name, values, expected, parameters[name], owner.elementwise)
+    if type(owner.optimizer) is torch.optim.Adagrad and (without := owner.updated - found.keys()):
+        raise SpecError(f"the checkpoint's optimizer has no state of '{min(without)}'; Adagrad has some from the start")
+    return found
+
+
+def _numbered(saved: Any) -> dict[int, Any]:
+    """The states by number, which `torch.distributed.checkpoint` writes as text where a value is no tensor."""
+    if not isinstance(saved, Mapping):
+        raise SpecError(f"the checkpoint's optimizer.state is a {type(saved).__name__}; expected a dict")
+    found: dict[int, Any] = {}
+    for key, values in saved.items():
+        try:
+            number = int(key)
+        except (TypeError, ValueError) as e:
+            raise SpecError(f"the checkpoint's optimizer.state has the key {key!r}; expected numbers") from e
+        both = number in found and isinstance(values, Mapping) and isinstance(found[number], Mapping)
+        found[number] = {**found[number], **values} if both else values
+    return found
+
+
+def _sizes(groups: Iterable[Any]) -> str:
+    return ", ".join(str(len(g)) for g in groups) or "no"
+
+
+def _listed(state: Mapping[Any, Any]) -> str:
+    keys = [repr(k) for k in state]
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "") if keys else "none"
