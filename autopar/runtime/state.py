@@ -46,13 +46,20 @@ def _merge(mine: State, counts: dict[str, torch.Tensor], parameters: dict[str, A
         n: {k: [str(v.dtype), list(v.shape)] if isinstance(v, torch.Tensor) else v for k, v in s.items()}
         for n, s in mine.items()
     }
-    everyone = [json.loads(text) for text in Rendezvous(group).exchange("optimizer state", json.dumps(described))]
+    everyone = Rendezvous(group).exchange_as("optimizer state", json.dumps(described), _described)
     known: dict[str, dict[str, Any]] = {}
     for one in everyone:
         for name, state in one.items():
             known.setdefault(name, {}).update(state)
     with group.guard("gathering the optimizer's state"), may_fail():
         return _sum_over_ranks(mine, counts, known, everyone, parameters, group)
+
+
+def _described(text: str) -> dict[str, dict[str, Any]]:
+    found = json.loads(text)
+    if not all(isinstance(state, dict) for state in found.values()):
+        raise ValueError("each parameter's state is an object")
+    return dict(found)
 
 
 def _sum_over_ranks(

@@ -1,0 +1,102 @@
+"""How the ranks of a job that torchrun describes find its store, each within a deadline."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from autopar.errors import CollectiveError
+from autopar.runtime.job_store import InThread
+
+RANK_0, TORCHRUN = "rank 0", "torchrun on the first host"
+"""Who serves the store."""
+_KNOCK_S = 1.0
+_met: Iterator[int] = itertools.count()
+"""Numbers the jobs that this process was a part of, alike on all its ranks."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """This rank's place in a job, and the job's store."""
+
+    rank: int
+    world_size: int
+    store: Any
+    """Of torch."""
+
+
+def served_by() -> str:
+    """Whose process serves the store: rank 0's, unless torchrun says that its own does."""
+    return TORCHRUN if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else RANK_0
+
+
+def meet(timeout_s: float) -> Meeting:
+    """This rank's place as the environment has it, and the store at `MASTER_ADDR` and `MASTER_PORT`, which rank 0
+    begins to serve. Raises `CollectiveError` where the environment is incomplete, or nobody serves."""
+    rank, world_size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    host, by = os.environ.get("MASTER_ADDR", ""), served_by()
+    serves = by == RANK_0 and rank == 0
+    where = f"the job's store, which {by} serves at MASTER_ADDR and MASTER_PORT ({host}:{port})"
+    if not serves:
+        _knock(host, port, timeout_s, f"rank {rank} has not reached {where}, within {timeout_s:g} s", by)
+    opening = InThread(lambda: _open(host, port, serves, timeout_s), "autopar-store")
+    if not opening.is_done(timeout_s):
+        raise CollectiveError(
+            f"rank {rank} has reached {where}, but had no answer within {timeout_s:g} s: {by} is frozen, or another "
+            "program has that port"
+        )
+    try:
+        store = opening.result()
+    except RuntimeError as e:
+        what = "serve" if serves else "reach"
+        raise CollectiveError(f"rank {rank} could not {what} {where}: {str(e).strip().splitlines()[0][:300]}") from e
+    # A store of torchrun's lives on when it restarts the ranks, with the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Meeting(rank, world_size, PrefixStore(f"autopar/attempt/{attempt}/{next(_met)}", store))
+
+
+def _open(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,  # torch would only count them; `Presence` says who is missing
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
+
+
+def _knock(host: str, port: int, timeout_s: float, failed: str, by: str) -> None:
+    """Waits until somebody listens. Torch would wait as well, for longer, and with many lines on stderr."""
+    end, pause_s = time.monotonic() + timeout_s, 0.02
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_KNOCK_S).close()
+            return
+        except OSError as e:
+            if time.monotonic() > end:
+                raise CollectiveError(
+                    f"{failed}: {by} never came, is gone, or cannot be reached from here ({e.strerror or e})"
+                ) from e
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isascii() or not text.isdigit():
+        found = f"is '{text}'" if text else "is not set"
+        raise CollectiveError(
+            f"the environment variable {name} {found}, where torchrun leaves a number: start every rank with torchrun, "
+            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as it does"
+        )
+    return int(text)
