@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -71,15 +72,17 @@ def command(master: str, name: str | None, timeout_s: float) -> None:
         progress(f"host '{name}' serves the job at {master}")
         serving = Serving(store, name, progress)
         running = InThread(lambda: serving.run(asked), "serving")
-        while not running.is_done(_POLL_S):
-            if asked.is_set():
-                serving.abort()
-                running.is_done(_GRACE_S)
-                break
-        if not asked.is_set():
+        while not running.is_done(_POLL_S) and not asked.is_set():
+            pass
+        if running.is_done():
             running.result()
         why = "as it was asked to" if asked.is_set() else "with the job"
-        progress(f"ended, {why}, after {serving.programs} program(s)")
+        progress(f"ended, {why}, after {serving.programs} program{'' if serving.programs == 1 else 's'}")
+        if not running.is_done(_POLL_S):
+            # Threads that wait for ranks cannot be told to stop, and abort the process when the interpreter ends.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from autopar.runtime.job_store import InThread
 RANK_0, TORCHRUN = "rank 0", "torchrun on the first host"
 """Who serves the store."""
 _KNOCK_S = 1.0
+_SLACK_S = 3.0
+"""How much longer than it was told torch may take to see that the store has gone."""
 _met: Iterator[int] = itertools.count()
 """Numbers the jobs that this process was a part of, alike on all its ranks."""
 
@@ -48,7 +50,7 @@ def meet(timeout_s: float) -> Meeting:
     if not serves:
         _knock(host, port, timeout_s, f"rank {rank} has not reached {where}, within {timeout_s:g} s", by)
     opening = InThread(lambda: _open(host, port, serves, timeout_s), "autopar-store")
-    if not opening.is_done(timeout_s):
+    if not opening.is_done(timeout_s + _SLACK_S):
         raise CollectiveError(
             f"rank {rank} has reached {where}, but had no answer within {timeout_s:g} s: {by} is frozen, or another "
             "program has that port"

@@ -138,14 +138,14 @@ class Presence:
                     if found and not is_ready(0.0):  # what has ended since may have been ready before
                         raise CollectiveError(self._blamed(here, self._settled(found)))
                 if now - begun > limit_s:
-                    found = self._roll_call(awaited)
+                    found = self._roll_call(awaited, watch)
                     if not is_ready(0.0):
                         raise CollectiveError(self._blamed(here, self._settled(found), f"not within {limit_s:g} s"))
 
     def _explained(self, here: str, error: BaseException) -> str:
         cause = str(error).strip().splitlines()[0][:200]
         try:
-            found = self._written_down() or self._roll_call(())
+            found = self._written_down() or self._roll_call()
             return self._blamed(here, self._settled(found), cause)
         except StoreFailure as e:
             return f"{self._of_the_store(here, e)}: {cause}"
@@ -180,17 +180,16 @@ class Presence:
 
     def _written_down(self) -> dict[int, str]:
         """The verdict; none where it cannot be read, which no rank has then written."""
-        text = self.store.get("verdict")
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):
-            found = {int(r): str(how) for r, how in json.loads(text or "{}").items()}
+        with contextlib.suppress(CollectiveError, ValueError, AttributeError, RecursionError):
+            found = {int(r): str(how) for r, how in json.loads(self.store.get("verdict") or "{}").items()}
             if all(0 <= r < self.world_size and how in _SAID for r, how in found.items()):
                 return found
         return {}
 
-    def _roll_call(self, awaited: Sequence[int]) -> dict[int, str]:
+    def _roll_call(self, awaited: Sequence[int] = (), watch: _Watch | None = None) -> dict[int, str]:
         """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
         else the one that is awaited."""
-        watch, place = _Watch(self._beat, self._others()), self._pulse.place
+        watch, place = watch or _Watch(self._beat, self._others()), self._pulse.place
         _until(watch.is_done, SILENCE_S + BEAT_S)
         beats = {r: self._beat(r) for r in self._others()}
         return (
@@ -249,8 +248,11 @@ class _Watch:
 
     def is_done(self) -> bool:
         """Whether it is known of every rank which it is; a rank that had not come when this began has not come."""
-        found = self.look()
-        return all(not first or r in found or self._last[r][0] != first for r, first in self._first.items())
+        found, recently = self.look(), time.monotonic() - 2 * BEAT_S
+        return all(
+            not first or r in found or (self._last[r][0] != first and self._last[r][1] > recently)
+            for r, first in self._first.items()
+        )
 
 
 def _until(condition: Callable[[], bool], limit_s: float) -> None:

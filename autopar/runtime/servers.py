@@ -151,7 +151,6 @@ class Serving:
         self._store, self.name, self._say = store, name, say
         self._asked = JobStore(store, _PREFIX, _SILENT_S)
         self._threads: list[threading.Thread] = []
-        self._meshes: list[Mesh] = []
         self.programs = 0
         """How many programs it has added up for."""
 
@@ -163,12 +162,6 @@ class Serving:
             number += 1
         for thread in self._threads:
             thread.join()
-
-    def abort(self) -> None:
-        """Leaves all programs; their ranks see that this server is gone."""
-        for mesh in self._meshes:
-            with contextlib.suppress(RuntimeError):
-                mesh.pg.abort()
 
     def _wait_for_program(self, number: int, stop: threading.Event) -> bool:
         """False where the job has ended, or this is to stop."""
@@ -202,7 +195,6 @@ class Serving:
             store.set(f"{_PREFIX}/{number}/here/{self.name}", "1")
             me = spec.ranks + spec.servers.index(self.name)
             mesh = _connect(store, number, me, spec.ranks, spec.servers, spec.timeout_s)
-            self._meshes.append(mesh)
             self._say(f"program {number}: adding up for {spec.ranks} ranks")
             self.programs += 1
             add_up(mesh)
