@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from autopar.errors import CollectiveError
@@ -19,6 +20,8 @@ from autopar.runtime.job_store import InThread
 RANK_0, TORCHRUN = "rank 0", "torchrun on the first host"
 """Who serves the store."""
 _KNOCK_S = 1.0
+_OPEN_S = 5.0
+"""How long torch may try to connect to who listens already; shorter than this rank waits for torch."""
 _SLACK_S = 3.0
 """How much longer than it was told torch may take to see that the store has gone."""
 _met: Iterator[int] = itertools.count()
@@ -47,22 +50,43 @@ def meet(timeout_s: float) -> Meeting:
     host, by = os.environ.get("MASTER_ADDR", ""), served_by()
     serves = by == RANK_0 and rank == 0
     where = f"the job's store, which {by} serves at MASTER_ADDR and MASTER_PORT ({host}:{port})"
-    if not serves:
-        _knock(host, port, timeout_s, f"rank {rank} has not reached {where}, within {timeout_s:g} s", by)
-    opening = InThread(lambda: _open(host, port, serves, timeout_s), "autopar-store")
-    if not opening.is_done(timeout_s + _SLACK_S):
-        raise CollectiveError(
-            f"rank {rank} has reached {where}, but had no answer within {timeout_s:g} s: {by} is frozen, or another "
-            "program has that port"
-        )
-    try:
-        store = opening.result()
-    except RuntimeError as e:
-        what = "serve" if serves else "reach"
-        raise CollectiveError(f"rank {rank} could not {what} {where}: {str(e).strip().splitlines()[0][:300]}") from e
+    store = _served(host, port, where, timeout_s) if serves else _reached(host, port, rank, where, by, timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
     # A store of torchrun's lives on when it restarts the ranks, with the addresses of those that are gone.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Meeting(rank, world_size, PrefixStore(f"autopar/attempt/{attempt}/{next(_met)}", store))
+
+
+def _served(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
+    try:
+        return _open(host, port, True, timeout_s)
+    except RuntimeError as e:
+        raise CollectiveError(f"rank 0 could not serve {where}: {str(e).strip().splitlines()[0][:300]}") from e
+
+
+def _reached(host: str, port: int, rank: int, where: str, by: str, timeout_s: float) -> TCPStore:
+    """Waits until somebody listens, and only then lets torch connect, which would wait as well, for longer, and with
+    many lines on stderr."""
+    end, pause_s = time.monotonic() + timeout_s, 0.02
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_KNOCK_S).close()
+            opening = InThread(lambda: _open(host, port, False, min(_OPEN_S, timeout_s / 2)), "autopar-store")
+            if not opening.is_done(timeout_s + _SLACK_S):
+                raise CollectiveError(
+                    f"rank {rank} has reached {where}, but had no answer within {timeout_s:g} s: {by} is frozen, or "
+                    "another program has that port"
+                )
+            return opening.result()
+        except (OSError, dist.DistError) as e:
+            if time.monotonic() > end:
+                cause = str(getattr(e, "strerror", None) or e).strip().splitlines()[0][:200]
+                raise CollectiveError(
+                    f"rank {rank} has not reached {where}, within {timeout_s:g} s: {by} never came, is gone, or cannot "
+                    f"be reached from here ({cause})"
+                ) from e
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
 
 
 def _open(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
@@ -75,22 +99,6 @@ def _open(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
         multi_tenant=True,
         use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
     )
-
-
-def _knock(host: str, port: int, timeout_s: float, failed: str, by: str) -> None:
-    """Waits until somebody listens. Torch would wait as well, for longer, and with many lines on stderr."""
-    end, pause_s = time.monotonic() + timeout_s, 0.02
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=_KNOCK_S).close()
-            return
-        except OSError as e:
-            if time.monotonic() > end:
-                raise CollectiveError(
-                    f"{failed}: {by} never came, is gone, or cannot be reached from here ({e.strerror or e})"
-                ) from e
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.5)
 
 
 def _number(name: str) -> int:
