@@ -61,21 +61,20 @@ def test_a_frozen_store_is_told_from_one_that_has_gone(
     server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, port = server
-    store = JobStore(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "here", deadline_s=1.0)
-    store.set("key", "text")
-    assert store.check("key") and store.get("key") == "text" and store.get("other") is None
+    patient = JobStore(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "here", deadline_s=60.0)
+    patient.set("key", "text")
+    assert patient.check("key") and patient.get("key") == "text" and patient.get("other") is None
+    store = patient.under("there", deadline_s=1.0)
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(StoreSilent, match="no answer within 1 s"):
         store.get("key")
-    begun = time.monotonic()
-    with pytest.raises(StoreSilent):  # the same connection waits still
-        store.under("there").check("key")
-    assert time.monotonic() - begun < 0.9
+    with pytest.raises(StoreSilent, match="an earlier question is still unanswered"):  # on the same connection
+        patient.check("key")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("autopar.runtime.meeting._SLACK_S", 0.0)
-    with pytest.raises(CollectiveError, match="no answer within 1 s: rank 0 is frozen"):
-        meet(1.0)
+    with pytest.raises(CollectiveError, match="no answer within 4 s: rank 0 is frozen"):
+        meet(4.0)
     process.kill()
     process.wait()
     end = time.monotonic() + 30
