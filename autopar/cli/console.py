@@ -53,6 +53,11 @@ def detail(text: str) -> None:
         click.echo(text, err=True)
 
 
+def is_verbose() -> bool:
+    """Whether `-v` was given."""
+    return _verbosity() > 0
+
+
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Hides warnings that torch and other libraries raise about their own insides; `-v` shows them."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import click
 
-from autopar.cli.console import progress, quiet_libraries, standard_options
+from autopar.cli.console import is_verbose, progress, quiet_libraries, standard_options
+
+_POLL_S, _GRACE_S = 0.1, 5.0
 
 
 @click.command("serve")
@@ -32,20 +41,58 @@ def command(master: str, name: str | None, timeout_s: float) -> None:
     address, _, port = master.rpartition(":")
     if not address or not port.isdigit():
         raise click.BadParameter(f"expected ADDRESS:PORT, as in 10.0.0.1:29500, got '{master}'", param_hint="ADDRESS")
-    with quiet_libraries():
+    if not is_verbose():  # torch writes forty lines where a store has gone, which is how a job ends
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    with quiet_libraries(), _asked_to_end() as asked:
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
         from autopar.errors import CollectiveError
-        from autopar.runtime.servers import serve
+        from autopar.runtime.job_store import InThread
+        from autopar.runtime.servers import Serving
 
         name = name or socket.gethostname()
+        timeout = timedelta(seconds=timeout_s)
+        connecting = InThread(
+            lambda: TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False), "connecting"
+        )
+        begun, allowed_s = time.monotonic(), timeout_s + _GRACE_S
+        while not connecting.is_done(_POLL_S) and time.monotonic() - begun < allowed_s:
+            if asked.is_set():
+                progress("ended, as it was asked to, before the job has begun")
+                return
         try:
-            timeout = timedelta(seconds=timeout_s)
-            store = TCPStore(address, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+            if not connecting.is_done():
+                raise dist.DistNetworkError("it does not answer")
+            store = connecting.result()
         except dist.DistError as e:
             raise CollectiveError(
                 f"no job at {master} within {timeout_s:g} s: start it with torchrun, or check address and port"
             ) from e
         progress(f"host '{name}' serves the job at {master}")
-        serve(store, name, progress)
+        serving = Serving(store, name, progress)
+        running = InThread(lambda: serving.run(asked), "serving")
+        while not running.is_done(_POLL_S) and not asked.is_set():
+            pass
+        if running.is_done():
+            running.result()
+        why = "as it was asked to" if asked.is_set() else "with the job"
+        progress(f"ended, {why}, after {serving.programs} program{'' if serving.programs == 1 else 's'}")
+        if not running.is_done(_POLL_S):
+            # Threads that wait for ranks cannot be told to stop, and abort the process when the interpreter ends.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[threading.Event]:
+    """Set by Ctrl-C and by SIGTERM, both of which end a server well."""
+    asked = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: asked.set()) for number in numbers]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

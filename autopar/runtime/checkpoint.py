@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from autopar.errors import SpecError
 from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
-from autopar.runtime.meeting import meet
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
 from autopar.runtime.state import State, gather_state, scatter_state
+from autopar.runtime.together import meet
 
 SAVE, LOAD = "program.state_dict()", "program.load_state_dict()"
 

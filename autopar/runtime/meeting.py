@@ -1,76 +1,112 @@
-"""Calls that all ranks make together, such as `program.state_dict()`: a rank that makes one alone is told so."""
+"""How the ranks of a job that torchrun describes find its store, each within a deadline."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from autopar.errors import CollectiveError
-from autopar.runtime.presence import Presence
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.job_store import InThread
 
-_TOPIC = "call"
-_PAUSE_S = 0.25
+RANK_0, TORCHRUN = "rank 0", "torchrun on the first host"
+"""Who serves the store."""
+_KNOCK_S = 1.0
+_OPEN_S = 5.0
+"""How long torch may try to connect to who listens already; shorter than this rank waits for torch."""
+_SLACK_S = 3.0
+"""How much longer than it was told torch may take to see that the store has gone."""
+_met: Iterator[int] = itertools.count()
+"""Numbers the jobs that this process was a part of, alike on all its ranks."""
 
 
-def meet(group: Group, call: str, mine: str) -> list[str]:
-    """Every rank's text, by rank, once all ranks are in `call`.
+@dataclass(frozen=True)
+class Meeting:
+    """This rank's place in a job, and the job's store."""
 
-    Raises `CollectiveError`, with the name of the call, where another rank has gone on to something else that all
-    ranks take part in, is in another such call, has ended, or does not come within the group's timeout.
-    """
-    if group.presence is None:
-        return [mine]
-    rendezvous = Rendezvous(group)
-    assert rendezvous.store is not None
-    rendezvous.store.set(f"{_TOPIC}/{group.rank}", f"{call}\n{mine}")
-    _watch(rendezvous, group, group.presence, call)
+    rank: int
+    world_size: int
+    store: Any
+    """Of torch."""
+
+
+def served_by() -> str:
+    """Whose process serves the store: rank 0's, unless torchrun says that its own does."""
+    return TORCHRUN if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else RANK_0
+
+
+def meet(timeout_s: float) -> Meeting:
+    """This rank's place as the environment has it, and the store at `MASTER_ADDR` and `MASTER_PORT`, which rank 0
+    begins to serve. Raises `CollectiveError` where the environment is incomplete, or nobody serves."""
+    rank, world_size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    host, by = os.environ.get("MASTER_ADDR", ""), served_by()
+    serves = by == RANK_0 and rank == 0
+    where = f"the job's store, which {by} serves at MASTER_ADDR and MASTER_PORT ({host}:{port})"
+    store = _served(host, port, where, timeout_s) if serves else _reached(host, port, rank, where, by, timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    # A store of torchrun's lives on when it restarts the ranks, with the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Meeting(rank, world_size, PrefixStore(f"autopar/attempt/{attempt}/{next(_met)}", store))
+
+
+def _served(host: str, port: int, where: str, timeout_s: float) -> TCPStore:
     try:
-        texts = rendezvous.exchange(_TOPIC, f"{call}\n{mine}")
-    except CollectiveError as e:
-        raise CollectiveError(f"{_must(group, call)}: {e}. {_how(call)}") from e
-    for rank, text in enumerate(texts):
-        theirs = text.partition("\n")[0]
-        if theirs != call:
-            raise CollectiveError(f"{_must(group, call)}, but rank {rank} is in {theirs}. {_how(call)}")
-    return [text.partition("\n")[2] for text in texts]
+        return _open(host, port, True, timeout_s)
+    except RuntimeError as e:
+        raise CollectiveError(f"rank 0 could not serve {where}: {str(e).strip().splitlines()[0][:300]}") from e
 
 
-def _watch(rendezvous: Rendezvous, group: Group, presence: Presence, call: str) -> None:
-    """Returns once all ranks are in the call, or one is gone or late; raises where one has gone on without it."""
-    assert rendezvous.store is not None
-    here = presence._pulse.place
-    others = [r for r in range(group.world_size) if r != group.rank]
-    has_ended = {r: presence.watch(r) for r in others}
-    beyond: dict[int, str] = {}
-    end, pause_s = time.monotonic() + group.timeout_s, 0.002
-    while time.monotonic() < end:
-        others = _missing(rendezvous, others)
-        if not others or any(has_ended[r]() for r in others):
-            return
-        for rank in others:
-            # A rank that comes here writes its text before it enters any further region, and thus before the beat
-            # that tells of it. Two beats, as the text may come between the looks at the one and at the other.
-            beat, place = presence._beat(rank)
-            if place > here and beyond.setdefault(rank, beat) != beat and _missing(rendezvous, [rank]):
+def _reached(host: str, port: int, rank: int, where: str, by: str, timeout_s: float) -> TCPStore:
+    """Waits until somebody listens, and only then lets torch connect, which would wait as well, for longer, and with
+    many lines on stderr."""
+    end, pause_s = time.monotonic() + timeout_s, 0.02
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_KNOCK_S).close()
+            opening = InThread(lambda: _open(host, port, False, min(_OPEN_S, timeout_s / 2)), "autopar-store")
+            if not opening.is_done(timeout_s + _SLACK_S):
                 raise CollectiveError(
-                    f"{_must(group, call)}, but rank {rank} has gone on without it, to a step or to another call that "
-                    f"all ranks make. {_how(call)}"
+                    f"rank {rank} has reached {where}, but had no answer within {timeout_s:g} s: {by} is frozen, or "
+                    "another program has that port"
                 )
+            return opening.result()
+        except (OSError, dist.DistError) as e:
+            if time.monotonic() > end:
+                cause = str(getattr(e, "strerror", None) or e).strip().splitlines()[0][:200]
+                raise CollectiveError(
+                    f"rank {rank} has not reached {where}, within {timeout_s:g} s: {by} never came, is gone, or cannot "
+                    f"be reached from here ({cause})"
+                ) from e
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _PAUSE_S)
+        pause_s = min(2 * pause_s, 0.5)
 
 
-def _missing(rendezvous: Rendezvous, ranks: Sequence[int]) -> list[int]:
-    assert rendezvous.store is not None
-    return [r for r in ranks if not rendezvous.store.check([f"{_TOPIC}/{r}"])]
+def _open(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,  # torch would only count them; `Presence` says who is missing
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
 
 
-def _must(group: Group, call: str) -> str:
-    return f"all ranks must call {call} together, and rank {group.rank} does"
-
-
-def _how(call: str) -> str:
-    if "load" in call:
-        return "Read the file on every rank, and load it on every rank"
-    return f"Call {call} on every rank, and write the file on one of them: `if program.rank == 0: torch.save(...)`"
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isascii() or not text.isdigit():
+        found = f"is '{text}'" if text else "is not set"
+        raise CollectiveError(
+            f"the environment variable {name} {found}, where torchrun leaves a number: start every rank with torchrun, "
+            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as it does"
+        )
+    return int(text)

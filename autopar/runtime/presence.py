@@ -4,71 +4,72 @@ A collective that fails does not say who failed: in a ring, a rank hears of its 
 for another's sake look as dead as that one. So a thread of each rank writes a count and a place to the store, once a
 second; the place is how many guarded regions the rank has entered and left. Where a collective fails, a rank whose
 count stands still is gone, and one whose place is an earlier one is late. Who finds this out writes it down for all.
+
+The store may go as well. Where its connection ends, the process that served it has ended, and whether it said farewell
+tells how; where it is silent, that process is frozen, or the network between is cut.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from autopar.errors import CollectiveError
 from autopar.runtime.collectives import CommunicationFailure
+from autopar.runtime.job_store import InThread, JobStore, StoreFailure, StoreSilent
+from autopar.runtime.meeting import RANK_0
+from autopar.runtime.pulse import BEAT_S, ENDED, Pulse, beat_of
 
-BEAT_S = 1.0
 SILENCE_S = 5.0
-"""How long a rank may give no sign of life: several beats, as a loaded machine skips some."""
+"""How long a rank, or the store, may give no sign of life: several beats, as a loaded machine skips some."""
 LINGER_S = 15.0
 """How long the process that serves the store waits for the others to read what was written down."""
-_ENDED = "ended"
+_GONE, _LATE, _ABSENT = "gone", "late", "absent"
 _SAID = {
-    "gone": "is gone: it gives no sign of life (killed, frozen or cut off)",
-    _ENDED: "has ended: its own output says why, or it had fewer batches than the others",
-    "late": "is late: it runs, but has not come here",
+    _GONE: "is gone: it gives no sign of life (killed, frozen or cut off)",
+    ENDED: "has ended: its own output says why, or it had fewer batches than the others",
+    _LATE: "is late: it runs, but has not come here",
+    _ABSENT: "never came: it was not started, has ended before, or has not called autopar.optimize",
+}
+_OF_THIS_RANK = {
+    _GONE: "this rank gave no sign of life for a while, and the others have given it up",
+    _ABSENT: "this rank came too late, the others have given up waiting for it",
+    _LATE: "this rank came too late, the others have given up waiting for it",
+    ENDED: "this rank has ended once, and the others have seen that",
 }
 
-
-@dataclass
-class _Pulse:
-    """What a rank's thread writes; the thread holds this, and not the `Presence`, which may thus be freed."""
-
-    store: Any
-    rank: int
-    place: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def beat(self) -> None:
-        count = 0
-        with contextlib.suppress(Exception):  # the store is gone, and with it the job
-            while dist.is_initialized() and not self.stop.is_set():
-                self.store.set(f"beat/{self.rank}", f"{count} {self.place}")
-                count += 1
-                self.stop.wait(BEAT_S)
-            if dist.is_initialized():
-                self.store.set(f"beat/{self.rank}", f"{_ENDED} {self.place}")
+T = TypeVar("T")
 
 
 class Presence:
     """This rank's sign of life, and what it can learn of the other ranks'."""
 
-    def __init__(self, name: str, rank: int, world_size: int, serves_store: bool) -> None:
-        store = dist.distributed_c10d._get_default_store()
+    def __init__(self, store: Any, name: str, rank: int, world_size: int, by: str) -> None:
+        """`store`: the job's, of torch; `by`: who serves it, in words. Raises `CollectiveError` where it does not
+        answer."""
         self.rank, self.world_size = rank, world_size
-        self._serves = serves_store
-        self._store = PrefixStore(f"autopar/{name}/presence", store)
-        # A connection of its own: another thread that waits for a key keeps the connection to itself.
-        self._pulse = _Pulse(PrefixStore(f"autopar/{name}/presence", store.clone()), rank)  # type: ignore[attr-defined]
-        thread = threading.Thread(target=self._pulse.beat, name="autopar-presence", daemon=True)
-        thread.start()
-        weakref.finalize(self, _end, self._pulse, thread)
+        self._served_by, self._served_here = by, by == RANK_0 and rank == 0
+        # Connections of their own: another thread that waits for a key keeps the connection to itself.
+        made = InThread(lambda: (store.clone(), store.clone()), "autopar-store")
+        try:
+            if not made.is_done(SILENCE_S):
+                raise StoreSilent(f"no answer within {SILENCE_S:g} s")
+            asked, told = made.result()
+        except RuntimeError as e:
+            raise CollectiveError(_without_store(f"rank {rank}", by, e)) from e
+        self.store = JobStore(asked, f"autopar/presence/{name}", SILENCE_S)
+        server = None if self._served_here or by != RANK_0 else 0
+        self._pulse = Pulse(told, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
+        self._pulse.start()
+        weakref.finalize(self, self._pulse.end.is_near.set)
+
+    def joined(self) -> None:
+        """Says that the default process group is there, whose end is from now on the end of this rank's part."""
+        self._pulse.joined = True
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
@@ -78,72 +79,153 @@ class Presence:
         try:
             yield
         except CommunicationFailure as e:
-            raise CollectiveError(self._explained(f"{what}, rank {self.rank}", e)) from e
-        finally:
+            try:
+                raise CollectiveError(self._explained(f"{what}, rank {self.rank}", e)) from e
+            finally:
+                self._pulse.place += 1
+        except BaseException:  # of this rank's own: it has not been through with what the others wait for
+            self._pulse.place -= 1
+            raise
+        else:
             self._pulse.place += 1
 
-    def watch(self, rank: int) -> Callable[[], str | None]:
-        """A question to be asked often, while waiting for a rank: says so where that one has ended or is gone."""
-        watch = _Watch(self._beat, [rank])
+    def connect(self, what: str, call: Callable[[], T], limit_s: float) -> T:
+        """What `call` returns, which connects ranks and may hang where one is gone; all ranks do it. Raises
+        `CollectiveError` with the ranks that are gone or late, `SILENCE_S` after the last sign of life of a rank that
+        is gone, and soon after `limit_s` in any case."""
+        with self.guard(what):
+            running = InThread(call, "autopar-connect")
+            self.wait_for(f"{what}, rank {self.rank}", running.is_done, self._others(), limit_s)
+            try:
+                return running.result()
+            except CollectiveError:
+                raise
+            except RuntimeError as e:  # what gloo and the store raise
+                raise CommunicationFailure(str(e)) from e
 
-        def ask() -> str | None:
-            how = watch.look().get(rank)
-            return how and f"rank {rank} {_SAID[how]}"
+    def gather(self, limit_s: float) -> None:
+        """Waits until all ranks have come. Raises `CollectiveError` with those that have not within `limit_s`."""
+        missing = self._others()
 
-        return ask
+        def are_here(within_s: float) -> bool:
+            missing[:] = [r for r in missing if not self.beat(r)[0]]
+            if missing:
+                time.sleep(within_s)
+            return not missing
+
+        self.wait_for(f"rank {self.rank} waited for the other ranks", are_here, missing, limit_s)
+
+    @contextlib.contextmanager
+    def asking(self, here: str) -> Iterator[None]:
+        """Around questions to the store: raises `CollectiveError` where it does not answer."""
+        try:
+            yield
+        except StoreFailure as e:
+            raise CollectiveError(self._of_the_store(here, e)) from e
+
+    def wait_for(self, here: str, is_ready: Callable[[float], bool], awaited: Sequence[int], limit_s: float) -> None:
+        """Returns once `is_ready`, which is given seconds that it may wait. Raises `CollectiveError` where one of the
+        `awaited` ranks has ended, where any is gone, where the store does not answer, and after `limit_s`."""
+        begun, pause_s, watch, looked = time.monotonic(), 0.005, None, time.monotonic()
+        with self.asking(here):
+            while not is_ready(pause_s):
+                pause_s, now = min(2 * pause_s, 0.25), time.monotonic()
+                if now - looked > BEAT_S / 2:
+                    looked = now
+                    watch = watch or _Watch(self.beat, self._others())
+                    found = {r: how for r, how in watch.look().items() if how != ENDED or r in awaited}
+                    found = found or self._written_down()
+                    if found and not is_ready(0.0):  # what has ended since may have been ready before
+                        raise CollectiveError(self._blamed(here, self._settled(found)))
+                if now - begun > limit_s:
+                    found = self._roll_call(awaited, watch)
+                    if not is_ready(0.0):
+                        raise CollectiveError(self._blamed(here, self._settled(found), f"not within {limit_s:g} s"))
 
     def _explained(self, here: str, error: BaseException) -> str:
         cause = str(error).strip().splitlines()[0][:200]
         try:
-            found = self._verdict(self._pulse.place)
-        except Exception:
-            return (
-                f"{here}: a collective failed and the store does not answer, so the process that serves it (rank 0, "
-                f"or torchrun) is gone: {cause}"
-            )
-        if self.rank in found:
-            return f"{here}: this rank came too late, the others have given up waiting for it: {cause}"
-        if not found:
-            return f"{here}: a collective failed although every rank lives and is here: {cause}"
-        return f"{here}: {'; '.join(f'rank {r} {_SAID[how]}' for r, how in found.items())}: {cause}"
+            found = self._written_down() or self._roll_call()
+            return self._blamed(here, self._settled(found), cause)
+        except StoreFailure as e:
+            return f"{self._of_the_store(here, e)}: {cause}"
 
-    def _verdict(self, place: int) -> dict[int, str]:
-        """Who is to blame, as the first rank that asked has found: those that ask later may see that one end."""
-        found = self._written_down()
+    def _blamed(self, here: str, found: Mapping[int, str], cause: str = "") -> str:
+        behind = f": {cause}" if cause else ""
+        if self.rank in found:
+            return f"{here}: {_OF_THIS_RANK[found[self.rank]]}{behind}"
         if not found:
-            seen = self._roll_call(place)
-            found = self._written_down() or seen  # by a rank that was seen to end: it wrote this before
-            if found:
-                self._store.set("verdict", json.dumps(found))
-        self._store.set(f"heard/{self.rank}", "1")
-        if self._serves:  # what was written down goes with this process
+            return f"{here}: communication failed although every rank lives and is here{behind}"
+        said = "; ".join(f"rank {r} {_SAID[how]}" for r, how in sorted(found.items()))
+        if self.world_size > 2 and [*found.values()].count(_GONE) == self.world_size - 1:
+            said += "; or this rank is, as it hears of none of the others"
+        return f"{here}: {said}{behind}"
+
+    def _of_the_store(self, here: str, error: BaseException) -> str:
+        if self._pulse.server_has_ended:
+            return f"{here}: rank 0 {_SAID[ENDED]}"
+        return _without_store(here, self._served_by, error)
+
+    def _settled(self, found: Mapping[int, str]) -> Mapping[int, str]:
+        """Who is to blame, as the first rank that asked has found: those that ask later may see that one end."""
+        written = self._written_down()  # by a rank that was seen to end: it wrote this before
+        if not written and found:
+            self.store.set("verdict", json.dumps(dict(found)))
+        found = written or found
+        self.store.set(f"heard/{self.rank}", "1")
+        if self._served_here:  # what was written down goes with this process
             rest = [r for r in self._others() if r not in found]
             _until(lambda: all(self._has_heard(r) for r in rest), LINGER_S)
         return found
 
     def _written_down(self) -> dict[int, str]:
-        if not self._store.check(["verdict"]):
-            return {}
-        return {int(r): str(how) for r, how in json.loads(self._store.get("verdict")).items()}
+        """The verdict; none where it cannot be read, which no rank has then written."""
+        with contextlib.suppress(CollectiveError, ValueError, AttributeError, RecursionError):
+            found = {int(r): str(how) for r, how in json.loads(self.store.get("verdict") or "{}").items()}
+            if all(0 <= r < self.world_size and how in _SAID for r, how in found.items()):
+                return found
+        return {}
 
-    def _roll_call(self, place: int) -> dict[int, str]:
-        """The ranks that are gone; where all live, those that have not come to `place`."""
-        watch = _Watch(self._beat, self._others())
+    def _roll_call(self, awaited: Sequence[int] = (), watch: _Watch | None = None) -> dict[int, str]:
+        """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
+        else the one that is awaited."""
+        watch, place = watch or _Watch(self.beat, self._others()), self._pulse.place
         _until(watch.is_done, SILENCE_S + BEAT_S)
-        return watch.look() or {r: "late" for r in self._others() if self._beat(r)[1] < place}
+        beats = {r: self.beat(r) for r in self._others()}
+        return (
+            watch.look()
+            or {r: _ABSENT for r, (count, _) in beats.items() if not count}
+            or {r: _LATE for r, (_, at) in beats.items() if at < place}
+            or {r: _LATE for r in awaited if len(awaited) == 1}
+        )
 
     def _others(self) -> list[int]:
         return [r for r in range(self.world_size) if r != self.rank]
 
     def _has_heard(self, rank: int) -> bool:
-        return bool(self._store.check([f"heard/{rank}"])) or self._beat(rank)[0] == _ENDED
+        return self.store.check(f"heard/{rank}") or self.beat(rank)[0] == ENDED
 
-    def _beat(self, rank: int) -> tuple[str, int]:
-        key = f"beat/{rank}"
-        if not self._store.check([key]):
-            return "", -1
-        count, place = self._store.get(key).decode().split()
-        return count, int(place)
+    @property
+    def place(self) -> int:
+        """How many guarded regions this rank has entered and left."""
+        return self._pulse.place
+
+    def beat(self, rank: int) -> tuple[str, int]:
+        """A rank's count and its place; no count where it has none, or none that can be read."""
+        try:
+            return beat_of(self.store.get(f"beat/{rank}"))
+        except CollectiveError:
+            return beat_of(None)
+
+
+def _without_store(here: str, served_by: str, error: BaseException) -> str:
+    by = f"the process that serves the store ({served_by})"
+    if isinstance(error, StoreSilent):
+        return (
+            f"{here}: {by} does not answer: it is frozen, cut off or gone, or this rank itself is cut off from the "
+            "network"
+        )
+    return f"{here}: {by} is gone: it was killed, or ended at once, as its connections have ended"
 
 
 class _Watch:
@@ -156,32 +238,29 @@ class _Watch:
         self._last = {r: (count, now) for r, count in self._first.items()}
 
     def look(self) -> dict[int, str]:
-        """The ranks that have ended, and those whose count has stood still for `SILENCE_S`."""
+        """The ranks that have ended, and those whose count has stood still for `SILENCE_S`. A rank that has none has
+        not come yet."""
         found, now = {}, time.monotonic()
         for r, (before, since) in self._last.items():
             count = self._beat(r)[0]
-            if count == _ENDED:
-                found[r] = _ENDED
+            if count == ENDED:
+                found[r] = ENDED
             elif count != before:
                 self._last[r] = (count, now)
-            elif now - since >= SILENCE_S:
-                found[r] = "gone"
+            elif count and now - since >= SILENCE_S:
+                found[r] = _GONE
         return found
 
     def is_done(self) -> bool:
-        """Whether it is known of every rank which it is."""
-        found = self.look()
-        return all(r in found or self._last[r][0] != first for r, first in self._first.items())
+        """Whether it is known of every rank which it is; a rank that had not come when this began has not come."""
+        found, recently = self.look(), time.monotonic() - 2 * BEAT_S
+        return all(
+            not first or r in found or (self._last[r][0] != first and self._last[r][1] > recently)
+            for r, first in self._first.items()
+        )
 
 
 def _until(condition: Callable[[], bool], limit_s: float) -> None:
     end = time.monotonic() + limit_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.1)
-
-
-def _end(pulse: _Pulse, thread: threading.Thread) -> None:
-    """Stops the thread, at the latest when the interpreter ends: one that is in the store would not survive that."""
-    pulse.stop.set()
-    if thread is not threading.current_thread():
-        thread.join(timeout=SILENCE_S)

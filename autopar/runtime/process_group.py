@@ -13,18 +13,22 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from autopar.errors import CollectiveError, PlanMismatchError
 from autopar.ir.primitives import Teams, all_teams
 from autopar.runtime.collectives import may_fail
+from autopar.runtime.meeting import Meeting, meet, served_by
 from autopar.runtime.presence import Presence
 from autopar.runtime.servers import join_servers, leave_servers
 from autopar.spec.plan import ModelFingerprint
+
+T = TypeVar("T")
+_joined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Of a default process group, how many programs have joined it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,14 @@ class Group:
         if self.pg is None or (not teams and lane == 0):
             return self.name
         if (teams, lane) not in self.channels:
-            for team in all_teams(teams, self.world_size):
-                made = dist.new_group([*team], timeout=timedelta(seconds=self.timeout_s))
+            assert self.presence is not None
+            timeout, made_of = timedelta(seconds=self.timeout_s), all_teams(teams, self.world_size)
+
+            def make() -> list[Any]:
+                return [dist.new_group([*team], timeout=timeout) for team in made_of]
+
+            groups = self.presence.connect("connecting the ranks of each team", make, self.timeout_s)
+            for team, made in zip(made_of, groups, strict=True):
                 if self.rank in team:
                     self.channels[teams, lane] = made
         return str(self.channels[teams, lane].group_name)
@@ -66,7 +76,7 @@ class Group:
         Raises `CollectiveError` where a server does not come."""
         assert self.presence is not None, "one rank has nothing to be added up"
         if servers not in self.meshes:
-            made = join_servers(str(self.name), self.rank, self.world_size, servers, self.timeout_s)
+            made = join_servers(str(self.name), self.presence, servers, self.timeout_s)
             weakref.finalize(self.presence, leave_servers, made)
             self.meshes[servers] = made
         return self.meshes[servers]
@@ -78,27 +88,36 @@ class Group:
 
 def join(timeout_s: float) -> Group:
     """Joins the ranks of this job: the default process group where there is one, else the one torchrun describes,
-    else this process alone. Raises `CollectiveError` where not every rank comes."""
+    else this process alone. Raises `CollectiveError`, with their names, where not every rank comes."""
     if not dist.is_available() or (not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1):
         return Group(0, 1, timeout_s=timeout_s)
-    try:
-        if not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size == 1:
-            return Group(0, 1, timeout_s=timeout_s)
-        pg = dist.new_group(timeout=timedelta(seconds=timeout_s))
-        served_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        presence = Presence(str(pg.group_name), rank, world_size, rank == 0 and not served_elsewhere)
-    except (dist.DistError, RuntimeError) as e:
-        raise CollectiveError(
-            f"rank {os.environ.get('RANK', '?')}: the ranks of this job did not come together within {timeout_s:g} s; "
-            f"every one must call optimize: {str(e).strip().splitlines()[0][:300]}"
-        ) from e
-    return Group(rank, world_size, pg, timeout_s, presence)
+    given = dist.is_initialized()
+    if given:
+        met = Meeting(dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store())
+    else:
+        met = meet(timeout_s)
+    if met.world_size == 1:
+        return Group(0, 1, timeout_s=timeout_s)
+    number = _joined.get(dist.group.WORLD, 0) if given else 0
+    presence = Presence(met.store, str(number), met.rank, met.world_size, served_by())
+    presence.gather(timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    device = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else None
+    if not given:
+        if device is not None:
+            torch.cuda.set_device(device)
+        backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
+
+        def initialize() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            dist.init_process_group(backend, store=met.store, rank=met.rank, world_size=met.world_size, timeout=timeout)
+
+        presence.connect("connecting the ranks of this job", initialize, timeout_s)
+    presence.joined()
+    _joined[dist.group.WORLD] = number + 1
+    pg = presence.connect("connecting the ranks of a program", lambda: dist.new_group(timeout=timeout), timeout_s)
+    return Group(met.rank, met.world_size, pg, timeout_s, presence)
 
 
 def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
@@ -130,10 +149,8 @@ class Rendezvous:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.store = None
-        if group.pg is not None:
-            self.store = PrefixStore(
-                f"autopar/{group.name}/{next(group.meetings)}", dist.distributed_c10d._get_default_store()
-            )
+        if group.presence is not None:
+            self.store = group.presence.store.under(f"meeting/{next(group.meetings)}", group.timeout_s)
 
     def agree(self, topic: str, mine: str) -> None:
         """Raises `PlanMismatchError` unless every rank holds the same text; `CollectiveError` where one is late."""
@@ -142,7 +159,8 @@ class Rendezvous:
         if others:
             rank, text = next(iter(others.items()))
             raise PlanMismatchError(
-                f"rank {self.group.rank} and rank {rank} disagree about the {topic}: {mine} here, {text} there. All "
+                f"rank {self.group.rank} and rank {rank} disagree about the {topic}: {_short(mine)} here, "
+                f"{_short(text)} there. All "
                 "ranks must build the same model and load the same plan; gloo would go on and give wrong sums silently"
             )
 
@@ -151,9 +169,10 @@ class Rendezvous:
         digests = self.exchange("model", mine.digest)
         rank = next((r for r, digest in enumerate(digests) if digest != mine.digest), None)
         if len(set(digests)) > 1:  # on every rank, so every rank takes part
-            texts = self.exchange("parameters of the model", mine.model_dump_json())
+            read = ModelFingerprint.model_validate_json
+            models = self.exchange_as("parameters of the model", mine.model_dump_json(), read)
             assert rank is not None
-            other = ModelFingerprint.model_validate_json(texts[rank])
+            other = models[rank]
             lines = mine.difference(other, f"rank {self.group.rank}", f"rank {rank}")
             raise PlanMismatchError(
                 f"rank {self.group.rank} and rank {rank} hold different models: {'; '.join(lines[:5])}. All ranks must "
@@ -162,45 +181,64 @@ class Rendezvous:
 
     def exchange(self, topic: str, mine: str) -> list[str]:
         """Every rank's text, by rank; raises `CollectiveError` where one is late."""
+        return self.exchange_as(topic, mine, str)
+
+    def exchange_as(self, topic: str, mine: str, parse: Callable[[str], T]) -> list[T]:
+        """What `parse` makes of every rank's text, by rank; raises `CollectiveError` where one is late, and where what
+        the store has cannot be parsed."""
         if self.store is None:
-            return [mine]
-        self.store.set(f"{topic}/{self.group.rank}", mine)
-        return [self._get(f"{topic}/{r}", r, topic) for r in range(self.group.world_size)]
+            return [parse(mine)]
+        self._set(f"{topic}/{self.group.rank}", mine, topic)
+        return [self._get(f"{topic}/{r}", r, topic, parse) for r in range(self.group.world_size)]
 
     def from_rank_0(self, topic: str, make: Callable[[], str]) -> str:
         """What `make` returns on rank 0, on every rank; where it fails there, it fails everywhere."""
         if self.store is None:
             return make()
         if self.group.rank != 0:
-            answer = self._get(topic, 0, topic)
-            if answer.startswith("!"):
-                raise CollectiveError(f"rank 0 could not make the {topic}: {answer[1:]}")
-            return answer[1:]
+            failed, text = self._get(topic, 0, topic, _answer)
+            if failed:
+                raise CollectiveError(f"rank 0 could not make the {topic}: {text}")
+            return text
         try:
             text = make()
         except Exception as e:
-            self.store.set(topic, f"!{e}")
+            self._set(topic, f"!{e}", topic)
             raise
-        self.store.set(topic, f"={text}")
+        self._set(topic, f"={text}", topic)
         return text
 
-    def _get(self, key: str, rank: int, topic: str) -> str:
+    def _set(self, key: str, value: str, topic: str) -> None:
         assert self.store is not None and self.group.presence is not None
-        is_gone = self.group.presence.watch(rank)
-        end, pause_s = time.monotonic() + self.group.timeout_s, 0.005
-        try:
-            while not self.store.check([key]):
-                said = is_gone()
-                if self.store.check([key]):  # a rank that has ended since may have written it before
-                    break
-                if said is not None or time.monotonic() > end:
-                    said = said or f"rank {rank} is late: it runs, but has not come within {self.group.timeout_s:g} s"
-                    raise CollectiveError(f"rank {self.group.rank} waited to compare the {topic}: {said}")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.25)
-            return str(self.store.get(key).decode())
-        except dist.DistError as e:
-            raise CollectiveError(
-                f"rank {self.group.rank} waited to compare the {topic}: the store does not answer, so the process that "
-                "serves it (rank 0, or torchrun) is gone"
-            ) from e
+        with self.group.presence.asking(self._here(topic)):
+            self.store.set(key, value)
+
+    def _get(self, key: str, rank: int, topic: str, parse: Callable[[str], T]) -> T:
+        store, presence = self.store, self.group.presence
+        assert store is not None and presence is not None
+        found: list[str] = []
+
+        def is_there(within_s: float) -> bool:
+            text = store.get(key)
+            if text is None:
+                time.sleep(within_s)
+                return False
+            found.append(text)
+            return True
+
+        presence.wait_for(self._here(topic), is_there, [rank], self.group.timeout_s)
+        return store.read(key, found[0], parse)
+
+    def _here(self, topic: str) -> str:
+        return f"rank {self.group.rank} waited to compare the {topic}"
+
+
+def _answer(text: str) -> tuple[bool, str]:
+    """Whether rank 0 has failed, and what it has made, or why it has failed."""
+    if text[:1] not in ("!", "="):
+        raise ValueError("rank 0 writes '!' or '=' first")
+    return text[0] == "!", text[1:]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 1000 else f"{text[:1000]}..."

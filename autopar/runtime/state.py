@@ -44,7 +44,7 @@ def gather_state(parts: Iterable[OptimizerPart], parameters: dict[str, torch.nn.
 
 def _merge(mine: State, owners: dict[str, torch.Tensor], parameters: dict[str, Any], group: Group) -> State:
     described = {n: {k: _described(v) for k, v in s.items()} for n, s in mine.items()}
-    everyone = [json.loads(text) for text in Rendezvous(group).exchange("optimizer state", json.dumps(described))]
+    everyone = Rendezvous(group).exchange_as("optimizer state", json.dumps(described), _read)
     known: dict[str, dict[str, Any]] = {}
     for one in everyone:
         for name, state in one.items():
@@ -52,6 +52,13 @@ def _merge(mine: State, owners: dict[str, torch.Tensor], parameters: dict[str, A
     _check_told(known, everyone)
     with group.guard("gathering the optimizer's state"), may_fail():
         return _from_all_ranks(mine, owners, known, everyone, parameters, group)
+
+
+def _read(text: str) -> dict[str, dict[str, Any]]:
+    found = json.loads(text)
+    if not all(isinstance(state, dict) for state in found.values()):
+        raise ValueError("each parameter's state is an object")
+    return dict(found)
 
 
 def _described(value: Any) -> dict[str, Any]:

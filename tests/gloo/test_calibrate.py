@@ -18,6 +18,13 @@ from autopar.spec.topology import Topology
 from tests.gloo.ranks import run_ranks
 
 TWO_HOSTS = "hosts: [{name: host, count: 2, devices: 2 x cpu}]\nnetwork: {bandwidth: 1 Gbit/s}"
+FAST_HOSTS = """
+hosts: [{name: host, count: 2, devices: 2 x cpu, interconnect: {kind: loopback, bandwidth: 1000 GB/s}}]
+network: {bandwidth: 8000 Gbit/s}
+"""
+"""The same ranks, on links that no machine reaches. Loopback is faster than the 1 Gbit/s above, and where the machine
+has other work, the few messages that tell how fast the links are may all be slow. The model holds collectives to the
+fastest link that it knows of, and would then not believe those that nothing has slowed down."""
 
 
 def calibrated(rank: int, world_size: int) -> str:
@@ -49,7 +56,7 @@ def test_everything_is_measured(found: Calibration) -> None:
 
 
 def test_the_cost_model_says_what_was_measured(found: Calibration) -> None:
-    network = Network(Topology(ClusterSpec.loads(TWO_HOSTS)), calibration=found)
+    network = Network(Topology(ClusterSpec.loads(FAST_HOSTS)), calibration=found)
     for times in found.collectives:
         for size, seconds in zip(times.size_bytes, times.seconds, strict=True):
             assert network.transfer(measured(times, size, 4)).seconds == pytest.approx(seconds, rel=1e-6)

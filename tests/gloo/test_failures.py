@@ -19,12 +19,31 @@ RANKS = 3
 SCRIPT = """
 import os, signal, sys, time
 import torch
+import torch.distributed as dist
 from torch import nn
 import autopar
+from autopar import api
 from autopar.search import build_plan
 
 torch.set_num_threads(1)
 rank, n, trouble = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if trouble == "never comes" and rank == 1:
+    die()
+if trouble == "dies as ranks connect" and rank == 1:
+    dist.init_process_group = die
+if trouble == "dies as a group connects" and rank == 1:
+    dist.new_group = die
+if trouble == "dies as rank 0 plans":
+    plan_now = api._plan
+    def plan_late(*args):
+        time.sleep(8)
+        return plan_now(*args)
+    api._plan = plan_late
+    api._make_equal = die if rank == 1 else lambda *args: None
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 if trouble == "models" and rank == 1:
@@ -37,11 +56,25 @@ if trouble in ("plans", "models"):
                         strategy=name)
 program = autopar.optimize(model, example_inputs=batch, loss_fn=nn.functional.mse_loss, plan=plan, strategy="ddp",
                            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                           timeout_s=3.0 if trouble == "late" else 60.0)
+                           timeout_s=3.0 if trouble in SHORT else 60.0)
 for step in range(4):
+    if step == 2 and rank == 0:
+        if trouble == "rank 0 freezes":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if trouble == "rank 0 dies":
+            die()
+        if trouble == "rank 0 raises":
+            raise RuntimeError("the data ran out")
     if step == 2 and rank == 1:
+        if trouble == "bad batch":
+            try:
+                program.step({"no": "tensors"})
+            except autopar.errors.CaptureError as e:
+                print(e, flush=True)
+                time.sleep(12)
+                sys.exit(1)
         if trouble == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         if trouble == "late":
             time.sleep(10)
         if trouble == "raises":
@@ -52,39 +85,54 @@ print("done", flush=True)
 
 
 STARTER = """
-import importlib, json, os, runpy, sys
+import importlib, json, os, runpy, signal, sys
 from pathlib import Path
 
-script, folder, imported, ports, world_size = sys.argv[1:]
+script, folder, imported, worlds, at_once = sys.argv[1:]
 for module in json.loads(imported):
     importlib.import_module(module)
 
 
-def rank_of(trouble, port):
+def rank_of(trouble, port, world_size):
     # A rank's process, forked, or None where all have ended; each is a program of its own in every other respect.
     ranks = {}
-    for rank in range(int(world_size)):
+    for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
-                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                              LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             output = os.open(f"{folder}/{trouble}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
             return rank
         ranks[pid] = rank
-    ended = dict(os.wait() for _ in ranks)
+    ended = dict(os.wait() for _ in range(len(ranks) - (trouble == "rank 0 freezes")))
+    for pid in ranks.keys() - ended.keys():
+        os.kill(pid, signal.SIGKILL)
+        ended[pid] = os.waitpid(pid, 0)[1]
     statuses = {ranks[pid]: os.waitstatus_to_exitcode(status) for pid, status in ended.items()}
     Path(folder, f"{trouble}.json").write_text(json.dumps([statuses[r] for r in sorted(statuses)]))
+    os._exit(0)
 
 
-for trouble, port in json.loads(ports).items():
-    if rank_of(trouble, port) is not None:
+for count, (trouble, world) in enumerate(json.loads(worlds).items()):
+    if count >= int(at_once):
+        os.wait()
+    if os.fork() == 0 and rank_of(trouble, *world) is not None:
         sys.argv = [script, trouble]
         runpy.run_path(script, run_name="__main__")
-        break
+        sys.exit()
+for _ in range(int(at_once)):
+    os.wait()
 """
-TROUBLES = ("none", "plans", "models", "dies", "late", "raises")
+# Others take their time to see that a rank is gone, so that several troubles are had at once.
+AT_ONCE = 5
+SHORT = ("late", "bad batch", "rank 0 freezes", "never comes", "dies as ranks connect")
+DYING = ("dies as ranks connect", "dies as a group connects", "dies as rank 0 plans")
+OF_TWO = ("bad batch", "rank 0 freezes", "rank 0 dies", "rank 0 raises")
+"""What two ranks can show."""
+OF_RANK_0 = ("rank 0 freezes", "rank 0 dies", "rank 0 raises")
+TROUBLES = ("none", "plans", "models", "dies", "late", "raises", "bad batch", "never comes", *DYING, *OF_RANK_0)
 Outcomes = dict[str, list[tuple[int, str]]]
 
 
@@ -93,8 +141,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By what is wrong: each rank's exit status, and what it wrote."""
     folder = tmp_path_factory.mktemp("failures")
     script = folder / "script.py"
-    script.write_text(SCRIPT)
-    told = [json.dumps(IMPORTED_ONCE), json.dumps({t: free_port() for t in TROUBLES}), str(RANKS)]
+    script.write_text(f"SHORT = {SHORT}\n{SCRIPT}")
+    worlds = {t: (free_port(), 2 if t in OF_TWO else RANKS) for t in TROUBLES}
+    told = [json.dumps(IMPORTED_ONCE), json.dumps(worlds), str(AT_ONCE)]
     with subprocess.Popen(
         [sys.executable, "-c", STARTER, str(script), str(folder), *told],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
@@ -128,7 +177,14 @@ def test_ranks_that_disagree_say_so_before_the_first_step(outcomes: Outcomes, tr
 
 @pytest.mark.parametrize(
     ("trouble", "said"),
-    [("dies", "rank 1 is gone"), ("late", "rank 1 is late"), ("raises", "rank 1 has ended")],
+    [
+        ("dies", "rank 1 is gone"),
+        ("late", "rank 1 is late"),
+        ("raises", "rank 1 has ended: its own output says why"),
+        ("bad batch", "rank 1 is late"),
+        ("never comes", "rank 1 never came"),
+        *((trouble, "rank 1 is gone") for trouble in DYING),
+    ],
 )
 def test_a_rank_that_is_gone_or_late_is_named_by_the_others(outcomes: Outcomes, trouble: str, said: str) -> None:
     for rank, (status, output) in enumerate(outcomes[trouble]):
@@ -139,3 +195,19 @@ def test_a_rank_that_is_gone_or_late_is_named_by_the_others(outcomes: Outcomes, 
     if trouble == "raises":
         assert "the data ran out" in outcomes[trouble][1][1]
         assert "CollectiveError" not in outcomes[trouble][1][1]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("rank 0 freezes", "the process that serves the store (rank 0) does not answer: it is frozen, cut off or gone"),
+        ("rank 0 dies", "the process that serves the store (rank 0) is gone"),
+        ("rank 0 raises", "rank 0 has ended: its own output says why"),
+    ],
+)
+def test_what_ends_with_the_store_is_named(outcomes: Outcomes, trouble: str, said: str) -> None:
+    for status, output in outcomes[trouble][1:]:
+        assert status != 0
+        assert "CollectiveError" in output and said in output, output
+    if trouble == "rank 0 raises":
+        assert "is gone" not in "".join(output for _, output in outcomes[trouble])

@@ -1,0 +1,67 @@
+"""Calls that all ranks make together, such as `program.state_dict()`: a rank that makes one alone is told so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from autopar.errors import CollectiveError
+from autopar.runtime.presence import Presence
+from autopar.runtime.process_group import Group, Rendezvous
+
+_TOPIC = "call"
+
+
+def meet(group: Group, call: str, mine: str) -> list[str]:
+    """Every rank's text, by rank, once all ranks are in `call`.
+
+    Raises `CollectiveError`, with the name of the call, where another rank has gone on to something else that all
+    ranks take part in, is in another such call, has ended, or does not come within the group's timeout.
+    """
+    if group.presence is None:
+        return [mine]
+    rendezvous = Rendezvous(group)
+    here = f"all ranks must call {call} together, and rank {group.rank} does"
+    try:
+        with group.presence.asking(here):
+            others = [r for r in range(group.world_size) if r != group.rank]
+            assert rendezvous.store is not None
+            rendezvous.store.set(f"{_TOPIC}/{group.rank}", f"{call}\n{mine}")
+            group.presence.wait_for(here, _all_there(rendezvous, group.presence, others), others, group.timeout_s)
+        texts = rendezvous.exchange(_TOPIC, f"{call}\n{mine}")
+    except CollectiveError as e:
+        raise CollectiveError(f"{here}: {e}. {_how(call)}") from e
+    for rank, text in enumerate(texts):
+        theirs = text.partition("\n")[0]
+        if theirs != call:
+            raise CollectiveError(f"{here}, but rank {rank} is in {theirs}. {_how(call)}")
+    return [text.partition("\n")[2] for text in texts]
+
+
+def _all_there(rendezvous: Rendezvous, presence: Presence, others: list[int]) -> Callable[[float], bool]:
+    """Whether all ranks are in the call, after so many seconds at most; raises where one has gone on without it."""
+    store, here = rendezvous.store, presence.place
+    assert store is not None
+    beyond: dict[int, str] = {}
+
+    def is_there(within_s: float) -> bool:
+        missing = [r for r in others if not store.check(f"{_TOPIC}/{r}")]
+        for rank in missing:
+            # A rank that comes here writes its text before it enters any further region, and thus before the beat
+            # that tells of it. Two beats, as the text may come between the looks at the one and at the other.
+            beat, place = presence.beat(rank)
+            if place > here and beyond.setdefault(rank, beat) != beat and not store.check(f"{_TOPIC}/{rank}"):
+                raise CollectiveError(
+                    f"rank {rank} has gone on without it, to a step or to another call that all ranks make"
+                )
+        if missing:
+            time.sleep(within_s)
+        return not missing
+
+    return is_there
+
+
+def _how(call: str) -> str:
+    if "load" in call:
+        return "Read the file on every rank, and load it on every rank"
+    return f"Call {call} on every rank, and write the file on one of them: `if program.rank == 0: torch.save(...)`"

@@ -1,0 +1,189 @@
+"""The job's store: a deadline for every question, and answers that a stranger may have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from autopar.errors import CollectiveError
+from autopar.runtime.collectives import CommunicationFailure
+from autopar.runtime.job_store import JobStore, StoreFailure, StoreSilent
+from autopar.runtime.meeting import TORCHRUN, meet
+from autopar.runtime.presence import Presence
+from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.pulse import beat_of
+from autopar.runtime.servers import Serving
+from tests.gloo.ranks import free_port
+
+SERVER = """
+import sys, time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("serves", flush=True)
+time.sleep(100)
+"""
+GARBAGE = [
+    b"\xff\xfe\x00",
+    b"",
+    b"{",
+    b"[1]",
+    b"[" * 100_000,
+    b"9" * 5000,
+    b'{"1": 2}',
+    b'{"a": "gone"}',
+    b'{"9": "gone"}',
+]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that serves a store, and its port."""
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "serves\n"
+            yield process, port
+        finally:
+            process.kill()
+
+
+def test_a_frozen_store_is_told_from_one_that_has_gone(
+    server: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, port = server
+    patient = JobStore(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "here", deadline_s=60.0)
+    patient.set("key", "text")
+    assert patient.check("key") and patient.get("key") == "text" and patient.get("other") is None
+    store = patient.under("there", deadline_s=1.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(StoreSilent, match="no answer within 1 s"):
+        store.get("key")
+    with pytest.raises(StoreSilent, match="an earlier question is still unanswered"):  # on the same connection
+        patient.check("key")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("autopar.runtime.meeting._SLACK_S", 0.0)
+    with pytest.raises(CollectiveError, match="no answer within 4 s: rank 0 is frozen"):
+        meet(4.0)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30
+    while time.monotonic() < end:  # until the question above has got its answer
+        try:
+            store.check("key")
+        except StoreFailure as e:
+            if not isinstance(e, StoreSilent):
+                break
+            time.sleep(0.1)
+    else:
+        pytest.fail("a connection that has ended is not seen to have ended")
+    with pytest.raises(CollectiveError, match="rank 0 never came, is gone, or cannot be reached from here"):
+        meet(0.2)
+
+
+def test_a_rank_without_a_number_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(CollectiveError, match="RANK is not set, where torchrun leaves a number"):
+        meet(1.0)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe\x00", b"{", b"[" * 100_000, b"9" * 5000, b"[1]"])
+def test_what_cannot_be_read_is_an_error_with_its_key(garbage: bytes) -> None:
+    plain = HashStore()
+    store = JobStore(plain, "job", deadline_s=5.0)
+    PrefixStore("job", plain).set("text/1", garbage.decode("latin1") if garbage[0] < 128 else garbage)  # type: ignore[arg-type]
+    with pytest.raises(CollectiveError, match=r"the job's store holds under 'job/text/1' what no rank has written"):
+        store.read("text/1", store.get("text/1") or "", lambda text: json.loads(text)["ranks"])
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[Presence, Any]]:
+    """Rank 0 of two, and what rank 1, which lives, writes to."""
+    plain = HashStore()
+    presence = Presence(plain, "test", 0, 2, TORCHRUN)
+    told, stop = PrefixStore("autopar/presence/test", plain), threading.Event()
+
+    def live() -> None:
+        count = 0
+        while not stop.wait(0.05):
+            count += 1
+            told.set("beat/1", f"{count} 1")
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    presence.gather(20.0)
+    yield presence, told
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_is_no_verdict_and_no_sign_of_life(other: tuple[Presence, Any], garbage: bytes) -> None:
+    presence, told = other
+    told.set("verdict", garbage)
+    assert beat_of(garbage.decode(errors="replace")) == ("", -1)
+    with (
+        pytest.raises(CollectiveError, match="although every rank lives and is here: broken"),
+        presence.guard("a step"),
+    ):
+        raise CommunicationFailure("broken")
+
+
+def test_garbage_among_what_ranks_compare_is_an_error_with_its_key(other: tuple[Presence, Any]) -> None:
+    presence, told = other
+    group = Group(0, 2, object(), 5.0, presence)
+    for number, garbage in enumerate([b"\xff", b'{"no": "list"'], start=0):
+        told.set(f"meeting/{number}/numbers/1", garbage)
+        with pytest.raises(
+            CollectiveError, match=f"presence/test/meeting/{number}/numbers/1' what no rank has written"
+        ):
+            Rendezvous(group).exchange_as("numbers", "[1]", json.loads)
+    told.set("meeting/2/numbers/1", "[2]")
+    assert Rendezvous(group).exchange_as("numbers", "[1]", json.loads) == [[1], [2]]
+
+
+def test_a_rank_that_raises_has_not_been_through(other: tuple[Presence, Any]) -> None:
+    """With what the others wait for: to them, it is late."""
+    presence, _ = other
+    places = []
+    for error in (None, ValueError, None):
+        try:
+            with presence.guard("a step"):
+                if error is not None:
+                    raise error
+        except ValueError:
+            pass
+        places.append(presence._pulse.place)
+    assert places == [2, 2, 4]
+
+
+def test_a_server_goes_on_after_garbage() -> None:
+    store, said, stop = HashStore(), list[str](), threading.Event()
+    good = {"ranks": 2, "servers": ["other"], "timeout_s": 5.0}
+    bad = [{**good, "ranks": 0}, {**good, "servers": "other"}, {**good, "timeout_s": "soon"}, {}, [], 7]
+    texts = [*GARBAGE, *(json.dumps(one).encode() for one in bad), json.dumps(good).encode()]
+    for number, text in enumerate(texts, start=1):
+        store.set(f"autopar/servers/{number}", text)  # type: ignore[arg-type]
+    serving = Serving(store, "mine", said.append)
+    thread = threading.Thread(target=serving.run, args=(stop,))
+    thread.start()
+    end = time.monotonic() + 30
+    while len(said) < len(texts) and time.monotonic() < end:
+        time.sleep(0.02)
+    stop.set()
+    thread.join()
+    assert len(said) == len(texts) and serving.programs == 0
+    for number, line in enumerate(said[:-1], start=1):
+        assert f"program {number} cannot be served: the job's store holds under 'autopar/servers/{number}'" in line
+    assert "has no serving host 'mine', but 'other'" in said[-1]
