@@ -124,6 +124,8 @@ class Program:
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
         self._observer: Observer | None = None
+        self._loaded = False
+        """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._steps = 0
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
@@ -264,7 +266,7 @@ class Program:
         together, with the same state. Raises `SpecError` where it does not fit, before anything is changed."""
         self.synchronize()
         checkpoint.load(self._owner(), state)
-        self._resumed = {}
+        self._resumed, self._loaded = {}, True
 
     def _owner(self) -> checkpoint.Owner:
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
@@ -358,7 +360,7 @@ class Program:
             shared_buffers=compiled[-1].shared_buffers,
             group=self._group,
             optimizer=self.optimizer,
-            elementwise=self._context.elementwise_update,
+            shows_updates=self._context.elementwise_update and not self._loaded,
             max_norm=self.settings.clip_grad_norm,
             arguments=lambda: [*self._arguments(compiled[-1], batches[-1]), self._tangent(compiled[-1], 1.0)],
             run=run,

@@ -112,7 +112,7 @@ class Proof:
     def _states(self) -> dict[str, dict[str, Any]] | None:
         """The optimizer's state of the sampled elements; `None` where updates cannot be looked at by the element."""
         of, found = self.of, {}
-        if not of.elementwise:
+        if not of.shows_updates:
             return None
         for n, probe in of.probes.items():
             p = of.parameters[probe.piece.name]

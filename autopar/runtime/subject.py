@@ -36,8 +36,8 @@ class Subject:
     """Those that are rank 0's after a step."""
     group: Group
     optimizer: Optimizer
-    elementwise: bool
-    """Whether the optimizer updates each element for itself."""
+    shows_updates: bool
+    """Whether the optimizer updates each element for itself, from a state that it holds."""
     max_norm: float | None
     arguments: Callable[[], Sequence[torch.Tensor]]
     """Of the joint graph, on the last micro-batch."""
