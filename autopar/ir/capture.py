@@ -22,6 +22,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError, SignatureError
 from autopar.ir.batch import Batch, call_model
+from autopar.ir.effects import remove_tokens
 from autopar.ir.recording import traceable_recording
 from autopar.ir.simplify import simplify
 
@@ -98,23 +99,27 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     step = _Step(model, loss_fn, batch, mode)
+    # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
+    # make one input, and later batches, in which they are two, would be read in the wrong place.
+    tensors = tuple(t.detach().clone(memory_format=torch.preserve_format) for t in batch.tensors)
     with traceable_recording(model):
-        graph = _dynamo(step, batch)
+        graph = _dynamo(step, tensors)
     with _restored(step), contextlib.ExitStack() as stack, _quiet():
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         try:
-            joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)
+            joint = aot_export_joint_with_descriptors(stack, graph, tensors)
         except CaptureError:
             raise
         except Exception as e:
             raise _explained(e, "the backward pass cannot be traced") from e
         module = joint.graph_module
+    remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     simplify(module.graph)
     return _describe(module, mode)
 
 
-def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
+def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     loggers = {f for f in vars(logging.Logger).values() if callable(f)} | {logging.info, logging.warning, logging.debug}
@@ -127,7 +132,7 @@ def _dynamo(step: _Step, batch: Batch) -> torch.fx.GraphModule:
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
     with torch._dynamo.config.patch(settings), _quiet():
         try:
-            return dynamo_graph_capture_for_export(step)(*batch.tensors)  # type: ignore[no-any-return]
+            return dynamo_graph_capture_for_export(step)(*tensors)  # type: ignore[no-any-return]
         except AutoparError:
             raise
         except Exception as e:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from autopar.ir.recurrent import keep_workspaces
+
 aten = torch.ops.aten
 
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
@@ -117,6 +119,7 @@ PASSES: tuple[Callable[[torch.fx.Graph], None], ...] = (
     share_views,
     fold_views,
     eager_dropout,
+    keep_workspaces,
     remove_dead_code,
 )
 
@@ -139,7 +142,7 @@ def _has_effect(node: torch.fx.Node) -> bool:
                 "function",
             )
         )
-        or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+        or (isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or not target._schema.returns))
         or node.is_impure()
     )
 

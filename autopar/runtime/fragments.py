@@ -98,7 +98,7 @@ def of_fragments(parts: Sequence[Fragment], gradients: Iterable[torch.Tensor | P
     for (_, group), gradient in zip(groupby(parts, lambda f: f.piece), gradients, strict=True):
         first, own = 0, list(group)
         for fragment in own:
-            count = len(fragment.tensor)
+            count = len(fragment.tensor) if fragment.tensor.dim() else 1
             if isinstance(gradient, Product):
                 found.append(partial(gradient.rows, first, count))
             else:
