@@ -93,7 +93,7 @@ def _laid_out(x: torch.Tensor) -> torch.Tensor:
         # Where a dimension has one element, its stride says nothing, but convolutions choose their layout by it.
         usual = _contiguous_strides(x.shape)
         return x if x.stride() == usual else x.as_strided(x.shape, usual)
-    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), -x.shape[d]))
+    order = sorted(range(x.dim()), key=lambda d: (x.stride()[d], x.shape[d]), reverse=True)
     return x if x.permute(order).is_contiguous() else x.contiguous()
 
 
@@ -139,6 +139,25 @@ def call_model(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> tuple[A
     if isinstance(inputs, (tuple, list)):
         return model(*inputs), target
     return model(inputs), target
+
+
+def misfit(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> SignatureError | None:
+    """Says why the model's `forward` cannot be called with a batch; `None` where it can."""
+    inputs = batch[0] if has_loss_fn and isinstance(batch, (tuple, list)) else batch
+    by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
+    by_place = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    try:
+        signature.bind(*by_place, **by_name)
+    except TypeError as e:
+        unknown = [f"'{key}'" for key in by_name if key not in signature.parameters]
+        if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+            return SignatureError(
+                f"{name}.forward{signature} takes no {', '.join(unknown)}, which the batch holds: pass only what "
+                "forward takes, {k: batch[k] for k in ...}"
+            )
+        return SignatureError(f"{name}.forward{signature} cannot be called with this batch: {e}")
+    return None
 
 
 def example_batch(model: torch.nn.Module) -> Any:

@@ -6,11 +6,8 @@ user's line), then AOTAutograd's joint graph with descriptors, functionalized an
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import logging
-import re
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,16 +17,19 @@ import torch
 import torch.fx
 from torch import nn
 
-from autopar.errors import AutoparError, CaptureError, SignatureError
-from autopar.ir.batch import Batch, call_model
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.batch import Batch, call_model, misfit
 from autopar.ir.effects import remove_tokens
+from autopar.ir.observers import Observers
 from autopar.ir.recording import traceable_recording
+from autopar.ir.refusals import own_error, places, refusal, was_raised
 from autopar.ir.simplify import simplify
 
 Mode = Literal["step", "module"]
 
-_RAISED = re.compile(r"raised exception (\w+)\((.*)\)\s*$", re.MULTILINE)
-"""How Dynamo's message names an exception that the traced code itself raised."""
+_WHAT = "the model cannot be captured as one graph"
+_MOST_OBSERVERS = 50
+"""Statements that only observe which a capture leaves out before it gives up: each costs a further attempt."""
 
 
 @dataclass(frozen=True)
@@ -95,86 +95,53 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
-    """Captures one training step on `batch`; raises `CaptureError` with the line that stands in the way."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
+    """Captures one training step on `batch`. Raises `CaptureError` with the line that stands in the way, and
+    `SignatureError` where the model's `forward` does not take such a batch."""
     step = _Step(model, loss_fn, batch, mode)
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
     tensors = tuple(t.detach().clone(memory_format=torch.preserve_format) for t in batch.tensors)
-    with traceable_recording(model):
-        graph = _dynamo(step, tensors)
-    with _restored(step), contextlib.ExitStack() as stack, _quiet():
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-        try:
-            joint = aot_export_joint_with_descriptors(stack, graph, tensors)
-        except CaptureError:
-            raise
-        except Exception as e:
-            raise _explained(e, "the backward pass cannot be traced") from e
-        module = joint.graph_module
+    with Observers() as observers:
+        for _ in range(_MOST_OBSERVERS):
+            try:
+                module = _traced(step, tensors)
+                break
+            except AutoparError:
+                raise
+            except Exception as e:
+                own = own_error(e) or misfit(model, batch.rebuild(tensors), loss_fn is not None)
+                if own is not None:
+                    raise own from None
+                if was_raised(e) or not observers.switch_off(places(e)):
+                    raise refusal(e, _WHAT) from e
+        else:
+            raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     simplify(module.graph)
     return _describe(module, mode)
 
 
-def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
+def _traced(step: _Step, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
+    """The joint graph as PyTorch makes it."""
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     loggers = {f for f in vars(logging.Logger).values() if callable(f)} | {logging.info, logging.warning, logging.debug}
     settings: dict[str, Any] = {
         "ignore_logging_functions": loggers,
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
+        "trace_autograd_ops": True,  # torch.autograd.grad in forward
         "allow_rnn": True,  # recurrent layers are traced step by step
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
-    with torch._dynamo.config.patch(settings), _quiet():
-        try:
-            return dynamo_graph_capture_for_export(step)(*tensors)  # type: ignore[no-any-return]
-        except AutoparError:
-            raise
-        except Exception as e:
-            cause = _own_error(e)
-            if cause is not None:
-                raise cause from None
-            raise _explained(e, "the model cannot be captured as one graph") from e
-
-
-def _own_error(e: BaseException) -> AutoparError | None:
-    """An error of autopar's own that was raised inside the traced code, which Dynamo reports as one of its own."""
-    found = _RAISED.search(str(e))
-    kinds = {k.__name__: k for k in (CaptureError, SignatureError)}
-    if found is None or found[1] not in kinds:
-        return None
-    try:
-        message = str(ast.literal_eval(found[2]))
-    except (ValueError, SyntaxError):
-        message = found[2]
-    return kinds[found[1]](message)
-
-
-def _explained(e: BaseException, what: str) -> CaptureError:
-    """Says where in the user's code the capture broke, and what to do."""
-    frames = getattr(e, "real_stack", None) or traceback.extract_tb(e.__traceback__)
-    user = [f for f in frames if not _internal(f.filename)]
-    where = ""
-    if user:
-        last = user[-1]
-        where = f"\n  at {last.filename}:{last.lineno}, in {last.name}: {last.line or ''}".rstrip()
-    raised = _RAISED.search(str(e))
-    lines = [x for x in str(e).strip().splitlines() if x.strip()] or [type(e).__name__]
-    reason = f"it raised {raised[1]}({raised[2]})" if raised else "; ".join(x.strip() for x in lines[:3])
-    hint = (
-        "\n  Control flow that depends on a tensor's value, and calls out of PyTorch, cannot be captured: use "
-        "torch.where or torch.cond, move the code out of forward, or freeze the flag that selects it."
-    )
-    return CaptureError(f"{what}: {reason}{where}{hint}")
-
-
-def _internal(filename: str) -> bool:
-    return "/torch/" in filename or filename.startswith("<") or "/autopar/" in filename
+    with traceable_recording(step.model), torch._dynamo.config.patch(settings), _quiet():
+        graph = dynamo_graph_capture_for_export(step)(*tensors)
+    with _restored(step), contextlib.ExitStack() as stack, _quiet():
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
+        return module
 
 
 @contextlib.contextmanager
@@ -218,6 +185,8 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         elif isinstance(desc, d.BufferAOTInput):
             inputs.append(("buffer", _public(desc.target)))
         elif isinstance(desc, d.TangentAOTInput):
+            if isinstance(desc.output, d.InputMutationAOTOutput):
+                raise _writes_to(desc.output.mutated_input)
             if not isinstance(desc.output, d.PlainAOTOutput):
                 raise CaptureError(
                     f"the model returns a view of one of its inputs or parameters ({desc.output}): return a copy"
@@ -232,10 +201,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(desc, d.InputMutationAOTOutput):
             if not isinstance(desc.mutated_input, d.BufferAOTInput):
-                raise CaptureError(
-                    f"the model writes to {desc.mutated_input} in its forward pass: only buffers may be written to; "
-                    "write to a copy of the input"
-                )
+                raise _writes_to(desc.mutated_input)
             mutations.append((_public(desc.mutated_input.target), node))
         elif isinstance(desc, d.GradAOTOutput):
             if node is not None and isinstance(desc.grad_of, d.ParamAOTInput):
@@ -247,6 +213,21 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
     if mode == "step":
         _check_loss(outputs, bool(gradients))
     return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients)
+
+
+def _writes_to(mutated: Any) -> CaptureError:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if isinstance(mutated, d.ParamAOTInput):
+        return CaptureError(
+            f"the model writes to its parameter '{_public(mutated.target)}' in its forward pass, as "
+            "Embedding(max_norm=...) does, and the optimizer, which may run on other ranks, would not see it: only "
+            "buffers may be written to. Change the parameter between steps, under torch.no_grad()"
+        )
+    which = f"tensor {mutated.idx} of the batch" if isinstance(mutated, d.PlainAOTInput) else str(mutated)
+    return CaptureError(
+        f"the model writes to {which} in its forward pass: only buffers may be written to; write to a copy of the input"
+    )
 
 
 def _check_loss(outputs: list[Any], any_gradient: bool) -> None:

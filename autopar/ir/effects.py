@@ -41,7 +41,8 @@ def _plain(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     plain.meta = {**node.meta, "val": values[0] if len(values) == 1 else values}
     for user in list(node.users):
         assert user.target is operator.getitem, "the results of an operator with effects are a tuple"
-        place = int(user.args[1])  # type: ignore[call-overload]
+        place = user.args[1]
+        assert isinstance(place, int)
         if place > 0 and len(values) > 1:
             user.args = (plain, place - 1)
             continue
