@@ -34,6 +34,8 @@ class Fragment:
     """Where its elements begin in the flat value of the rank that holds them."""
     rows: slice | None = None
     """Of a parameter that is spread over the ranks: which rows of it these are."""
+    copied_from: torch.Tensor | None = None
+    """The slice that `tensor` holds a copy of, where it is a part of a slice that is not contiguous in memory."""
 
     @property
     def stop(self) -> int:
@@ -42,6 +44,11 @@ class Fragment:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This fragment's elements of a flat value, in the fragment's shape."""
         return flat[self.start : self.stop].view(self.tensor.shape)
+
+    def read(self) -> None:
+        """Copies the elements anew, where they are a copy; what becomes of them is sent, and stored by each rank."""
+        if self.copied_from is not None:
+            self.tensor.copy_(self.copied_from.reshape(-1)[self.begin : self.begin + self.tensor.numel()])
 
     def cut(self, like: torch.Tensor) -> torch.Tensor:
         """The same part of another tensor of the parameter's shape: a gradient, or optimizer state."""
@@ -61,8 +68,13 @@ def fragments(
         if a < b:
             parameter = parameters[member.slice.name]
             whole = b - a == member.elements and member.slice.whole
+            piece = _slice(parameter.detach(), member.slice)
+            partly = b - a != member.elements
+            copied = piece if partly and not piece.is_contiguous() else None
             tensor = parameter if whole else _cut(parameter.detach(), member.slice, a - offset, b - a)
-            found.append(Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin))
+            found.append(
+                Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin, copied_from=copied)
+            )
         offset += member.elements
     return tuple(found)
 
@@ -108,11 +120,17 @@ def of_fragments(parts: Sequence[Fragment], gradients: Iterable[torch.Tensor | P
 
 
 def _cut(tensor: torch.Tensor, piece: ParameterSlice, begin: int, elements: int) -> torch.Tensor:
-    """A view of `elements` elements of a slice of `tensor`, from `begin` on; the whole slice keeps its shape."""
-    if not piece.whole:
-        assert piece.start is not None and piece.stop is not None
-        tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
-    return tensor if elements == tensor.numel() else tensor.view(-1)[begin : begin + elements]
+    """`elements` elements of a slice of `tensor`, from `begin` on, in the order of its indices; the whole slice keeps
+    its shape. A view, but of a part of a slice that is not contiguous."""
+    tensor = _slice(tensor, piece)
+    return tensor if elements == tensor.numel() else tensor.reshape(-1)[begin : begin + elements]
+
+
+def _slice(tensor: torch.Tensor, piece: ParameterSlice) -> torch.Tensor:
+    if piece.whole:
+        return tensor
+    assert piece.start is not None and piece.stop is not None
+    return tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
