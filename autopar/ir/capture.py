@@ -22,8 +22,10 @@ from autopar.ir.batch import Batch, call_model, misfit
 from autopar.ir.effects import remove_tokens
 from autopar.ir.observers import Observers
 from autopar.ir.recording import traceable_recording
+from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
 from autopar.ir.simplify import simplify
+from autopar.ir.untraceable import Distributions, masks_as_they_are
 
 Mode = Literal["step", "module"]
 
@@ -101,7 +103,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
     tensors = tuple(t.detach().clone(memory_format=torch.preserve_format) for t in batch.tensors)
-    with Observers() as observers:
+    with Observers() as observers, Distributions() as distributions:
         for _ in range(_MOST_OBSERVERS):
             try:
                 module = _traced(step, tensors)
@@ -112,7 +114,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
                 own = own_error(e) or misfit(model, batch.rebuild(tensors), loss_fn is not None)
                 if own is not None:
                     raise own from None
-                if was_raised(e) or not observers.switch_off(places(e)):
+                if was_raised(e) or not (distributions.switch_off(e) or observers.switch_off(places(e))):
                     raise refusal(e, _WHAT) from e
         else:
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
@@ -136,9 +138,9 @@ def _traced(step: _Step, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphMod
         "allow_rnn": True,  # recurrent layers are traced step by step
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
-    with traceable_recording(step.model), torch._dynamo.config.patch(settings), _quiet():
+    with traceable_recording(step.model), masks_as_they_are(), torch._dynamo.config.patch(settings), _quiet():
         graph = dynamo_graph_capture_for_export(step)(*tensors)
-    with _restored(step), contextlib.ExitStack() as stack, _quiet():
+    with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), _quiet():
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
         return module

@@ -14,10 +14,8 @@ import types
 import warnings
 from collections.abc import Iterator
 
-import torch.distributed as dist
-
 from autopar.errors import AutoparWarning
-from autopar.ir.refusals import Place
+from autopar.ir.refusals import Place, is_rank_0
 
 _LOG_CALLS = frozenset(
     ("debug", "info", "warning", "warn", "error", "critical", "exception", "log", "warning_once", "info_once")
@@ -101,7 +99,7 @@ class Observers:
 
 
 def _say(place: Place) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+    if not is_rank_0():
         return
     warnings.warn(
         f"this statement looks at a tensor's value or writes something out, and is no part of the captured training "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from autopar.errors import AutoparError, CaptureError, SignatureError
 
@@ -47,7 +48,7 @@ class _Cause:
     pattern: str
     """Of PyTorch's message."""
     said: str
-    """`{0}` is what the pattern's first group has found."""
+    """`{0}` is what a group of the pattern has found."""
     remedy: str
 
 
@@ -99,7 +100,13 @@ _CAUSES = tuple(
             "before the program is made.",
         ),
         (
-            r"does not know how to trace (?:[\w ]+ )?`(?:<unknown module>\.)?([^`]*?)\.?`",
+            r"pack_padded_sequence|pack_sequence|PackedSequence",
+            "it packs sequences, and the shapes of packed ones depend on a tensor's values",
+            "Run the layer on padded sequences, and mask what lies behind their ends.",
+        ),
+        (
+            r"marked that the function `([^`]*)`"
+            r"|does not know how to trace (?:[\w ]+ )?`(?:<unknown module>\.)?([^`]*?)\.?`",
             "it calls {0}, which PyTorch cannot trace",
             "Call it before the step and pass the result in the batch, or wrap it as a torch.library.custom_op.",
         ),
@@ -127,6 +134,16 @@ def own_error(e: BaseException) -> AutoparError | None:
 def was_raised(e: BaseException) -> bool:
     """Whether the traced code itself raised the error."""
     return _RAISED.search(str(e)) is not None
+
+
+def is_rank_0() -> bool:
+    """Whether this process says what all ranks would say."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)
+
+
+def stack_files(e: BaseException) -> list[str]:
+    """The files whose lines were running, PyTorch's own among them."""
+    return [f.filename for f in getattr(e, "real_stack", None) or ()]
 
 
 def places(e: BaseException) -> list[Place]:
@@ -164,7 +181,7 @@ def _cause(text: str) -> tuple[str, str] | None:
     for cause in _CAUSES:
         found = re.search(cause.pattern, text)
         if found:
-            return cause.said.format(*found.groups()), cause.remedy
+            return cause.said.format(next((g for g in found.groups() if g), "")), cause.remedy
     return None
 
 

@@ -21,7 +21,7 @@ from autopar.runtime.drift import StepTimes
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
 from autopar.runtime.modules import Observer, Update
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.parts import added
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers
 from autopar.runtime.random import RandomStream
@@ -92,6 +92,7 @@ class Program:
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
         self._resident = ResidentRows(model, self._parameters, group)
         self._late = LateParameters(model)
+        self._held = ParameterGroups(optimizer, self._parameters)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._compiled: dict[Any, _Compiled] = {}
@@ -132,6 +133,7 @@ class Program:
         batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
+        self._held.check()
         compiled = [self.compile_for(b) for b in batches]
         originals = [batch] if micro_batches is None else list(micro_batches)
         with self._times.one(), torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):

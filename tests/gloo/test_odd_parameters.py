@@ -59,7 +59,7 @@ class Complex(nn.Module):
 
 def odd() -> nn.Module:
     torch.manual_seed(0)
-    return Odd().double().to(memory_format=torch.channels_last)
+    return Odd().double().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def batch(samples: int, seed: int) -> Any:

@@ -145,6 +145,51 @@ def test_recurrent_layers(kind: Any, settings: dict[str, Any]) -> None:
     train(Recurrent(), inputs(3, 3, 2, 6))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_dropout_between_recurrent_layers_draws_as_in_eager_training(kind: Any, bidirectional: bool) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = kind(6, 5, num_layers=3, dropout=0.5, bidirectional=bidirectional, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, last = self.layers(x)
+            loss: torch.Tensor = y.pow(2).mean() + (last if isinstance(last, torch.Tensor) else last[0]).sum()
+            return loss
+
+    eager, model, (x,) = Recurrent(), Recurrent(), inputs(1, 3, 2, 6)
+    program = autopar.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), example_inputs=x)
+    torch.manual_seed(3)
+    loss = program.step(x)
+    torch.manual_seed(3)
+    assert float(loss) == pytest.approx(float(eager(x).detach()))
+
+
+def test_a_transformer_with_a_causal_mask() -> None:
+    class Decodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Transformer(6, 2, 1, 1, 12, 0.0, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            y: torch.Tensor = self.layers(x, x, tgt_mask=mask, src_mask=mask)
+            return y.pow(3).mean()
+
+    train(Decodes(), inputs(2, 2, 4, 6))
+
+
+def test_distributions_are_captured_without_their_checks_and_that_is_said() -> None:
+    model, (x,) = Calls(lambda y: torch.distributions.Normal(y, 1.0).log_prob(torch.ones(())).mean()), inputs(1)
+    with pytest.warns(autopar.AutoparWarning, match="does not check the parameters of torch.distributions"):
+        train(model, [x])
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(0.0, -1.0)
+
+
 def positive(y: torch.Tensor) -> torch.Tensor:
     a = y.view(-1, 3, 3)
     return a @ a.mT + torch.eye(3)
