@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,10 +13,9 @@ from autopar.errors import InfeasibleError, PlanMismatchError
 from autopar.ir.batch import example_batch, flatten
 from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.collectives import may_fail
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import Scope, check_optimizer, context_for, optimizer_scope
-from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.process_group import Group, Rendezvous, copy_from_rank_0, join
 from autopar.runtime.profile import node_seconds
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.spec.calibration import Calibration
@@ -279,9 +276,4 @@ def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:
     if group.pg is None:
         return
     owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    with torch.no_grad(), group.guard("making the ranks' models equal"), may_fail():
-        for owner in owners:
-            for tensor in [*owner.parameters(), *owner.buffers()]:
-                value = tensor.detach().contiguous()
-                dist.broadcast(value, group_src=0, group=group.pg)
-                tensor.copy_(value)
+    copy_from_rank_0([t for owner in owners for t in (*owner.parameters(), *owner.buffers())], group)

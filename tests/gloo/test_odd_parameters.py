@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import join
+from autopar.runtime.process_group import copy_from_rank_0, join
 from autopar.runtime.program import Program, Settings, signature_key
 from autopar.runtime.servers import serve_here
 from autopar.strategies import STRATEGIES
@@ -38,11 +38,19 @@ class Odd(nn.Module):
         self.permuted = nn.Parameter(values(2, 7, 4).permute(1, 2, 0))
         self.scale, self.one = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.ones(1))
         self.no_rows, self.no_columns = nn.Parameter(torch.zeros(0, 7)), nn.Parameter(torch.zeros(4, 0))
+        self.expanded: torch.Tensor
+        self.register_buffer("expanded", torch.ones(7).expand(2, 7), persistent=False)
         self.head = nn.Linear(7, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.second(torch.tanh(self.first(x))).mean((2, 3)) * self.scale.exp() * self.one
-        z = y @ self.turned.t() + y @ self.permuted.sum(2).t() + self.no_rows.sum(0) + self.no_columns.sum()
+        z = (
+            self.expanded.sum(0)
+            + y @ self.turned.t()
+            + y @ self.permuted.sum(2).t()
+            + self.no_rows.sum(0)
+            + self.no_columns.sum()
+        )
         found: torch.Tensor = self.head(torch.tanh(z))
         return found
 
@@ -80,6 +88,10 @@ def differences(rank: int, world_size: int) -> list[str]:
     if rank == 0:
         serve_here(SERVERS)
     wrong, seen = [], 0
+    mine = torch.full((3,), float(rank)).expand(4, 3)
+    copy_from_rank_0([mine], group)
+    if mine.any():
+        wrong.append("an expanded tensor is not rank 0's")
     for task in TASKS:
         for turn, strategy in enumerate(STRATEGIES.values()):
             training = ("sgd", "clipped", "accumulated")[turn % 3]

@@ -126,9 +126,16 @@ def test_odd_parameters(settings: dict[str, Any]) -> None:
     train(Odd(), inputs(), **settings)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(
-    "settings", [{}, {"bidirectional": True}, {"num_layers": 2}, {"batch_first": True, "bias": False}], ids=str
+    ("kind", "settings"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"bidirectional": True, "num_layers": 2}),
+        (nn.LSTM, {"batch_first": True, "bias": False}),
+        (nn.LSTM, {"proj_size": 3}),
+        (nn.GRU, {"bidirectional": True}),
+        (nn.RNN, {"num_layers": 2}),
+    ],
 )
 def test_recurrent_layers(kind: Any, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -145,8 +152,7 @@ def test_recurrent_layers(kind: Any, settings: dict[str, Any]) -> None:
     train(Recurrent(), inputs(3, 3, 2, 6))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("kind", "bidirectional"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, False)])
 def test_dropout_between_recurrent_layers_draws_as_in_eager_training(kind: Any, bidirectional: bool) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
