@@ -162,7 +162,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """PyTorch's own tracing logs are no news to users of autopar; errors are raised, with their cause."""
-    names = ("torch._dynamo", "torch._functorch", "torch.fx")
+    names = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch.fx")
     before = [(logging.getLogger(n), logging.getLogger(n).level) for n in names]
     for logger, _ in before:
         logger.setLevel(logging.CRITICAL)

@@ -84,6 +84,11 @@ _CAUSES = tuple(
             "Go on with the tensor itself, or compute the number before the step and pass it in the batch.",
         ),
         (
+            r"[Ss]parse Tensor",
+            "it reads a sparse tensor, which PyTorch cannot trace",
+            "Hold its indices and values as tensors of their own, and use index_add or scatter_add.",
+        ),
+        (
             r"[Mm]odule-level backwards? hooks",
             "a module has a backward hook, which PyTorch cannot trace",
             "Remove it, or register hooks on tensors instead: output.register_hook(...) in forward.",

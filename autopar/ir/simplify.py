@@ -69,7 +69,7 @@ def share_views(graph: torch.fx.Graph) -> None:
 
 
 def remove_dead_code(graph: torch.fx.Graph) -> None:
-    """Removes nodes whose value nobody reads; random operators go too, as eager autograd would not run them twice."""
+    """Removes nodes whose value nobody reads; random operators stay, as later ones draw from the same stream."""
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
             graph.erase_node(node)
@@ -144,6 +144,8 @@ def _has_effect(node: torch.fx.Node) -> bool:
         )
         or (isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or not target._schema.returns))
         or node.is_impure()
+        or target is dropout_noise
+        or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     )
 
 

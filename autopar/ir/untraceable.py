@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributions import Distribution
+from torch.distributions import Distribution, kl
 from torch.nn.modules import transformer
 
 from autopar.errors import AutoparWarning
@@ -53,6 +53,11 @@ class Distributions:
         if self._before is not None or not any(file.startswith(folder) for file in stack_files(e)):
             return False
         self._before = bool(Distribution._validate_args)
+        for (
+            pair,
+            divergence,
+        ) in kl._KL_REGISTRY.items():  # looked up without being searched for, as from a second call on
+            kl._KL_MEMOIZE.setdefault(pair, divergence)
         Distribution.set_default_validate_args(False)
         if self._before and is_rank_0():
             warnings.warn(
