@@ -34,8 +34,9 @@ class Fragment:
     """Where its elements begin in the flat value of the rank that holds them."""
     rows: slice | None = None
     """Of a parameter that is spread over the ranks: which rows of it these are."""
-    copied_from: torch.Tensor | None = None
-    """The slice that `tensor` holds a copy of, where it is a part of a slice that is not contiguous in memory."""
+    parameter: torch.Tensor | None = None
+    """Whose fragment this is; `None` of one that is spread over the ranks. Mostly `tensor` lies in its memory; but not
+    where the fragment is a part of what is not contiguous, or where the parameter was given other memory since."""
 
     @property
     def stop(self) -> int:
@@ -45,10 +46,29 @@ class Fragment:
         """This fragment's elements of a flat value, in the fragment's shape."""
         return flat[self.start : self.stop].view(self.tensor.shape)
 
+    def now(self) -> torch.Tensor:
+        """The fragment's elements of the parameter, where they lie now; a copy of a part of what is not contiguous."""
+        if self.parameter is None:
+            return self.tensor
+        return _cut(self.parameter.detach(), self.piece, self.begin, self.tensor.numel())
+
     def read(self) -> None:
-        """Copies the elements anew, where they are a copy; what becomes of them is sent, and stored by each rank."""
-        if self.copied_from is not None:
-            self.tensor.copy_(self.copied_from.reshape(-1)[self.begin : self.begin + self.tensor.numel()])
+        """Copies the parameter's elements here, where they lie elsewhere."""
+        if self._lies_elsewhere():
+            self.tensor.copy_(self.now())
+
+    def write(self) -> None:
+        """Copies the elements to the parameter, where they lie elsewhere. Parts of slices are sent, and stored by every
+        rank."""
+        if self._lies_elsewhere() and self.parameter is not None:
+            whole = _slice(self.parameter.detach(), self.piece)
+            if whole.numel() == self.tensor.numel():
+                whole.copy_(self.tensor)
+
+    def _lies_elsewhere(self) -> bool:
+        if self.parameter is None or self.whole:
+            return False
+        return self.tensor.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
 
     def cut(self, like: torch.Tensor) -> torch.Tensor:
         """The same part of another tensor of the parameter's shape: a gradient, or optimizer state."""
@@ -68,12 +88,9 @@ def fragments(
         if a < b:
             parameter = parameters[member.slice.name]
             whole = b - a == member.elements and member.slice.whole
-            piece = _slice(parameter.detach(), member.slice)
-            partly = b - a != member.elements
-            copied = piece if partly and not piece.is_contiguous() else None
             tensor = parameter if whole else _cut(parameter.detach(), member.slice, a - offset, b - a)
             found.append(
-                Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin, copied_from=copied)
+                Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin, parameter=parameter)
             )
         offset += member.elements
     return tuple(found)

@@ -48,6 +48,8 @@ class Update(nn.Module):
             for fragment in parts:
                 fragment.read()
             self.part.step(views)
+            for fragment in parts:
+                fragment.write()
         if self.sent_as is None:
             return None
         if not parts:
@@ -67,7 +69,7 @@ class Store(nn.Module):
         self.fragments = tuple(parts)
 
     def forward(self, flat: torch.Tensor) -> None:
-        torch._foreach_copy_([f.tensor.detach() for f in self.fragments], [f.of(flat) for f in self.fragments])
+        torch._foreach_copy_([f.now() for f in self.fragments], [f.of(flat) for f in self.fragments])
 
 
 class Clip(nn.Module):

@@ -106,9 +106,15 @@ def differences(rank: int, world_size: int) -> list[str]:
                 if use.fidelity != "exact":
                     continue
                 model = task.model()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(2)
                 optimizer = how.optimizer(model.parameters())
                 program = Program(model, use.plan, group, optimizer, Settings(task.loss_fn, how.clip), context)
                 program.adopt(signature_key(model, flatten(first)), captured)
+                with program.gathered():
+                    for p, q in zip(model.parameters(), task.model().parameters(), strict=True):
+                        p.data = q.data  # other memory, with other values than the program was made with
                 outcome = trained(program, task, training, "unequal", 2)
                 whole = {n: p for n, p in outcome.parameters.items() if p.numel()}
                 program.load_state_dict(program.state_dict())

@@ -173,6 +173,19 @@ def test_dropout_between_recurrent_layers_draws_as_in_eager_training(kind: Any, 
     assert float(loss) == pytest.approx(float(eager(x).detach()))
 
 
+def test_a_random_operator_whose_result_nobody_reads_draws_all_the_same() -> None:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        F.dropout(y, 0.5)
+        return F.dropout(y, 0.5).pow(2).mean()
+
+    eager, model, (x,) = Calls(loss), Calls(loss), inputs(1)
+    program = autopar.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), example_inputs=x)
+    torch.manual_seed(3)
+    found = program.step(x)
+    torch.manual_seed(3)
+    assert float(found) == pytest.approx(float(eager(x).detach()))
+
+
 def test_a_transformer_with_a_causal_mask() -> None:
     class Decodes(nn.Module):
         def __init__(self) -> None:
@@ -189,7 +202,11 @@ def test_a_transformer_with_a_causal_mask() -> None:
 
 
 def test_distributions_are_captured_without_their_checks_and_that_is_said() -> None:
-    model, (x,) = Calls(lambda y: torch.distributions.Normal(y, 1.0).log_prob(torch.ones(())).mean()), inputs(1)
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        mine, other = torch.distributions.Normal(y, 1.0), torch.distributions.Normal(torch.zeros(()), 2.0)
+        return torch.distributions.kl_divergence(mine, other).mean()
+
+    model, (x,) = Calls(loss), inputs(1)
     with pytest.warns(autopar.AutoparWarning, match="does not check the parameters of torch.distributions"):
         train(model, [x])
     with pytest.raises(ValueError, match="Expected parameter scale"):
