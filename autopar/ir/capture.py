@@ -10,7 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -94,6 +94,9 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (tuple, list)):
         for value in output:
             yield from output_tensors(value)
+    elif is_dataclass(output):
+        for one in fields(output):
+            yield from output_tensors(getattr(output, one.name))
 
 
 def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
@@ -102,7 +105,7 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     step = _Step(model, loss_fn, batch, mode)
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
-    tensors = tuple(t.detach().clone(memory_format=torch.preserve_format) for t in batch.tensors)
+    tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
     with Observers() as observers, Distributions() as distributions:
         for _ in range(_MOST_OBSERVERS):
             try:

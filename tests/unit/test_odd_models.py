@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -184,6 +185,35 @@ def test_a_random_operator_whose_result_nobody_reads_draws_all_the_same() -> Non
     found = program.step(x)
     torch.manual_seed(3)
     assert float(found) == pytest.approx(float(eager(x).detach()))
+
+
+@dataclass(frozen=True)
+class Output:
+    loss: torch.Tensor
+    scores: list[torch.Tensor]
+    name: str = "mine"
+
+
+def test_outputs_that_are_dataclasses() -> None:
+    class Model(Calls):
+        def forward(self, x: torch.Tensor, *others: torch.Tensor) -> Any:
+            y = self.layer(x)
+            return Output(y.pow(2).mean(), [y, y + 1])
+
+    (x,) = inputs(1)
+    model = Model(torch.abs)
+    expected = model(x)
+    found = autopar.optimize(model, example_inputs=x)(x)
+    assert (type(found), found.name) == (Output, "mine")
+    assert torch.allclose(found.loss, expected.loss)
+    assert torch.allclose(found.scores[1], expected.scores[1])
+    found.loss.backward()
+    gradient = model.layer.weight.grad
+    assert gradient is not None
+    program = autopar.optimize(model, example_inputs=x, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.layer.weight.detach().clone()
+    assert float(program.step(x)) == pytest.approx(float(expected.loss.detach()))
+    assert torch.allclose(model.layer.weight, before - 0.1 * gradient)
 
 
 def test_a_transformer_with_a_causal_mask() -> None:
