@@ -133,6 +133,7 @@ class OptimizerPart:
     def __init__(self, optimizer: Optimizer, parts: Sequence[Fragment], parameters: dict[str, nn.Parameter]) -> None:
         self.fragments = tuple(parts)
         self._whole = optimizer
+        self._looked = False
         self._part = object.__new__(type(optimizer))
         vars(self._part).update(vars(optimizer))  # copy.copy would leave out what a subclass has of its own
         # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per part.
@@ -169,6 +170,18 @@ class OptimizerPart:
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
             if fragment.whole:
                 self._whole.state[leaf] = self._part.state[leaf]
+            elif not self._looked:
+                self._check_elementwise(leaf)
+        self._looked = True
+
+    def _check_elementwise(self, leaf: torch.Tensor) -> None:
+        """Raises `OptimizerError` where the state of a part of a parameter shows that elements depend on each other."""
+        for key, value in self._part.state[leaf].items():
+            if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
+                raise OptimizerError(
+                    f"{type(self._whole).__name__} keeps '{key}' as {type(value).__name__}, which quantizes elements "
+                    'together: its update cannot run on slices. Pass optimizer_acts_on="parameter"'
+                )
 
     def _apply(self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if not leaves:

@@ -11,6 +11,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, OptimizerError, PlanError, PlanMismatchError, SignatureError
+from autopar.runtime.fragments import Fragment
+from autopar.runtime.optimizer import OptimizerPart
+from autopar.spec.plan import ParameterSlice
 
 ONE = autopar.ClusterSpec.local(1)
 BATCH = (torch.randn(3, 4), torch.randn(3, 4))
@@ -219,3 +222,22 @@ def test_plans_of_another_model_cluster_or_size() -> None:
 def test_an_unknown_strategy_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(PlanError, match="did you mean 'Parallax'"):
         optimize(nn.Linear(4, 4), strategy="Paralax")
+
+
+def test_an_optimizer_that_quantizes_its_state_in_blocks_does_not_act_on_elements() -> None:
+    class Blocks(torch.Tensor):
+        pass
+
+    class Quantizing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["moment"] = torch.zeros_like(p.detach()).as_subclass(Blocks)
+
+    parameter = nn.Parameter(torch.zeros(4))
+    piece = ParameterSlice(name="p", start=0, stop=2)
+    part = Fragment("p", False, parameter.detach()[:2], piece, 0, 0, parameter=parameter)
+    made = OptimizerPart(Quantizing([parameter], lr=0.1), [part], {"p": parameter})
+    with pytest.raises(OptimizerError, match=r"keeps 'moment' as Blocks.*optimizer_acts_on=\"parameter\""):
+        made.step([torch.ones(2)])
