@@ -31,8 +31,9 @@ class Emitter:
 
     def pack(self, group: Group, wire: WireDtype = "same") -> Value:
         """The group's gradients as one flat value in the `wire` dtype: of this rank's batch, scaled so that the
-        sum over ranks is the mean over the global batch."""
-        dtype = group.dtype if wire == "same" or self.world_size == 1 else wire
+        sum over ranks is the mean over the global batch. Complex numbers are sent as they are."""
+        as_it_is = wire == "same" or self.world_size == 1 or group.dtype.startswith("complex")  # of no narrower kind
+        dtype = group.dtype if as_it_is else wire
         return self._emit(Kind.PACK, None, group.index, group.elements, dtype, stage=0, sums=self.own)
 
     def all_reduce(self, value: Value, teams: Teams = ()) -> Value:

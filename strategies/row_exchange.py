@@ -60,7 +60,7 @@ def _turn(group: Group, entries: list[tuple[int, Lookup]]) -> int | None:
 def row_shares(group: Group, world_size: int) -> tuple[int, ...]:
     """Elements of a group's parameters that each rank keeps: rank r has rows r, r+n, r+2n, ..."""
     return tuple(
-        sum(m.elements // m.shape[0] * len(range(r, m.shape[0], world_size)) for m in group.members)
+        sum(m.elements // max(1, m.shape[0]) * len(range(r, m.shape[0], world_size)) for m in group.members)
         for r in range(world_size)
     )
 

@@ -32,6 +32,8 @@ class SummationServers(Strategy):
     options_type = SummationServersOptions
 
     def applies(self, member: Member, context: Context) -> str | None:
+        if member.parameter.spec.dtype.startswith("complex"):
+            return "its numbers are complex, and hosts that serve add up real ones"
         return None if context.servers else "no host of the cluster only serves"
 
     def options(self, context: Context) -> Sequence[SummationServersOptions]:

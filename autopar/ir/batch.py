@@ -7,7 +7,7 @@ tuple batch is `(inputs, target)`: the model gets `inputs`, the loss gets the mo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ class Signature:
 
     structure: str
     leaves: tuple[Any, ...]
-    """`(shape, dtype)` for tensors, the value itself for anything else."""
+    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; the value itself for
+    anything else."""
 
     def __str__(self) -> str:
         parts = [
@@ -33,7 +34,11 @@ class Signature:
 
 
 def _is_tensor_key(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype)
+    return isinstance(leaf, tuple) and len(leaf) in (2, 3) and isinstance(leaf[1], torch.dtype)
+
+
+def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(x.shape), x.dtype) if x.is_contiguous() else (tuple(x.shape), x.dtype, x.stride())
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def flatten(batch: Any) -> Batch:
     if isinstance(batch, Mapping) and type(batch) is not dict:
         batch = dict(batch)  # Hugging Face's BatchEncoding and the like
     leaves, spec = pytree.tree_flatten(batch)
+    leaves = [_laid_out(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     is_tensor = tuple(isinstance(x, torch.Tensor) for x in leaves)
     tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
     if not tensors:
@@ -76,8 +82,31 @@ def flatten(batch: Any) -> Batch:
             "a tuple of positional inputs, or one tensor"
         )
     constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
-    key = tuple((tuple(x.shape), x.dtype) if t else x for t, x in zip(is_tensor, leaves, strict=True))
+    key = tuple(_tensor_key(x) if t else x for t, x in zip(is_tensor, leaves, strict=True))
     return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor)
+
+
+def _laid_out(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in one of few layouts, so that few graphs are captured: as it is where it is contiguous or its
+    dimensions are merely in another order (channels last, transposed); else a contiguous copy."""
+    if x.layout is not torch.strided:
+        return x
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if x.is_contiguous():
+        # Where a dimension has one element, its stride says nothing, but convolutions choose their layout by it.
+        usual = _contiguous_strides(x.shape)
+        return x if x.stride() == usual else x.as_strided(x.shape, usual)
+    order = sorted(range(x.dim()), key=lambda d: (x.stride()[d], x.shape[d]), reverse=True)
+    return x if x.permute(order).is_contiguous() else x.contiguous()
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +143,25 @@ def call_model(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> tuple[A
     if isinstance(inputs, (tuple, list)):
         return model(*inputs), target
     return model(inputs), target
+
+
+def misfit(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> SignatureError | None:
+    """Says why the model's `forward` cannot be called with a batch; `None` where it can."""
+    inputs = batch[0] if has_loss_fn and isinstance(batch, (tuple, list)) else batch
+    by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
+    by_place = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    try:
+        signature.bind(*by_place, **by_name)
+    except TypeError as e:
+        unknown = [f"'{key}'" for key in by_name if key not in signature.parameters]
+        if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+            return SignatureError(
+                f"{name}.forward{signature} takes no {', '.join(unknown)}, which the batch holds: pass only what "
+                "forward takes, {k: batch[k] for k in ...}"
+            )
+        return SignatureError(f"{name}.forward{signature} cannot be called with this batch: {e}")
+    return None
 
 
 def example_batch(model: torch.nn.Module) -> Any:

@@ -157,7 +157,7 @@ def _parameter(
         if n in position
     )
     ready = position.get(gradient, 0)
-    parts = find_parts(gradient, spec.shape, position, example)
+    parts = None if _is_complex(spec) else find_parts(gradient, spec.shape, position, example)
     return Parameter(
         spec=spec,
         gradient=gradient.name,
@@ -183,10 +183,10 @@ def _with_readers(
     names = {n: p.name for p in parameters for n in (p.name, *p.spec.ties)}
     # A tied parameter is an input under each of its names, one of which is read.
     read = {n: str(key) for (kind, key), n in inputs.items() if kind == "parameter" and n.users}
-    nodes = {n: names[key] for n, key in read.items() if key in names}
+    parameter = {p.name: p for p in parameters}
+    nodes = {n: names[key] for n, key in read.items() if key in names and not _is_complex(parameter[names[key]].spec)}
     by_name = {n.name: n for n in joint.module.graph.nodes}
     heads = {h.weight: h for h in find_heads(joint.module.graph, nodes, position)}
-    parameter = {p.name: p for p in parameters}
     table_of: dict[str, Table] = {}
     layer_of: dict[str, Layer | None] = {}
     # A loss in 16 bits is scaled behind the backward pass, each rank's by its own share; layers would add up before.
@@ -208,6 +208,11 @@ def _with_readers(
     return tuple(
         replace(p, head=head_of.get(p.name), table=table_of.get(p.name), layer=layer_of.get(p.name)) for p in parameters
     )
+
+
+def _is_complex(spec: ParameterSpec) -> bool:
+    """Of complex parameters gradients are taken as a whole: the works on their structure are for real numbers."""
+    return spec.dtype.startswith("complex")
 
 
 def _backward_start(

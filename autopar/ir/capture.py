@@ -6,32 +6,35 @@ user's line), then AOTAutograd's joint graph with descriptors, functionalized an
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import logging
-import re
-import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.fx
 from torch import nn
 
-from autopar.errors import AutoparError, CaptureError, SignatureError
-from autopar.ir.batch import Batch, call_model
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.batch import Batch, call_model, misfit
+from autopar.ir.effects import remove_tokens
 from autopar.ir.empty_batches import traceable_means
 from autopar.ir.guards import Guards, guards_of, seen_effects
+from autopar.ir.observers import Observers
 from autopar.ir.recording import traceable_recording
+from autopar.ir.recurrent import recurrent_dropout
+from autopar.ir.refusals import own_error, places, refusal, was_raised
 from autopar.ir.simplify import simplify
+from autopar.ir.untraceable import Distributions, masks_as_they_are
 from autopar.ir.weights import BatchWeight
 
 Mode = Literal["step", "module"]
 
-_RAISED = re.compile(r"raised exception (\w+)\((.*)\)\s*$", re.MULTILINE)
-"""How Dynamo's message names an exception that the traced code itself raised."""
+_WHAT = "the model cannot be captured as one graph"
+_MOST_OBSERVERS = 50
+"""Statements that only observe which a capture leaves out before it gives up: each costs a further attempt."""
 
 
 @dataclass(frozen=True)
@@ -100,43 +103,55 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (tuple, list)):
         for value in output:
             yield from output_tensors(value)
+    elif is_dataclass(output):
+        for one in fields(output):
+            yield from output_tensors(getattr(output, one.name))
 
 
 def capture_joint(
     model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", rewritten: bool = True
 ) -> JointGraph:
-    """Captures one training step on `batch`; raises `CaptureError` with the line that stands in the way. `rewritten`:
-    whether what autograd's tracing leaves behind is simplified."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
+    """Captures one training step on `batch`. `rewritten`: whether what autograd's tracing leaves behind is simplified.
+    Raises `CaptureError` with the line that stands in the way, and `SignatureError` where the model's `forward` does
+    not take such a batch."""
     step = _Step(model, loss_fn, batch, mode)
-    with traceable_recording(model):
-        graph, guards = _settled(step, batch)
-    with _restored(step), contextlib.ExitStack() as stack, _quiet(), traceable_means(batch.size == 0):
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-        try:
-            joint = aot_export_joint_with_descriptors(stack, graph, batch.tensors)
-        except CaptureError:
-            raise
-        except Exception as e:
-            raise _explained(e, "the backward pass cannot be traced") from e
-        module = joint.graph_module
+    # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
+    # make one input, and later batches, in which they are two, would be read in the wrong place.
+    tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
+    with Observers() as observers, Distributions() as distributions:
+        for _ in range(_MOST_OBSERVERS):
+            try:
+                module, guards = _traced(step, tensors, observers)
+                break
+            except AutoparError:
+                raise
+            except Exception as e:
+                own = own_error(e) or misfit(model, batch.rebuild(tensors), loss_fn is not None)
+                if own is not None:
+                    raise own from None
+                if was_raised(e) or not (distributions.switch_off(e) or observers.switch_off(places(e))):
+                    raise refusal(e, _WHAT) from e
+        else:
+            raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
+    remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     if rewritten:
         simplify(module.graph)
     return replace(_describe(module, mode), guards=guards)
 
 
-def _settled(step: _Step, batch: Batch) -> tuple[torch.fx.GraphModule, Guards]:
+def _settled(
+    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers
+) -> tuple[torch.fx.GraphModule, Guards]:
     """Captures; where running the code once changes what it reads, captures what it is from then on. Raises
     `CaptureError` where each run changes it again."""
-    graph, guards = _dynamo(step, batch)
+    graph, guards = _dynamo(step, tensors, observers)
     first = guards.counters
     if not first:
         return graph, guards
     for effect in first:
         effect.set(effect.after)
-    graph, guards = _dynamo(step, batch)
+    graph, guards = _dynamo(step, tensors, observers)
     if guards.counters:
         for effect in first:
             effect.set(effect.before)
@@ -149,7 +164,24 @@ def _settled(step: _Step, batch: Batch) -> tuple[torch.fx.GraphModule, Guards]:
     return graph, guards
 
 
-def _dynamo(step: _Step, batch: Batch) -> tuple[torch.fx.GraphModule, Guards]:
+def _traced(
+    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers
+) -> tuple[torch.fx.GraphModule, Guards]:
+    """The joint graph as PyTorch makes it, and what it rests on."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with traceable_recording(step.model), masks_as_they_are(), _quiet():
+        graph, guards = _settled(step, tensors, observers)
+    empty = any(t.dim() and not len(t) for t in tensors)
+    with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
+        return module, guards
+
+
+def _dynamo(
+    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers
+) -> tuple[torch.fx.GraphModule, Guards]:
     """What `torch._dynamo.functional_export.dynamo_graph_capture_for_export` does, less dropping the guards."""
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.functional_export import (  # type: ignore[attr-defined]
@@ -163,59 +195,17 @@ def _dynamo(step: _Step, batch: Batch) -> tuple[torch.fx.GraphModule, Guards]:
         "ignore_logging_functions": loggers,
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
+        "trace_autograd_ops": True,  # torch.autograd.grad in forward
         "allow_rnn": True,  # recurrent layers are traced step by step
         "replay_side_effects": False,
         "side_effect_replay_policy": "warn",
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
-    with torch._dynamo.config.patch(settings), _quiet(), seen_effects() as effects:
-        try:
-            with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
-                captured = fullgraph_capture(step, batch.tensors, None)
-                guards = guards_of(captured.graph_capture_output, step, effects)
-            return create_fx_graph_from_captured_output(captured, step, batch.tensors, {}), guards
-        except AutoparError:
-            raise
-        except Exception as e:
-            cause = _own_error(e)
-            if cause is not None:
-                raise cause from None
-            raise _explained(e, "the model cannot be captured as one graph") from e
-
-
-def _own_error(e: BaseException) -> AutoparError | None:
-    """An error of autopar's own that was raised inside the traced code, which Dynamo reports as one of its own."""
-    found = _RAISED.search(str(e))
-    kinds = {k.__name__: k for k in (CaptureError, SignatureError)}
-    if found is None or found[1] not in kinds:
-        return None
-    try:
-        message = str(ast.literal_eval(found[2]))
-    except (ValueError, SyntaxError):
-        message = found[2]
-    return kinds[found[1]](message)
-
-
-def _explained(e: BaseException, what: str) -> CaptureError:
-    """Says where in the user's code the capture broke, and what to do."""
-    frames = getattr(e, "real_stack", None) or traceback.extract_tb(e.__traceback__)
-    user = [f for f in frames if not _internal(f.filename)]
-    where = ""
-    if user:
-        last = user[-1]
-        where = f"\n  at {last.filename}:{last.lineno}, in {last.name}: {last.line or ''}".rstrip()
-    raised = _RAISED.search(str(e))
-    lines = [x for x in str(e).strip().splitlines() if x.strip()] or [type(e).__name__]
-    reason = f"it raised {raised[1]}({raised[2]})" if raised else "; ".join(x.strip() for x in lines[:3])
-    hint = (
-        "\n  Control flow that depends on a tensor's value, and calls out of PyTorch, cannot be captured: use "
-        "torch.where or torch.cond, move the code out of forward, or freeze the flag that selects it."
-    )
-    return CaptureError(f"{what}: {reason}{where}{hint}")
-
-
-def _internal(filename: str) -> bool:
-    return "/torch/" in filename or filename.startswith("<") or "/autopar/" in filename
+    with torch._dynamo.config.patch(settings), seen_effects() as effects:
+        with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+            captured = fullgraph_capture(step, tensors, None)
+            guards = guards_of(captured.graph_capture_output, step, effects, observers.have_switched)
+        return create_fx_graph_from_captured_output(captured, step, tensors, {}), guards
 
 
 @contextlib.contextmanager
@@ -234,7 +224,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """PyTorch's own tracing logs are no news to users of autopar; errors are raised, with their cause."""
-    names = ("torch._dynamo", "torch._functorch", "torch.fx")
+    names = ("torch._dynamo", "torch._functorch", "torch._subclasses", "torch.fx")
     before = [(logging.getLogger(n), logging.getLogger(n).level) for n in names]
     for logger, _ in before:
         logger.setLevel(logging.CRITICAL)
@@ -259,6 +249,8 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         elif isinstance(desc, d.BufferAOTInput):
             inputs.append(("buffer", _public(desc.target)))
         elif isinstance(desc, d.TangentAOTInput):
+            if isinstance(desc.output, d.InputMutationAOTOutput):
+                raise _writes_to(desc.output.mutated_input)
             if not isinstance(desc.output, d.PlainAOTOutput):
                 raise CaptureError(
                     f"the model returns a view of one of its inputs or parameters ({desc.output}): return a copy"
@@ -273,10 +265,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(desc, d.InputMutationAOTOutput):
             if not isinstance(desc.mutated_input, d.BufferAOTInput):
-                raise CaptureError(
-                    f"the model writes to {desc.mutated_input} in its forward pass: only buffers may be written to; "
-                    "write to a copy of the input"
-                )
+                raise _writes_to(desc.mutated_input)
             mutations.append((_public(desc.mutated_input.target), node))
         elif isinstance(desc, d.GradAOTOutput):
             if node is not None and isinstance(desc.grad_of, d.ParamAOTInput):
@@ -290,6 +279,21 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
     if mode == "step":
         _check_loss(outputs, bool(gradients))
     return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, input_gradients=of_inputs)
+
+
+def _writes_to(mutated: Any) -> CaptureError:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    if isinstance(mutated, d.ParamAOTInput):
+        return CaptureError(
+            f"the model writes to its parameter '{_public(mutated.target)}' in its forward pass, as "
+            "Embedding(max_norm=...) does, and the optimizer, which may run on other ranks, would not see it: only "
+            "buffers may be written to. Change the parameter between steps, under torch.no_grad()"
+        )
+    which = f"tensor {mutated.idx} of the batch" if isinstance(mutated, d.PlainAOTInput) else str(mutated)
+    return CaptureError(
+        f"the model writes to {which} in its forward pass: only buffers may be written to; write to a copy of the input"
+    )
 
 
 def _check_loss(outputs: list[Any], any_gradient: bool) -> None:

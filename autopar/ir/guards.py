@@ -22,6 +22,8 @@ from torch._dynamo.output_graph import OutputGraph
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
+_OTHERS = ("L['tensors']", "_validate_args")
+"""In names of what is looked at elsewhere, and of what is otherwise for the time of a capture alone."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,12 @@ class Guards:
         return _words(found[0]) if found else "something that the model reads"
 
 
-def guards_of(captured: Any, step: nn.Module, effects: list[Effect]) -> Guards:
-    """The guards of what TorchDynamo has captured (`GraphCaptureOutput`); to be called while its metrics are kept."""
+def guards_of(captured: Any, step: nn.Module, effects: list[Effect], rewritten: bool = False) -> Guards:
+    """The guards of what TorchDynamo has captured (`GraphCaptureOutput`); to be called while its metrics are kept.
+    `rewritten`: whether functions have other code for the time of the capture, so that theirs is not to be held to."""
     output = captured.output_graph
-    kept = {g for g in output._guards if _is_kept(g)}
+    left_out = (*_ON_TENSORS, "CLOSURE_MATCH") if rewritten else _ON_TENSORS
+    kept = {g for g in output._guards if _is_kept(g, left_out)}
     output._guards.inner = type(output._guards.inner)(kept)
     output.skip_guards_check = True  # which would look for the tensors
     check = captured.build_guards(type(step).forward.__code__)
@@ -101,9 +105,10 @@ def global_state() -> tuple[Any, ...]:
     )
 
 
-def _is_kept(guard: Any) -> bool:
+def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:
     """Guards without a name are those on PyTorch's global state."""
-    return bool(guard.name) and "L['tensors']" not in guard.name and guard.create_fn_name() not in _ON_TENSORS
+    name: str = guard.name
+    return bool(name) and not any(o in name for o in _OTHERS) and guard.create_fn_name() not in left_out
 
 
 def _effects(side_effects: Any) -> list[Effect]:

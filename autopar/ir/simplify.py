@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from autopar.ir.recurrent import keep_workspaces
+
 aten = torch.ops.aten
 
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
@@ -67,7 +69,7 @@ def share_views(graph: torch.fx.Graph) -> None:
 
 
 def remove_dead_code(graph: torch.fx.Graph) -> None:
-    """Removes nodes whose value nobody reads; random operators go too, as eager autograd would not run them twice."""
+    """Removes nodes whose value nobody reads; random operators stay, as later ones draw from the same stream."""
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users and not _has_effect(node):
             graph.erase_node(node)
@@ -117,6 +119,7 @@ PASSES: tuple[Callable[[torch.fx.Graph], None], ...] = (
     share_views,
     fold_views,
     eager_dropout,
+    keep_workspaces,
     remove_dead_code,
 )
 
@@ -139,8 +142,10 @@ def _has_effect(node: torch.fx.Node) -> bool:
                 "function",
             )
         )
-        or (isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable)
+        or (isinstance(target, torch._ops.OpOverload) and (target._schema.is_mutable or not target._schema.returns))
         or node.is_impure()
+        or target is dropout_noise
+        or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     )
 
 

@@ -34,6 +34,9 @@ class Fragment:
     """Where its elements begin in the flat value of the rank that holds them."""
     rows: slice | None = None
     """Of a parameter that is spread over the ranks: which rows of it these are."""
+    parameter: torch.Tensor | None = None
+    """Whose fragment this is; `None` of one that is spread over the ranks. Mostly `tensor` lies in its memory; but not
+    where the fragment is a part of what is not contiguous, or where the parameter was given other memory since."""
 
     @property
     def stop(self) -> int:
@@ -42,6 +45,30 @@ class Fragment:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """This fragment's elements of a flat value, in the fragment's shape."""
         return flat[self.start : self.stop].view(self.tensor.shape)
+
+    def now(self) -> torch.Tensor:
+        """The fragment's elements of the parameter, where they lie now; a copy of a part of what is not contiguous."""
+        if self.parameter is None:
+            return self.tensor
+        return _cut(self.parameter.detach(), self.piece, self.begin, self.tensor.numel())
+
+    def read(self) -> None:
+        """Copies the parameter's elements here, where they lie elsewhere."""
+        if self._lies_elsewhere():
+            self.tensor.copy_(self.now())
+
+    def write(self) -> None:
+        """Copies the elements to the parameter, where they lie elsewhere. Parts of slices are sent, and stored by every
+        rank."""
+        if self._lies_elsewhere() and self.parameter is not None:
+            whole = _slice(self.parameter.detach(), self.piece)
+            if whole.numel() == self.tensor.numel():
+                whole.copy_(self.tensor)
+
+    def _lies_elsewhere(self) -> bool:
+        if self.parameter is None or self.whole:
+            return False
+        return self.tensor.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
 
     def cut(self, like: torch.Tensor) -> torch.Tensor:
         """The same part of another tensor of the parameter's shape: a gradient, or optimizer state."""
@@ -62,7 +89,9 @@ def fragments(
             parameter = parameters[member.slice.name]
             whole = b - a == member.elements and member.slice.whole
             tensor = parameter if whole else _cut(parameter.detach(), member.slice, a - offset, b - a)
-            found.append(Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin))
+            found.append(
+                Fragment(member.slice.name, whole, tensor, member.slice, a - offset, a - begin, parameter=parameter)
+            )
         offset += member.elements
     return tuple(found)
 
@@ -98,7 +127,7 @@ def of_fragments(parts: Sequence[Fragment], gradients: Iterable[torch.Tensor | P
     for (_, group), gradient in zip(groupby(parts, lambda f: f.piece), gradients, strict=True):
         first, own = 0, list(group)
         for fragment in own:
-            count = len(fragment.tensor)
+            count = len(fragment.tensor) if fragment.tensor.dim() else 1
             if isinstance(gradient, Product):
                 found.append(partial(gradient.rows, first, count))
             else:
@@ -108,11 +137,17 @@ def of_fragments(parts: Sequence[Fragment], gradients: Iterable[torch.Tensor | P
 
 
 def _cut(tensor: torch.Tensor, piece: ParameterSlice, begin: int, elements: int) -> torch.Tensor:
-    """A view of `elements` elements of a slice of `tensor`, from `begin` on; the whole slice keeps its shape."""
-    if not piece.whole:
-        assert piece.start is not None and piece.stop is not None
-        tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
-    return tensor if elements == tensor.numel() else tensor.view(-1)[begin : begin + elements]
+    """`elements` elements of a slice of `tensor`, from `begin` on, in the order of its indices; the whole slice keeps
+    its shape. A view, but of a part of a slice that is not contiguous."""
+    tensor = _slice(tensor, piece)
+    return tensor if elements == tensor.numel() else tensor.reshape(-1)[begin : begin + elements]
+
+
+def _slice(tensor: torch.Tensor, piece: ParameterSlice) -> torch.Tensor:
+    if piece.whole:
+        return tensor
+    assert piece.start is not None and piece.stop is not None
+    return tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:

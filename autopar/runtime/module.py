@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -339,6 +341,11 @@ def fill(template: Any, values: Iterator[torch.Tensor]) -> Any:
     if isinstance(template, (tuple, list)):
         items = [fill(v, values) for v in template]
         return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)
+    if dataclasses.is_dataclass(template):
+        filled = copy.copy(template)
+        for one in dataclasses.fields(template):
+            object.__setattr__(filled, one.name, fill(getattr(template, one.name), values))
+        return filled
     return template if isinstance(template, (bool, int, float, str, type(None))) else None
 
 

@@ -45,7 +45,11 @@ class Update(nn.Module):
                 formed = view if isinstance(view, torch.Tensor) else view()
                 self.observer(fragment, formed.to_dense() if formed.is_sparse else formed)
         if views:
+            for fragment in parts:
+                fragment.read()
             self.part.step(views)
+            for fragment in parts:
+                fragment.write()
         if self.sent_as is None:
             return None
         if not parts:
@@ -65,7 +69,7 @@ class Store(nn.Module):
         self.fragments = tuple(parts)
 
     def forward(self, flat: torch.Tensor) -> None:
-        torch._foreach_copy_([f.tensor.detach() for f in self.fragments], [f.of(flat) for f in self.fragments])
+        torch._foreach_copy_([f.now() for f in self.fragments], [f.of(flat) for f in self.fragments])
 
 
 class Clip(nn.Module):
@@ -95,6 +99,7 @@ def _square_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
     held = [t for t in tensors if t.numel()]
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)
+    held = [torch.view_as_real(t) if t.is_complex() else t for t in held]
     wide = [t if t.dtype in (torch.float32, torch.float64) else t.float() for t in held]
     norms = torch._foreach_norm(wide)
     return torch.stack([n.double() for n in norms]).square().sum()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from types import FunctionType
 from typing import Any, ClassVar, Final, Literal
 
 import torch
@@ -57,7 +58,9 @@ class OperatorTimes(Stored):
 def operator_key(node: torch.fx.Node) -> str:
     """An operator with everything that its time depends on but the values: shapes, number formats, other arguments."""
     named = [f"{key}={_described(value)}" for key, value in node.kwargs.items()]
-    return f"{node.target}({', '.join([_described(a) for a in node.args] + named)})"
+    # A function of autopar's own goes by its name: its address is another one in each process.
+    target = node.target.__name__ if isinstance(node.target, FunctionType) else node.target
+    return f"{target}({', '.join([_described(a) for a in node.args] + named)})"
 
 
 def _described(argument: Any) -> str:

@@ -76,6 +76,12 @@ def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -
             "LBFGS evaluates the loss several times a step, through a closure: its step cannot be one program. Use "
             "optimize(model, cluster) without an optimizer and step it yourself"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptimizerError(
+            "SparseAdam takes sparse gradients alone, and leaves rows that were not looked up as they are; a program's "
+            "gradients are dense. Use Adagrad or SGD, which treat rows that nobody has looked up alike, or "
+            "optimize(model, cluster) without an optimizer"
+        )
     known = {p: n for n, p in reversed(parameters.items())}
     held = {p for g in optimizer.param_groups for p in g["params"]}
     strangers = [p for p in held if p not in known]
@@ -107,13 +113,46 @@ def described(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter
     return f"{type(optimizer).__name__} as optimizer with {'; '.join(groups)}"
 
 
+class ParameterGroups:
+    """The parameters that an optimizer held when its program was made, group by group."""
+
+    def __init__(self, optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._held = self._now()
+
+    def check(self) -> None:
+        """Raises `OptimizerError` where the optimizer's groups hold other parameters by now."""
+        now = self._now()
+        if now == self._held:
+            return
+        before, names = {p for g in self._held for p in g}, {id(p): n for n, p in reversed(self._parameters.items())}
+        added = [p for g in now for p in g if p not in before]
+        strangers = [p for p in added if p not in names]
+        shown = ", ".join(f"'{names[p]}'" for p in added[:3] if p in names)
+        if strangers:
+            what = f"{len(strangers)} parameter(s) that are not the model's were added: give them their own optimizer"
+        elif added:
+            what = (
+                f"{len(added)} parameter(s) were added to it, {shown}: call autopar.optimize again with this optimizer"
+            )
+        else:
+            what = "parameters were removed, or moved to another group: call autopar.optimize again with this optimizer"
+        raise OptimizerError(f"the optimizer's parameter groups have changed since the program was made: {what}")
+
+    def _now(self) -> list[list[int]]:
+        return [list(map(id, g["params"])) for g in self._optimizer.param_groups]
+
+
 class OptimizerPart:
     """The optimizer over some fragments: `step(gradients)` updates them in place."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Fragment], parameters: dict[str, nn.Parameter]) -> None:
         self.fragments = tuple(parts)
         self._whole = optimizer
-        self._part = copy.copy(optimizer)
+        self._looked = False
+        self._part = object.__new__(type(optimizer))
+        vars(self._part).update(vars(optimizer))  # copy.copy would leave out what a subclass has of its own
         # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per part.
         self._part.__dict__.pop("step", None)
         self._part._optimizer_step_pre_hooks = OrderedDict()
@@ -150,6 +189,18 @@ class OptimizerPart:
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
             if fragment.whole:
                 self._whole.state[leaf] = self._part.state[leaf]
+            elif not self._looked:
+                self._check_elementwise(leaf)
+        self._looked = True
+
+    def _check_elementwise(self, leaf: torch.Tensor) -> None:
+        """Raises `OptimizerError` where the state of a part of a parameter shows that elements depend on each other."""
+        for key, value in self._part.state[leaf].items():
+            if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
+                raise OptimizerError(
+                    f"{type(self._whole).__name__} keeps '{key}' as {type(value).__name__}, which quantizes elements "
+                    'together: its update cannot run on slices. Pass optimizer_acts_on="parameter"'
+                )
 
     def _apply(self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if not leaves:

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -124,23 +124,36 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
     """Averages floating-point buffers over the ranks, in place; integer ones are counters, and alike on all ranks."""
     if group.pg is None:
         return
-    with torch.no_grad(), group.guard("averaging buffers"), may_fail():
+    with torch.no_grad(), group.guard("averaging buffers"):
         for buffer in buffers:
             if buffer.is_floating_point():
-                mean = buffer.detach().contiguous() / group.world_size
-                dist.all_reduce(mean, group=group.pg)
-                buffer.copy_(mean)
+                own = _once(buffer)
+                mean = own.contiguous() / group.world_size
+                with may_fail():
+                    dist.all_reduce(mean, group=group.pg)
+                own.copy_(mean)
 
 
-def take_from_rank_0(buffers: Sequence[torch.Tensor], group: Group, what: str) -> None:
-    """Gives all ranks the values that rank 0 has, in place; by all ranks together."""
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory, each element once: an expanded dimension, all of whose elements are one, has one."""
+    tensor = tensor.detach()
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def take_from_rank_0(tensors: Iterable[torch.Tensor], group: Group, what: str) -> None:
+    """Gives every rank the values that rank 0 has, in place; by all ranks together."""
     if group.pg is None:
         return
-    with torch.no_grad(), group.guard(what), may_fail():
-        for tensor in buffers:
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, group_src=0, group=group.pg)
-            tensor.copy_(value)
+    with torch.no_grad(), group.guard(what):
+        for tensor in tensors:
+            own = _once(tensor)
+            value = own.contiguous()
+            with may_fail():
+                dist.broadcast(value, group_src=0, group=group.pg)
+            own.copy_(value)
 
 
 class Rendezvous:

@@ -36,9 +36,10 @@ def node_seconds(graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: 
     device = next(iter(parameters.values())).device
     known = OperatorTimes.of(device)
     key_of = {node.name: operator_key(node) for node in joint.module.graph.nodes if node.op == "call_function"}
-    keys = {n.name: key_of[n.name] for n in graph.compute}
+    keys = {n.name: key_of[n.name] for n in graph.compute if n.name in key_of}
+    constants = {n.name: 0.0 for n in graph.compute if n.name not in key_of}  # are there already
     if all(key in known.seconds for key in keys.values()):
-        return {name: known.seconds[key] for name, key in keys.items()}
+        return {name: known.seconds[key] for name, key in keys.items()} | constants
     arguments: list[torch.Tensor] = []
     for (kind, key), node in zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True):
         if kind == "batch":
@@ -58,7 +59,7 @@ def node_seconds(graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: 
         whole_s = median(clock.of(lambda: joint.module(*arguments)) for _ in range(1 + REPEATS))
     found = {n.name: median(row.get(n.name, 0.0) for row in rows[1:]) for n in graph.compute}
     scale = whole_s / max(sum(found.values()), 1e-9)
-    scaled = {name: seconds * scale for name, seconds in found.items()}
+    scaled = {name: seconds * scale for name, seconds in found.items()} | constants
     alike: dict[str, list[float]] = {}
     for name, key in keys.items():
         alike.setdefault(key, []).append(scaled[name])

@@ -29,7 +29,7 @@ from autopar.runtime.late import LateParameters
 from autopar.runtime.local_proof import Ran, copies, prove_locally, step_by_graph, step_eagerly
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.modules import Observer, Update
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.parts import added
 from autopar.runtime.probes import probes
@@ -112,12 +112,11 @@ class Program:
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
         self._resident = ResidentRows(model, self._parameters, group)
         self._late = LateParameters(model)
+        self._held = ParameterGroups(optimizer, self._parameters)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._compiled: Captures[_Compiled] = Captures(says=group.rank == 0)
         self._unchanged = Unchanged(owners_of(model, settings.loss_fn), self._buffers, optimizer)
-        sliced = {m.name for g in plan.groups for m in g.members if not m.whole}
-        self._unchanged.pin(self._parameters, sliced)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._meaning = LossMeaning(
@@ -160,6 +159,7 @@ class Program:
         batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
+        self._held.check()
         self._unchanged.check()
         self._check_batches(batches)
         compiled = [self.compile_for(b) for b in batches]
@@ -332,7 +332,6 @@ class Program:
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
         if index not in self._parts:
             self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
-            self._unchanged.pin(self._parameters, [f.name for f in parts if not f.whole and f.rows is None])
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]

@@ -23,7 +23,9 @@ class ResidentRows:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: Group) -> None:
         self.shards: dict[str, torch.Tensor] = {}
-        """By parameter: rows r, r+n, r+2n, ... on rank r of n."""
+        """By parameter: rows r, r+n, r+2n, ... on rank r of n, contiguous."""
+        self._strides: dict[str, tuple[int, ...]] = {}
+        """Of the whole parameters."""
         self._parameters = parameters
         self._group = group
         self._before_use = BeforeUse(model, self._refuse)
@@ -33,7 +35,9 @@ class ResidentRows:
         rows = rows_of_rank(self._group.rank, self._group.world_size)
         for name in names:
             if name not in self.shards:
-                self.shards[name] = self._parameters[name].detach()[rows].clone()
+                whole = self._parameters[name].detach()
+                self.shards[name] = whole[rows].clone(memory_format=torch.contiguous_format)
+                self._strides[name] = whole.stride()
                 self._empty(name)
         if self.shards:
             self._before_use.on()
@@ -60,9 +64,8 @@ class ResidentRows:
         """While it is open, the model can be traced: its parameters have memory, laid out as ever, that nobody has
         touched."""
         for name in self.shards:
-            self._parameters[name].data = torch.empty_like(
-                self._parameters[name], memory_format=torch.contiguous_format
-            )
+            p = self._parameters[name]
+            p.data = torch.empty_strided(p.shape, self._strides[name], dtype=p.dtype, device=p.device)
         try:
             with self._before_use.off():
                 yield
@@ -90,7 +93,7 @@ class ResidentRows:
         assert self._group.name is not None
         with torch.no_grad(), self._group.guard("making a parameter whole"):
             everyone = collectives.wait(collectives.all_gather_equal(mine, n, self._group.name))
-        whole = shard.new_empty(shape)
+        whole = shard.new_empty_strided(shape, self._strides[name])
         for rank, part in enumerate(everyone.view(n, longest, *shape[1:])):
             rows = rows_of_rank(rank, n)
             whole[rows] = part[: len(range(*rows.indices(shape[0])))]

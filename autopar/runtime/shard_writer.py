@@ -89,6 +89,7 @@ def _do(w: Writer, p: Primitive, work: str, *args: Any) -> torch.fx.Node:
     if name not in w.modules:
         members, target = _members(w, p), w.target
         shapes = [m.parameter.spec.shape for m in members]
+        strides = [_inputs(w, (m.slice.name,))[0].meta["val"].stride() for m in members]
         shards = [target.shards[m.slice.name] for m in members]
-        w.modules[name] = ParameterShards(shards, shapes, target.rank, target.world_size)
+        w.modules[name] = ParameterShards(shards, shapes, strides, target.rank, target.world_size)
     return w.graph.call_method(work, (w.graph.get_attr(name), *args))

@@ -16,10 +16,16 @@ class ParameterShards(nn.Module):
     rank 1, and so on."""
 
     def __init__(
-        self, shards: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], rank: int, world_size: int
+        self,
+        shards: Sequence[torch.Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        strides: Sequence[tuple[int, ...]],
+        rank: int,
+        world_size: int,
     ) -> None:
+        """`shapes`, `strides`: of the whole parameters, as the graph was traced with them."""
         super().__init__()
-        self._shards, self._shapes = list(shards), list(shapes)
+        self._shards, self._layouts = list(shards), list(zip(shapes, strides, strict=True))
         self._rank, self._world_size = rank, world_size
 
     def own(self, members: Sequence[int], is_last: bool | None) -> torch.Tensor:
@@ -32,11 +38,11 @@ class ParameterShards(nn.Module):
 
     def whole(self, flat: torch.Tensor, members: Sequence[int], agrees: bool) -> list[torch.Tensor]:
         """These members, from what all ranks have. Raises `SignatureError` where ranks are to agree, and do not."""
-        found = [flat.new_empty(self._shapes[i]) for i in members]
+        found = [flat.new_empty_strided(*self._layouts[i]) for i in members]
         last = flat.new_empty(self._world_size)
         views = self._rows([*found, last] if agrees else found)
         torch._foreach_copy_(views, _split(flat, views))
-        if agrees and last.min() != last.max():
+        if agrees and bool((last != last[0]).any()):  # complex numbers have no order
             raise uneven_micro_batches("a parameter whose rows are")
         return found
 

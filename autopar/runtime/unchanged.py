@@ -6,7 +6,7 @@ are trained written into its plan; so what would make it compute something else 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ class Unchanged:
         self._optimizer = optimizer
         self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool, str]] = []
         self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
-        self._pinned: dict[str, tuple[nn.Parameter, int]] = {}
         for prefix, owner in owners.items():
             for path, module in owner.named_modules(remove_duplicate=False):
                 start = prefix + (path + "." if path else "")
@@ -44,11 +43,6 @@ class Unchanged:
                     if b is not None and start + key in buffers:
                         self._held.append((module._buffers, key, start + key))
         self._refuse_hooks()
-
-    def pin(self, parameters: Mapping[str, nn.Parameter], names: Iterable[str]) -> None:
-        """From now on, the memory of these parameters must stay where it is: the program holds views of it."""
-        for name in names:
-            self._pinned.setdefault(name, (parameters[name], parameters[name].data_ptr()))
 
     def check(self) -> None:
         """Raises `PlanMismatchError` or `OptimizerError`, with the name, where something is other than it was. Buffers
@@ -63,12 +57,6 @@ class Unchanged:
             buffer, mine = held.get(key), self._buffers[name]
             if buffer is not mine:
                 self._take_over(name, buffer, mine)
-        for name, (p, at) in self._pinned.items():
-            if p.data_ptr() != at:
-                raise PlanMismatchError(
-                    f"the memory of parameter '{name}' was replaced (by `p.data = ...`, or by `model.to(...)`), and "
-                    f"the plan updates it in parts: copy into it instead, with `p.data.copy_(...)`. Else: {_AGAIN}"
-                )
         if self._optimizer is not None and (
             self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
         ):

@@ -11,6 +11,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, OptimizerError, PlanError, PlanMismatchError, SignatureError
+from autopar.runtime.fragments import Fragment
+from autopar.runtime.optimizer import OptimizerPart
+from autopar.spec.plan import ParameterSlice
 
 ONE = autopar.ClusterSpec.local(1)
 BATCH = (torch.randn(3, 4), torch.randn(3, 4))
@@ -120,6 +123,57 @@ def test_lbfgs_and_optimizers_of_others() -> None:
     optimize(model, optimizer=Own(model.parameters(), lr=0.1), optimizer_acts_on="element").step(BATCH)
 
 
+def test_sparse_adam_is_refused_by_name() -> None:
+    model = nn.Embedding(5, 4, sparse=True)
+    with pytest.raises(OptimizerError, match=r"SparseAdam takes sparse gradients.*Use Adagrad or SGD"):
+        optimize(model, (torch.tensor([0, 3]), torch.zeros(2, 4)), optimizer=torch.optim.SparseAdam(model.parameters()))
+
+
+def test_an_optimizer_with_attributes_of_its_own() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, parameters: Any, factor: float) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.factor = factor
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["lr"] = 0.1 * self.factor
+            super().step(closure)
+
+    model = nn.Linear(4, 4)
+    eager = copy.deepcopy(model)
+    optimize(model, optimizer=Own(model.parameters(), 0.5), optimizer_acts_on="element").step(BATCH)
+    nn.functional.mse_loss(eager(BATCH[0]), BATCH[1]).backward()
+    Own(eager.parameters(), 0.5).step()
+    assert torch.allclose(model.weight, eager.weight)
+
+
+def test_parameters_that_the_optimizer_gets_or_loses_later() -> None:
+    def program(late: str) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].requires_grad_(late == "removed")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        made = optimize(model, optimizer=optimizer)
+        made.step(BATCH)
+        if late == "removed":
+            optimizer.param_groups[0]["params"].pop()
+        else:
+            new = [nn.Parameter(torch.zeros(2))] if late == "stranger" else [*model[1].requires_grad_().parameters()]
+            optimizer.add_param_group({"params": new})
+        return made
+
+    for late, said in [
+        ("thawed", r"2 parameter\(s\) were added to it, '1.weight', '1.bias': call autopar.optimize again"),
+        ("stranger", r"1 parameter\(s\) that are not the model's"),
+        ("removed", "parameters were removed"),
+    ]:
+        made = program(late)
+        before = [p.clone() for p in made.model.parameters()]
+        with pytest.raises(OptimizerError, match=said):
+            made.step(BATCH)
+        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("batch", [None, "text", {}, (), ["a", 3]], ids=repr)
 def test_what_is_no_batch(batch: Any) -> None:
     program = optimize(nn.Linear(4, 4))
@@ -168,3 +222,22 @@ def test_plans_of_another_model_cluster_or_size() -> None:
 def test_an_unknown_strategy_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(PlanError, match="did you mean 'Parallax'"):
         optimize(nn.Linear(4, 4), strategy="Paralax")
+
+
+def test_an_optimizer_that_quantizes_its_state_in_blocks_does_not_act_on_elements() -> None:
+    class Blocks(torch.Tensor):
+        pass
+
+    class Quantizing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["moment"] = torch.zeros_like(p.detach()).as_subclass(Blocks)
+
+    parameter = nn.Parameter(torch.zeros(4))
+    piece = ParameterSlice(name="p", start=0, stop=2)
+    part = Fragment("p", False, parameter.detach()[:2], piece, 0, 0, parameter=parameter)
+    made = OptimizerPart(Quantizing([parameter], lr=0.1), [part], {"p": parameter})
+    with pytest.raises(OptimizerError, match=r"keeps 'moment' as Blocks.*optimizer_acts_on=\"parameter\""):
+        made.step([torch.ones(2)])

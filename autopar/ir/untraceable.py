@@ -1,0 +1,69 @@
+"""What PyTorch's own modules do that its tracing cannot: written otherwise for the time of a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributions import Distribution, kl
+from torch.nn.modules import transformer
+
+from autopar.errors import AutoparWarning
+from autopar.ir.refusals import is_rank_0, stack_files
+
+
+@contextlib.contextmanager
+def masks_as_they_are() -> Iterator[None]:
+    """While it is open, `nn.Transformer` takes its masks as they are, and does not look whether their values happen to
+    be those of a causal mask, for which another kernel computes the same."""
+    detects = getattr(transformer, "_detect_is_causal_mask", None)
+    if detects is None:
+        yield
+        return
+
+    def said(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = said
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detects
+
+
+class Distributions:
+    """Has `torch.distributions` leave the values of parameters unchecked while it is open, once it is told to."""
+
+    def __init__(self) -> None:
+        self._before: bool | None = None
+
+    def __enter__(self) -> Distributions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            Distribution.set_default_validate_args(self._before)
+
+    def switch_off(self, e: BaseException) -> bool:
+        """Leaves them unchecked if that is where a capture broke; `False` where it did not, or they already are."""
+        folder = str(Path(torch.distributions.__file__).parent)
+        if self._before is not None or not any(file.startswith(folder) for file in stack_files(e)):
+            return False
+        self._before = bool(Distribution._validate_args)
+        for (
+            pair,
+            divergence,
+        ) in kl._KL_REGISTRY.items():  # looked up without being searched for, as from a second call on
+            kl._KL_MEMOIZE.setdefault(pair, divergence)
+        Distribution.set_default_validate_args(False)
+        if self._before and is_rank_0():
+            warnings.warn(
+                "the captured training step does not check the parameters of torch.distributions, as eager PyTorch "
+                "does: to have the same everywhere, pass validate_args=False",
+                AutoparWarning,
+                stacklevel=2,
+            )
+        return True
