@@ -25,6 +25,7 @@ _ASSIGNED = re.compile(r"^(h\d+) = ")
 _NAMES = re.compile(r"(?<![\w.])(?:h\d+|x)\b")
 _IN_PLACE = re.compile(r"_\(|\] = |\+= |\*= |self\.b\d+ = ")
 
+Tree = dict[str, torch.Tensor]
 Shape = tuple[int | None, ...]
 """`None` for a dimension that follows the batch."""
 
@@ -148,7 +149,7 @@ class Draft:
     def replay(self) -> None:
         """Begins anew with what was kept."""
         self._spaces = []
-        whole: dict[str, Any] = {}
+        whole: Tree = {}
         for samples in SAMPLES:
             model: Any = nn.Module()
             model.c0 = 0.75
@@ -156,7 +157,7 @@ class Draft:
             for name, expression in self.inputs:
                 drawn = eval(expression, {**vars(prelude), "torch": torch, "n": samples, "seed": 0})
                 space[name] = whole[name][-samples:].clone() if name in whole else drawn
-            whole = whole or dict(space)
+            whole = whole or {n: space[n].clone() for n, _ in self.inputs}
             for line in [*self.init, *self.lines]:
                 exec(line, space)
             self._spaces.append(space)

@@ -223,6 +223,8 @@ def in_place(d: Draft) -> list[str]:
     for _ in range(d.rng.choice((1, 1, 2))):
         part = view_of(d, target, len(a.shape)) if d.rng.random() < 0.5 else target
         b = operand(d, part, d.shape(part))
+        if not b.startswith("self."):  # memory that is read while it is written has no defined values, eagerly neither
+            b = f"{b}.clone()"
         template = d.rng.choice(_IN_PLACE)
         d.keep([_filled(d, template, target, len(a.shape), v=part, t=target, b=b)])
     return []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar.ir import build as ir_build
+from autopar.ir.reuse import reuse_memory
 from autopar.runtime.process_group import Group
 from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.draft import Rejected
@@ -79,9 +80,9 @@ def test_what_cannot_be_trained_eagerly_is_no_finding() -> None:
 
 
 def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir_build, "reuse_memory", wrong_sigmoid(ir_build.reuse_memory))
+    monkeypatch.setattr(ir_build, "reuse_memory", wrong_sigmoid(reuse_memory))
     found = run_case(CASE, ALONE)
-    assert found.kind == "wrong" and "gradient of 'p1' in step 0" in found.said
+    assert found.kind == "wrong" and " in step 0 is off by " in found.said
     small = shrink(CASE, found, lambda case: run_case(case, ALONE), 20.0)
     assert run_case(small, ALONE).kind == "wrong"
     assert len(small.forward) <= 2 and "torch.sigmoid" in " ".join(small.forward) and small.steps == 1
@@ -108,7 +109,9 @@ def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.
 def test_pruning_leaves_out_what_nothing_reads() -> None:
     small = pruned(replace(CASE, output="h1"))
     assert small.forward == CASE.forward[:1] and small.init == CASE.init[:2]
-    grouped = replace(CASE, output="h1", groups='[{"strategy": "all_reduce", "members": [{"name": "p1"}, {"name": "p3"}]}]')
+    grouped = replace(
+        CASE, output="h1", groups='[{"strategy": "all_reduce", "members": [{"name": "p1"}, {"name": "p3"}]}]'
+    )
     (group,) = groups_of(pruned(grouped).groups)
     assert [m.name for m in group.members] == ["p1"]
     assert groups_of(as_text([group])) == (group,)
@@ -133,9 +136,9 @@ def test_a_draft_rejects_what_mixes_samples() -> None:
 
     draft = Draft(random.Random(0), rowwise=True, dtype="float64")
     draft.input("x", "values((n, 3), seed)")
-    draft.keep(["h1 = x * 2"])
+    draft.keep(["h1 = x * 0.5"])
     assert draft.shape("h1") == (None, 3)
-    for mixing in ("h2 = x - x.mean(0)", "h2 = x.flip(0)", "h2 = x.cumsum(0)"):
+    for mixing in ("h2 = x - x.mean(0)", "h2 = x.flip(0) * 3", "h2 = x.cumsum(0)"):
         with pytest.raises(Rejected):
             draft.keep([mixing])
-    assert draft.lines == ["h1 = x * 2"]
+    assert draft.lines == ["h1 = x * 0.5"]
