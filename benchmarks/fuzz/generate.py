@@ -79,7 +79,9 @@ def _of(name: str, init: list[str]) -> list[str]:
 
 
 def _extra(rng: random.Random, parameters: list[str]) -> list[str]:
-    """Ties by name: what is one parameter under two names."""
+    """Ties by name, which make one parameter under two names; and hooks on gradients."""
+    if parameters and rng.random() < 0.015:
+        return [f"self.{rng.choice(parameters)}.register_hook(lambda g: g * 2)"]
     if parameters and rng.random() < 0.12:
         return [f"self.tied = self.{rng.choice(parameters)}"]
     return []

@@ -130,6 +130,14 @@ def like(d: Draft, shape: tuple[int | None, ...]) -> str:
     return d.buffer(wanted) if d.rng.random() < 0.12 else d.parameter(wanted)
 
 
+def odd(d: Draft) -> list[str]:
+    """Parameters without elements, and with one."""
+    a = d.pick()
+    if d.rng.random() < 0.5:
+        return _assigned(d, f"{a.name} + {d.parameter(d.rng.choice(((0,), (0, 3), (2, 0))))}.sum()")
+    return _assigned(d, f"{a.name} * torch.tanh({d.parameter((), 1.0, 0.6)})")
+
+
 def binary(d: Draft) -> list[str]:
     a = d.pick()
     b = operand(d, a.name, a.shape)
@@ -257,7 +265,7 @@ def buffer(d: Draft) -> list[str]:
 
 FAMILIES: tuple[tuple[Make, int], ...] = (
     (unary, 6), (reduction, 3), (view, 3), (binary, 9), (product, 6), (convolution, 2), (normalization, 2),
-    (lookup, 4), (indexing, 2), (joined, 2), (in_place, 4), (buffer, 2),
+    (lookup, 4), (indexing, 2), (joined, 2), (odd, 1), (in_place, 4), (buffer, 2),
 )  # fmt: skip
 
 
