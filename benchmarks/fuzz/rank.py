@@ -1,0 +1,130 @@
+"""What a worker process does: runs cases, of which it is told in JSON, until it is told to end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError, CollectiveError, VerificationError
+from autopar.runtime.process_group import Group, join
+from autopar.runtime.program import Program
+from autopar.runtime.servers import serve_here
+from autopar.testing.cases import SERVERS
+from benchmarks.fuzz.case import Case
+from benchmarks.fuzz.compare import difference, digest, finite, judge
+from benchmarks.fuzz.generate import generate
+from benchmarks.fuzz.outcome import Outcome
+from benchmarks.fuzz.plans import as_text
+from benchmarks.fuzz.source import build
+from benchmarks.fuzz.training import Record, eager, prepare, run, said
+
+PATIENCE_S = 15.0
+"""How long a rank waits for another one."""
+
+
+def work(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    """The life of a worker."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    group = _group(rank, world_size, port)
+    connection.send_bytes(b"ready")
+    while True:
+        told = json.loads(connection.recv_bytes())
+        if told is None:
+            break
+        case = Case.loads(told["case"]) if "case" in told else generate(told["name"])
+        outcome = run_case(case, group)
+        answer = outcome.as_dict()
+        if outcome.is_finding or told.get("echo"):
+            answer["case"] = case.dumps()
+        connection.send_bytes(json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _group(rank: int, world_size: int, port: int) -> Group:
+    if world_size == 1:
+        return Group(0, 1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * PATIENCE_S))
+    if rank == 0:
+        serve_here(SERVERS)
+    return join(PATIENCE_S)
+
+
+def run_case(case: Case, group: Group) -> Outcome:
+    """Trains a case eagerly and with autopar, on this rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _run(case, group)
+
+
+def _run(case: Case, group: Group) -> Outcome:
+    try:
+        built = build(case)
+        expected = eager(built)
+        usable = finite(expected)
+        if sum(map(len, case.samples)) > 1:
+            eager(built, "equal")  # every rank's batch must do for itself
+    except Exception as e:  # whatever the case's own code raises
+        return Outcome("unusable", _words(e))
+    if not usable:
+        return Outcome("unusable", "eager training leads to numbers that are not finite")
+    record, groups = Record(), ""
+    try:
+        with said(record):
+            prepared = prepare(built, group)
+            if case.plan_seed or case.groups:
+                groups = as_text(prepared.plan.groups)
+            found = run(prepared, group)
+        found.warned += record.warned
+        if case.entry == "module" and case.world_size > 1:  # a rank's own
+            found.outputs, found.inputs, found.losses = expected.outputs, expected.inputs, expected.losses
+        warned = "; ".join(dict.fromkeys(found.warned))
+        is_local = case.world_size == 1 and len(case.samples[0]) == 1
+        seen = judge(built, found, expected, buffers=is_local)
+        bits = digest(found) if isinstance(prepared.program, Program) or group.world_size > 1 else ""
+        if seen is None:
+            return Outcome("equal", "", warned, groups, bits)
+        as_ddp = group.world_size > 1 and any(
+            difference(found, eager(built, w), 1e-8, False) is None for w in ("equal", "samples")
+        )
+        return Outcome("wrong", f"{seen.where} is off by {seen.size:.1e}", warned, groups, bits, as_ddp, seen.size)
+    except VerificationError as e:
+        return Outcome("disproved", _words(e), groups=groups)
+    except CollectiveError as e:  # all ranks are alive
+        return Outcome("crashed", _words(e), groups=groups)
+    except AutoparError as e:
+        return Outcome("refused", _words(e), groups=groups)
+    except Exception as e:  # a crash is what is looked for
+        return Outcome("crashed", f"{_words(e)} [{_place(e)}]", groups=groups)
+    finally:
+        torch._dynamo.reset()
+
+
+def _words(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"[:600]
+
+
+def _place(e: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if "/torch/" not in f.filename]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def answer_of(text: bytes) -> dict[str, Any]:
+    """What a worker has said."""
+    told: dict[str, Any] = json.loads(text)
+    return told

@@ -1,0 +1,144 @@
+"""The fuzzer: the same cases by seed, and a planted fault is found and made small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.ir import build as ir_build
+from autopar.ir.reuse import reuse_memory
+from autopar.runtime.process_group import Group
+from benchmarks.fuzz.case import Case
+from benchmarks.fuzz.draft import Rejected
+from benchmarks.fuzz.generate import generate
+from benchmarks.fuzz.outcome import Outcome, merged
+from benchmarks.fuzz.plans import as_text, groups_of
+from benchmarks.fuzz.rank import run_case
+from benchmarks.fuzz.script import script
+from benchmarks.fuzz.shrink import pruned, shrink
+from benchmarks.fuzz.source import render
+
+ALONE = Group(0, 1)
+CASE = Case(
+    "test/m0",
+    init=("self.p1 = parameter((4, 3), 1)", "self.p2 = parameter((4,), 2)", "self.p3 = parameter((2, 4), 3)"),
+    inputs=(("x", "values((n, 3), seed)"),),
+    targets=(("y", "values((n, 2), seed + 1)"),),
+    forward=(
+        "h1 = F.linear(x, self.p1, self.p2)",
+        "h2 = torch.tanh(h1)",
+        "h3 = torch.sigmoid(h2) * 2",
+        "h4 = F.linear(h2 + h3, self.p3)",
+    ),
+    output="h4",
+    loss="F.mse_loss(out, y)",
+    optimizer="torch.optim.AdamW(grouped(parameters, 2, 0.02), eps=1e-3)",
+)
+
+
+def wrong_sigmoid(reuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:
+    """The last pass of the lowering, followed by a fault: the gradient of a sigmoid is that of tanh."""
+
+    def plant(graph: torch.fx.Graph) -> None:
+        reuse(graph)
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.sigmoid_backward.default:
+                node.target = torch.ops.aten.tanh_backward.default
+
+    return plant
+
+
+def test_cases_are_a_function_of_their_names() -> None:
+    for name in ("5/m0", "5/m7", "5/p3"):
+        first = generate(name)
+        assert generate(name) == first
+        assert Case.loads(first.dumps()) == first
+        compile(render(first), name, "exec")
+    assert generate("5/m0") != replace(generate("6/m0"), name="5/m0")
+    assert generate("5/p3").world_size > 1
+
+
+def test_cases_differ_in_what_they_try() -> None:
+    text = "\n".join(render(generate(f"9/m{i}")) for i in range(150))
+    for wanted in ("F.linear", "F.conv", "F.embedding", "_(", ".transpose(", "register_buffer", "dtype=torch.", ".T"):
+        assert wanted in text, wanted
+
+
+def test_a_right_program_is_equal() -> None:
+    assert run_case(CASE, ALONE).kind == "equal"
+    assert run_case(replace(CASE, entry="module"), ALONE).kind == "equal"
+    assert run_case(replace(CASE, plan_seed=3, recompute="full"), ALONE).kind == "equal"
+
+
+def test_what_cannot_be_trained_eagerly_is_no_finding() -> None:
+    assert run_case(replace(CASE, output="h9"), ALONE).kind == "unusable"
+    assert run_case(replace(CASE, forward=("h4 = x.log() * self.p2.sum()",)), ALONE).kind == "unusable"
+
+
+def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ir_build, "reuse_memory", wrong_sigmoid(reuse_memory))
+    found = run_case(CASE, ALONE)
+    assert found.kind == "wrong" and " in step 0 is off by " in found.said
+    small = shrink(CASE, found, lambda case: run_case(case, ALONE), 20.0)
+    assert run_case(small, ALONE).kind == "wrong"
+    assert len(small.forward) <= 2 and "torch.sigmoid" in " ".join(small.forward) and small.steps == 1
+    assert "SGD" in small.optimizer and len(small.init) < len(CASE.init)
+    text = script(small, found)
+    compile(text, "script", "exec")
+    assert text.startswith("# test/m0: wrong")
+
+
+def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, dtype="bfloat16", optimizer="torch.optim.SGD(grouped(parameters, 1, 0.3), foreach=False)")
+    assert run_case(case, ALONE).kind == "equal"
+    from autopar.runtime.optimizer import OptimizerPart
+
+    step = OptimizerPart._apply
+
+    def forgets(self: OptimizerPart, leaves: Any, gradients: Any) -> None:
+        step(self, leaves, [g if g.dim() == 1 else torch.zeros_like(g) for g in gradients])
+
+    monkeypatch.setattr(OptimizerPart, "_apply", forgets)
+    assert run_case(case, ALONE).kind == "wrong"
+
+
+def test_pruning_leaves_out_what_nothing_reads() -> None:
+    small = pruned(replace(CASE, output="h1"))
+    assert small.forward == CASE.forward[:1] and small.init == CASE.init[:2]
+    grouped = replace(
+        CASE, output="h1", groups='[{"strategy": "all_reduce", "members": [{"name": "p1"}, {"name": "p3"}]}]'
+    )
+    (group,) = groups_of(pruned(grouped).groups)
+    assert [m.name for m in group.members] == ["p1"]
+    assert groups_of(as_text([group])) == (group,)
+
+
+def test_ranks_are_judged_together() -> None:
+    equal = Outcome("equal", digest="a")
+    assert merged([equal, equal]).kind == "equal"
+    assert merged([equal, Outcome("equal", digest="b")]).kind == "drifted"
+    late = Outcome("crashed", "CollectiveError: rank 1 is late")
+    assert merged([late, Outcome("crashed", "KeyError: 3")]).said == "KeyError: 3"
+    assert merged([late, Outcome("refused", "CaptureError: no")]).kind == "refused"
+    as_ddp = Outcome("wrong", "loss", as_ddp=True)
+    assert merged([as_ddp, equal]).kind == "wrong"
+    assert merged([replace(as_ddp, warned="as DDP would"), as_ddp]).kind == "equal"
+
+
+def test_a_draft_rejects_what_mixes_samples() -> None:
+    import random
+
+    from benchmarks.fuzz.draft import Draft
+
+    draft = Draft(random.Random(0), rowwise=True, dtype="float64")
+    draft.input("x", "values((n, 3), seed)")
+    draft.keep(["h1 = x * 0.5"])
+    assert draft.shape("h1") == (None, 3)
+    for mixing in ("h2 = x - x.mean(0)", "h2 = x.flip(0) * 3", "h2 = x.cumsum(0)"):
+        with pytest.raises(Rejected):
+            draft.keep([mixing])
+    assert draft.lines == ["h1 = x * 0.5"]
