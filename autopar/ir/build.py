@@ -25,7 +25,7 @@ from autopar.ir.lookups import find_table
 from autopar.ir.primitives import EXACT_BYTES
 from autopar.ir.recompute import recompute_activations
 from autopar.ir.rematerialize import rematerialize_products
-from autopar.ir.reuse import reuse_memory
+from autopar.ir.reuse import reuse_memory, views_where_they_can_be
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
 from autopar.ir.weights import batch_weight
@@ -69,6 +69,7 @@ def training_graph(
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
     if mode == "step":
         reuse_memory(joint.module.graph)
+    views_where_they_can_be(joint.module.graph)
     joint.module.recompile()
     return TrainingGraph(
         model=fingerprint,

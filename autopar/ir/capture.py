@@ -72,12 +72,29 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn
         self._batch = replace(batch, tensors=())  # only their places are looked at, and the module outlives the batch
         self._mode = mode
+        self.assigned: tuple[tuple[tuple[str, ...], str], ...] = ()
+        """Buffers that the model assigns a new tensor to, by the path to the module and the name: the tensor is copied
+        into the buffer that was there, which is what a graph can do."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        held = [(_module_at(self, path), key) for path, key in self.assigned]
+        before = [getattr(module, key) for module, key in held]
+        result = self._result(*tensors)
+        for (module, key), buffer in zip(held, before, strict=True):
+            buffer.copy_(getattr(module, key).detach())
+        return result
+
+    def _result(self, *tensors: torch.Tensor) -> Any:
         output, target = call_model(self.model, self._batch.rebuild(tensors), self.loss_fn is not None)
         if self._mode == "module":
             return tuple(output_tensors(output))
         return find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
+
+
+def _module_at(module: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        module = getattr(module, name)
+    return module
 
 
 def find_loss(output: Any) -> Any:
@@ -146,6 +163,10 @@ def _settled(
     """Captures; where running the code once changes what it reads, captures what it is from then on. Raises
     `CaptureError` where each run changes it again."""
     graph, guards = _dynamo(step, tensors, observers)
+    paths = [tuple(e.what.split(".")[:-1]) for e in guards.effects if e.what.endswith("._buffers")]
+    if paths:
+        step.assigned = tuple((path, key) for path in paths for key in _module_at(step, path)._buffers)
+        graph, guards = _dynamo(step, tensors, observers)
     first = guards.counters
     if not first:
         return graph, guards

@@ -30,6 +30,13 @@ _COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 _MAY_RETURN_THEIR_INPUT = (aten.native_dropout.default,)
 
 
+def views_where_they_can_be(graph: torch.fx.Graph) -> None:
+    """Makes each view one that copies where the memory it looks at lies otherwise than tracing has said: attention on
+    CPUs, for one, returns another layout than its rule for shapes does."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
 def reuse_memory(graph: torch.fx.Graph) -> None:
     """Makes elementwise operators in place where the overwritten input is the graph's own, dense, read for the last
     time, and not read by the same operator at another place."""

@@ -55,7 +55,8 @@ class Captures(Generic[Compiled]):
 
     def add(self, key: Hashable, guards: Guards | None, compiled: Compiled) -> None:
         """Keeps what was made of a capture. Warns, once, of what the captured code does besides computing."""
-        lost = [] if guards is None else [e.what for e in guards.effects if not e.what.startswith(_OTHERS)]
+        effects = () if guards is None else guards.effects
+        lost = [e.what for e in effects if not e.what.startswith(_OTHERS) and not e.what.endswith("._buffers")]
         if lost and self._says:
             self._says = False
             shown = ", ".join(f"'{w}'" for w in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +12,7 @@ from torch import nn
 
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.fragments import Fragment
+from autopar.runtime.optimizer import bare_copy
 from autopar.runtime.probes import PROJECTIONS, Probe, Seen
 from autopar.runtime.subject import Subject, summed
 
@@ -207,14 +206,10 @@ def stepped_elements(
     states: Mapping[str, dict[str, Any]],
 ) -> dict[str, torch.Tensor]:
     """The sampled elements as a copy of the optimizer, in the user's own settings, updates them."""
-    optimizer = copy.copy(of.optimizer)
-    optimizer.__dict__.pop("step", None)  # a learning-rate scheduler's
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
-    optimizer.state = defaultdict(dict)
+    optimizer = bare_copy(of.optimizer)
     place = {p: i for i, g in enumerate(of.optimizer.param_groups) for p in g["params"]}
-    optimizer.param_groups = [{**g, "params": []} for g in of.optimizer.param_groups]
-    leaves = {n: nn.Parameter(v.clone()) for n, v in values.items()}
+    # Of complex gradients no elements are kept.
+    leaves = {n: nn.Parameter(v.clone()) for n, v in values.items() if not v.is_complex()}
     for n, leaf in leaves.items():
         leaf.grad = gradients[n].to(leaf)
         optimizer.param_groups[place[of.parameters[of.probes[n].piece.name]]]["params"].append(leaf)

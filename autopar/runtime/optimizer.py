@@ -144,6 +144,19 @@ class ParameterGroups:
         return [list(map(id, g["params"])) for g in self._optimizer.param_groups]
 
 
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """The optimizer with its settings and groups, but without parameters or state."""
+    found = object.__new__(type(optimizer))
+    vars(found).update(vars(optimizer))  # copy.copy would leave out what a subclass has of its own
+    # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per copy.
+    found.__dict__.pop("step", None)
+    found._optimizer_step_pre_hooks = OrderedDict()
+    found._optimizer_step_post_hooks = OrderedDict()
+    found.state = defaultdict(dict)
+    found.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
+    return found
+
+
 class OptimizerPart:
     """The optimizer over some fragments: `step(gradients)` updates them in place."""
 
@@ -151,16 +164,9 @@ class OptimizerPart:
         self.fragments = tuple(parts)
         self._whole = optimizer
         self._looked = False
-        self._part = object.__new__(type(optimizer))
-        vars(self._part).update(vars(optimizer))  # copy.copy would leave out what a subclass has of its own
-        # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per part.
-        self._part.__dict__.pop("step", None)
-        self._part._optimizer_step_pre_hooks = OrderedDict()
-        self._part._optimizer_step_post_hooks = OrderedDict()
-        self._part.state = defaultdict(dict)
+        self._part = bare_copy(optimizer)
         self._leaves = [f.tensor if f.whole else nn.Parameter(f.tensor.detach()) for f in parts]
         of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-        self._part.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
             self._part.param_groups[of[parameters[fragment.name]]]["params"].append(leaf)
             if fragment.whole and leaf in optimizer.state:

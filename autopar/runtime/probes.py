@@ -53,7 +53,7 @@ class Probe:
         draw = torch.Generator().manual_seed(zlib.crc32(str(piece).encode()))
         count = min(ELEMENTS, self.numel)
         drawn = torch.randint(0, max(1, self.numel), (count,), generator=draw)
-        ends = torch.tensor([0, self.numel - 1][: self.numel])
+        ends = torch.tensor([0, self.numel - 1][: self.numel], dtype=torch.int64)
         self.indices = torch.unique(torch.cat([drawn, ends]))
         """Of the sampled elements in the flattened slice, ascending."""
         self._vectors = [
@@ -87,17 +87,16 @@ class Probe:
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         mine = self.cut(gradient)
+        norm, mine = _norm(mine), _real(mine)
         elements = mine.reshape(-1)[self.indices.to(mine.device)].double().cpu()
-        projections = torch.stack([_contracted(mine, v) for v in self._vectors])
-        return Seen(elements, projections, torch.linalg.vector_norm(mine, dtype=_wide(mine)).double().cpu())
+        return Seen(elements, torch.stack([_contracted(mine, v) for v in self._vectors]), norm)
 
     def of_fragment(self, fragment: Fragment, gradient: torch.Tensor) -> tuple[torch.Tensor, Seen]:
         """What is kept of a part of the slice: which of the sampled elements it has, and what is seen of it."""
         which, places = self._places(fragment)
-        flat = gradient.reshape(-1)
-        elements = flat[places.to(flat.device)].double().cpu()
+        norm, gradient = _norm(gradient), _real(gradient)
+        elements = gradient.reshape(-1)[places.to(gradient.device)].double().cpu()
         projections = torch.stack([self._projected(fragment, gradient, v) for v in self._vectors])
-        norm = torch.linalg.vector_norm(flat, dtype=_wide(flat)).double().cpu()
         return which, Seen(elements, projections, norm)
 
     def _cut_shape(self) -> tuple[int, ...]:
@@ -144,6 +143,18 @@ def probes(groups: Sequence[Group]) -> dict[str, Probe]:
 
 def _wide(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _norm(t: torch.Tensor) -> torch.Tensor:
+    parts = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    return torch.linalg.vector_norm(parts, dtype=_wide(parts)).double().cpu()
+
+
+def _real(t: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers, the sum of both parts: real, and linear as all that is kept."""
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj()).sum(-1)
+    return t
 
 
 def _contracted(t: torch.Tensor, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
