@@ -20,7 +20,6 @@ from autopar.runtime.optimizer import Scope, check_optimizer, context_for, descr
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.profile import node_seconds
 from autopar.runtime.program import Check, Program, Settings
-from autopar.runtime.shared_memory import check_memory
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan, Recompute
@@ -146,7 +145,6 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     parameters = named_parameters(model, loss_fn)
     if optimizer is not None:
         check_optimizer(optimizer, parameters)
-        check_memory(parameters)
     plan = plan or _plan_from_environment()
     if plan is not None:
         plan.check_world_size(group.world_size)

@@ -24,6 +24,7 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 @contextlib.contextmanager
 def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
     """Puts back what running a model changes: buffers, attributes of its modules, streams of random numbers, gradients.
+    Hooks on the gradients of parameters do not run.
 
     `owners`: by what the names of their buffers begin with. The dict that it gives is filled, at its end, with the
     buffers as running the model has left them.
@@ -37,8 +38,11 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
     random = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     after: dict[str, torch.Tensor] = {}
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for p in parameters:
         p.grad = None
+    for table, _ in hooks:
+        table.clear()
     try:
         yield after
     finally:
@@ -48,6 +52,8 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
             torch.cuda.set_rng_state(cuda)
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
+        for table, kept in hooks:
+            table.update(kept)
         for module, held, own in attributes:
             vars(module).clear()
             vars(module).update(held)

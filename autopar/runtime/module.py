@@ -113,7 +113,11 @@ class SyncedModule(nn.Module):
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             self._prove(compiled, batch, inputs)
         trainable = [self._named[p.name] for p in compiled.graph.parameters]
-        outputs = _Run.apply(self, compiled, float(weight), *batch.tensors, *trainable)  # type: ignore[no-untyped-call]
+        joint = compiled.graph.joint
+        assert joint is not None
+        # Inputs that the outputs do not depend on have no gradient, rather than one of `None`.
+        given = [t if i in joint.input_gradients else t.detach() for i, t in enumerate(batch.tensors)]
+        outputs = _Run.apply(self, compiled, float(weight), *given, *trainable)  # type: ignore[no-untyped-call]
         return fill(compiled.template, iter(outputs))
 
     @contextlib.contextmanager

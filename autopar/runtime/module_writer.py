@@ -129,9 +129,12 @@ class BackwardWriter(_Half):
 
     def _deliver(self, p: Primitive, value: Written) -> Written:
         group, offset = self._group(p), 0
-        for i, member in enumerate(group.members):
-            if isinstance(value, list):
-                piece = value[i]
+        of_members = iter(value) if isinstance(value, list) else None
+        for member in group.members:
+            if not member.elements:  # which nobody sends
+                piece = self.gradients[member.slice.name]
+            elif of_members is not None:
+                piece = next(of_members)
             else:
                 flat = self.call(torch.narrow, (value, 0, offset, member.elements))
                 if p.dtype != self.program.primitives[p.inputs[0]].dtype:

@@ -152,9 +152,10 @@ def _norm(t: torch.Tensor) -> torch.Tensor:
 
 def _real(t: torch.Tensor) -> torch.Tensor:
     """Of complex numbers, the sum of both parts: real, and linear as all that is kept."""
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj()).sum(-1)
-    return t
+    if not t.is_complex():
+        return t
+    parts: torch.Tensor = torch.view_as_real(t.resolve_conj())
+    return parts.sum(-1)
 
 
 def _contracted(t: torch.Tensor, vectors: Sequence[torch.Tensor]) -> torch.Tensor:

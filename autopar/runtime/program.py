@@ -37,6 +37,7 @@ from autopar.runtime.process_group import Group, Rendezvous, average_buffers, ta
 from autopar.runtime.proof import Proof, fits
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
+from autopar.runtime.shared_memory import check_memory
 from autopar.runtime.state import scatter_state
 from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
 from autopar.runtime.subject import Subject
@@ -110,6 +111,7 @@ class Program:
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         if isinstance(settings.loss_fn, nn.Module):
             self._buffers |= {f"loss_fn.{n}": b for n, b in settings.loss_fn.named_buffers(remove_duplicate=False)}
+        check_memory(self._parameters)
         self._resident = ResidentRows(model, self._parameters, group)
         self._late = LateParameters(model)
         self._held = ParameterGroups(optimizer, self._parameters)

@@ -116,7 +116,7 @@ class Proof:
             return None
         for n, probe in of.probes.items():
             p = of.parameters[probe.piece.name]
-            found[n] = {k: _sampled(v, p, probe) for k, v in of.optimizer.state.get(p, {}).items()}
+            found[n] = {k: _sampled(k, v, p, probe) for k, v in of.optimizer.state.get(p, {}).items()}
         return found
 
     def _judge(self, found: Sequence[Difference], comparison: Comparison, how: str, begin: Callable[[], None]) -> None:
@@ -198,10 +198,12 @@ def _of_gradient(what: str) -> str:
     return what.replace("the updated", "the gradient of")
 
 
-def _sampled(value: Any, p: nn.Parameter, probe: Probe) -> Any:
+def _sampled(key: str, value: Any, p: nn.Parameter, probe: Probe) -> Any:
+    """The optimizer's value of the sampled elements; a counter of steps is one for all, as other single numbers are."""
     if not isinstance(value, torch.Tensor):
         return copy.copy(value)
-    return (probe.elements(value) if value.shape == p.shape and value.dim() else value).clone()
+    of_elements = value.shape == p.shape and (value.dim() > 0 or key != "step")
+    return (probe.elements(value) if of_elements else value).clone()
 
 
 def _free_bytes(model: nn.Module) -> int | None:

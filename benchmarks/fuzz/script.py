@@ -62,7 +62,7 @@ def train(autopar_settings=None):
             ranks = range(len(SAMPLES)) if program is None else [rank]
             optimizer.zero_grad()
             value = loss_of(program or model, loss, joined([b for r in ranks for b in batches(step, r)]))
-            if SUMS and program is None:
+            if SUMS and program is None and ENTRY == 'module':
                 value = value / len(SAMPLES)
             value.backward()
             if CLIP is not None:

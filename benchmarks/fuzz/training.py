@@ -78,7 +78,7 @@ def eager(built: Built, weighting: Weighting = "joined", noise: float = 0.0, lik
         if weighting == "joined":
             batch = joined(parts)
             loss = _loss(built, model, loss_fn, batch, record)
-            if case.sums:
+            if case.sums and case.entry == "module":  # which sees no loss, and takes the mean over ranks, as DDP does
                 loss = loss / case.world_size
         else:
             loss = torch.zeros(())
