@@ -15,11 +15,12 @@ from autopar.ir.batch import example_batch, flatten
 from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import signature_key
+from autopar.runtime.compiled import Check, Settings
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import Scope, check_optimizer, context_for, described, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.profile import node_seconds
-from autopar.runtime.program import Check, Program, Settings
+from autopar.runtime.program import Program
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan, Recompute

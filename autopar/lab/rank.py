@@ -37,9 +37,10 @@ from autopar.lab import memory
 from autopar.lab.host import Host
 from autopar.lab.job import serve
 from autopar.runtime.captures import signature_key
+from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for, optimizer_scope
 from autopar.runtime.process_group import Group, join
-from autopar.runtime.program import Program, Settings
+from autopar.runtime.program import Program
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan

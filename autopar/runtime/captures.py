@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+import torch
 from torch import nn
 
 from autopar.errors import AutoparWarning, CaptureError, SignatureError
@@ -82,3 +83,21 @@ def signature_key(model: nn.Module, batch: Batch) -> Hashable:
             f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
         ) from e
     return key
+
+
+def check_batches(batches: Sequence[Batch], device: torch.device, is_first: bool) -> None:
+    """Raises `SignatureError` where a batch asks for what a step that runs as one program cannot do. Warns, at the
+    first step, of an autocast that needs a loss that is scaled."""
+    if any(t.requires_grad for b in batches for t in b.tensors):
+        raise SignatureError(
+            "a tensor of the batch requires a gradient, which a step that runs as one program does not hand back: "
+            "detach it, or leave the optimizer out of optimize() and use the module in your own loop"
+        )
+    kind = device.type
+    if is_first and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+        warnings.warn(
+            "program.step runs under float16 autocast and scales no loss, so small gradients become 0: use bfloat16, "
+            "or leave the optimizer out of optimize() and use torch.amp.GradScaler in your own loop",
+            AutoparWarning,
+            stacklevel=3,
+        )

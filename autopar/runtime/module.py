@@ -22,6 +22,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.checkpoint_checks import check_module
+from autopar.runtime.compiled import Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
 from autopar.runtime.fragments import Fragment
@@ -30,7 +31,6 @@ from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
-from autopar.runtime.program import Settings
 from autopar.runtime.random import RandomStream
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target

@@ -147,7 +147,8 @@ def _wide(t: torch.Tensor) -> torch.dtype:
 
 def _norm(t: torch.Tensor) -> torch.Tensor:
     parts = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-    return torch.linalg.vector_norm(parts, dtype=_wide(parts)).double().cpu()
+    norm: torch.Tensor = torch.linalg.vector_norm(parts, dtype=_wide(parts))
+    return norm.double().cpu()
 
 
 def _real(t: torch.Tensor) -> torch.Tensor:

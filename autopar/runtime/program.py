@@ -2,84 +2,46 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparWarning, SignatureError
+from autopar.errors import SignatureError
 from autopar.ir.batch import Batch, flatten
-from autopar.ir.build import Unused, named_parameters, training_graph
+from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weights import BatchWeight
 from autopar.runtime import checkpoint, collectives
 from autopar.runtime.buffers import shared_buffers
-from autopar.runtime.captures import Captures, signature_key
-from autopar.runtime.differences import tolerance_of
+from autopar.runtime.captures import Captures, check_batches, signature_key
+from autopar.runtime.compiled import CompiledStep, Settings
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager import owners_of
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
-from autopar.runtime.local_proof import Ran, copies, prove_locally, step_by_graph, step_eagerly
+from autopar.runtime.local_proof import copies
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.parts import added
-from autopar.runtime.probes import probes
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
-from autopar.runtime.proof import Proof, fits
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
 from autopar.runtime.shared_memory import check_memory
 from autopar.runtime.state import scatter_state
+from autopar.runtime.step_proof import StepProofs
 from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
 from autopar.runtime.subject import Subject
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.plan import Plan
 from autopar.strategies.base import Context
-from autopar.strategies.lowering import StepProgram, lower_plan
-
-Weight = Callable[[Any], float] | None
-Check = Literal["first", "always", "never"]
-"""Which steps are compared with the model run eagerly."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a program computes, besides what the plan says."""
-
-    loss_fn: Any = None
-    clip_grad_norm: float | None = None
-    weight: Weight = None
-    """From a batch to how much it counts in the global mean; `None`: read off the loss."""
-    unused_parameters: Unused = "error"
-    check: Check = "never"
-
-
-@dataclass(eq=False)
-class _Compiled:
-    """One batch signature's graphs."""
-
-    graph: TrainingGraph
-    program: StepProgram
-    weight: BatchWeight
-    shared_buffers: tuple[str, ...]
-    """Of the buffers, those that the step both reads and writes."""
-    step: torch.fx.GraphModule
-    finish: torch.fx.GraphModule | None = None
-    """The step's last micro-batch, written when first needed."""
-    local: torch.fx.GraphModule | None = None
-    """Another micro-batch, likewise."""
-    proved: bool = False
-    """Whether it was compared with the model run eagerly."""
+from autopar.strategies.lowering import lower_plan
 
 
 class Program:
@@ -117,16 +79,31 @@ class Program:
         self._held = ParameterGroups(optimizer, self._parameters)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
-        self._compiled: Captures[_Compiled] = Captures(says=group.rank == 0)
+        self._compiled: Captures[CompiledStep] = Captures(says=group.rank == 0)
         self._unchanged = Unchanged(owners_of(model, settings.loss_fn), self._buffers, optimizer)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
-        self._observer: Observer | None = None
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
+        subject = partial(
+            Subject,
+            model=model,
+            loss_fn=settings.loss_fn,
+            buffers=self._buffers,
+            group=group,
+            optimizer=optimizer,
+            shows_updates=lambda: self._context.elementwise_update and not self._loaded,
+            max_norm=settings.clip_grad_norm,
+            observed=self._also_observed,
+            gathered=self.gathered,
+            random=lambda: self._random,
+            snapshot=self._snapshot,
+        )
+        self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._resident.shards))
+        self._observer: Observer | None = None
         self._steps = 0
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
@@ -163,39 +140,25 @@ class Program:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         self._held.check()
         self._unchanged.check()
-        self._check_batches(batches)
+        check_batches(batches, self._device, is_first=self._steps == 0)
         compiled = [self.compile_for(b) for b in batches]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)
-        if self.settings.check == "never" or (self.settings.check == "first" and self._steps):
-            for c, b in zip(compiled, batches, strict=True):
-                if self.settings.check == "first" and not c.proved:
-                    self._prove_locally(c, b)
-            with self._times.one():
-                loss = self._run(compiled, batches, originals)
+        run = partial(self._run, compiled, batches, originals)
+        if self._proofs.is_due(self._steps):
+            shares = self._shares_of(compiled, batches, originals)
+            loss = self._proofs.step(compiled, batches, shares, run, is_first=self._steps == 0)
         else:
-            loss = self._proved(compiled, batches, originals)
+            for c, b in zip(compiled, batches, strict=True):
+                self._proofs.capture(c, b)
+            with self._times.one():
+                loss = run()
         self._steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return loss
 
-    def _check_batches(self, batches: Sequence[Batch]) -> None:
-        if any(t.requires_grad for b in batches for t in b.tensors):
-            raise SignatureError(
-                "a tensor of the batch requires a gradient, which a step that runs as one program does not hand back: "
-                "detach it, or leave the optimizer out of optimize() and use the module in your own loop"
-            )
-        kind = self._device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16 and not self._steps:
-            warnings.warn(
-                "program.step runs under float16 autocast and scales no loss, so small gradients become 0: use "
-                "bfloat16, or leave the optimizer out of optimize() and use torch.amp.GradScaler in your own loop",
-                AutoparWarning,
-                stacklevel=3,
-            )
-
-    def compile_for(self, batch: Batch | Any) -> _Compiled:
+    def compile_for(self, batch: Batch | Any) -> CompiledStep:
         """Captures, lowers and writes the step for a batch's signature, unless that was done before, and all that the
         model reads is still as it was then."""
         batch = batch if isinstance(batch, Batch) else flatten(batch)
@@ -208,7 +171,7 @@ class Program:
             graph = training_graph(self.model, batch, self.settings.loss_fn, unused=unused, recompute=recompute)
         return self.adopt(key, graph)
 
-    def adopt(self, key: Hashable, graph: TrainingGraph) -> _Compiled:
+    def adopt(self, key: Hashable, graph: TrainingGraph) -> CompiledStep:
         """Lowers and writes a captured graph."""
         self.plan.check_model(graph.model)
         assert graph.recompute == self.plan.recompute, "the graph was captured for another plan"
@@ -217,7 +180,7 @@ class Program:
         self._resident.spread(m.slice.name for m in program.resident_members)
         assert graph.joint is not None and graph.joint.weight is not None
         step = StepWriter(graph, program, self._target()).write()
-        compiled = _Compiled(graph, program, graph.joint.weight, shared_buffers(graph.joint, self._group), step)
+        compiled = CompiledStep(graph, program, graph.joint.weight, shared_buffers(graph.joint, self._group), step)
         self._compiled.add(key, graph.joint.guards, compiled)
         self._observe(step)
         return compiled
@@ -288,8 +251,7 @@ class Program:
         )
 
     def _names(self) -> dict[nn.Parameter, str]:
-        listed = {n for p in self.plan.model.parameters for n in (p.name,)}
-        return {p: n for n, p in self._parameters.items() if n in listed}
+        return {self._parameters[p.name]: p.name for p in self.plan.model.parameters if p.name in self._parameters}
 
     def observe(self, observer: Observer | None) -> None:
         """Has every synchronized gradient that this rank updates with shown to `observer`, fragment by fragment."""
@@ -300,12 +262,12 @@ class Program:
                 self._observe(compiled.finish)
 
     @contextmanager
-    def _also_observed(self, observer: Observer) -> Iterator[None]:
+    def _also_observed(self, observer: Observer, alone: bool) -> Iterator[None]:
         users = self._observer
 
         def both(fragment: Fragment, gradient: torch.Tensor) -> None:
             observer(fragment, gradient)
-            if users is not None:
+            if users is not None and not alone:
                 users(fragment, gradient)
 
         self.observe(both)
@@ -338,7 +300,7 @@ class Program:
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
 
-    def _run(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
+    def _run(self, compiled: list[CompiledStep], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             if len(batches) == 1:
                 loss = self._run_one(compiled[0], batches[0], originals[0])
@@ -348,68 +310,14 @@ class Program:
         take_from_rank_0(shared, self._group, f"buffers of step {self._steps}")
         return loss
 
-    def _proved(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        """The step, compared with the model run eagerly, where memory allows it on all ranks."""
-        run = partial(self._run, compiled, batches, originals)
-        subject = Subject(
-            model=self.model,
-            loss_fn=self.settings.loss_fn,
-            graph=compiled[-1].graph,
-            parameters={p.name: self._parameters[p.name] for p in compiled[-1].graph.parameters},
-            probes=probes(compiled[-1].program.groups),
-            buffers=self._buffers,
-            shared_buffers=compiled[-1].shared_buffers,
-            group=self._group,
-            optimizer=self.optimizer,
-            shows_updates=self._context.elementwise_update and not self._loaded,
-            max_norm=self.settings.clip_grad_norm,
-            arguments=lambda: [*self._arguments(compiled[-1], batches[-1]), self._tangent(compiled[-1], 1.0)],
-            run=run,
-            observed=self._also_observed,
-            gathered=self.gathered,
-            random=lambda: self._random,
-            snapshot=self._snapshot,
-        )
-        shares = [1.0]
-        if self.world_size > 1 or len(batches) > 1:
-            weights = [
-                self._meaning.weigh(c.weight, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)
-            ]
-            with self._group.guard("the proof of the first step"):
-                shares = self._shares(torch.stack(weights)).tolist()
-        proof = Proof(subject, [b.to(self._device) for b in batches], shares)
-        if not fits(subject):
-            return run()
-        for c in compiled:
-            c.proved = True
-        if self._steps == 0:
-            users, self._observer = self._observer, None  # they see the steps that are kept
-            proof.trial()
-            self._observer = users
-        return proof.step()
-
-    def _prove_locally(self, c: _Compiled, batch: Batch) -> None:
-        """Compares what was captured later than the first step, on this rank alone. Where rows are spread over the
-        ranks, no rank can run the model by itself, and nothing is compared."""
-        c.proved = True
-        joint = c.graph.joint
-        assert joint is not None
-        if self._resident.shards:
-            return
-        trained = {n: self._parameters[n] for n in joint.gradients}
-        owners = owners_of(self.model, self.settings.loss_fn)
-        on_device = batch.to(self._device)
-
-        def eagerly() -> Ran:
-            with self._random:
-                return step_eagerly(owners, self.settings.loss_fn, on_device, trained, [n for n, _ in joint.mutations])
-
-        def by_graph() -> Ran:
-            with self._random:
-                return step_by_graph(joint, [*self._arguments(c, batch), self._tangent(c, 1.0)])
-
-        self.synchronize()
-        prove_locally(eagerly, by_graph, trained, self._snapshot, tolerance_of(c.graph), "It lies in a later capture")
+    def _shares_of(self, compiled: list[CompiledStep], batches: list[Batch], originals: list[Any]) -> list[float]:
+        """How much of the global batch each micro-batch is. By all ranks together."""
+        if self.world_size == 1 and len(batches) == 1:
+            return [1.0]
+        each = zip(compiled, batches, originals, strict=True)
+        weights = [self._meaning.weigh(c.weight, b, o) for c, b, o in each]
+        with self._group.guard("the proof of the first step"):
+            return self._shares(torch.stack(weights)).tolist()
 
     def _snapshot(self) -> Callable[[], None]:
         """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
@@ -429,19 +337,19 @@ class Program:
 
         return back
 
-    def _run_one(self, compiled: _Compiled, batch: Batch, original: Any) -> torch.Tensor:
-        arguments = self._arguments(compiled, batch)
+    def _run_one(self, compiled: CompiledStep, batch: Batch, original: Any) -> torch.Tensor:
+        arguments = compiled.arguments(batch, self._parameters, self._buffers)
         if self.world_size == 1:
-            return compiled.step(*arguments, self._tangent(compiled, 1.0)).detach()  # type: ignore[no-any-return]
+            return compiled.step(*arguments, compiled.tangent(1.0, self._device)).detach()  # type: ignore[no-any-return]
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self.world_size), torch.ones_like(weight)
         loss = compiled.step(*arguments, weight, total)
-        return loss.to(_loss_dtype(compiled))  # type: ignore[no-any-return]
+        return loss.to(compiled.loss_dtype)  # type: ignore[no-any-return]
 
-    def _run_many(self, compiled: list[_Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
+    def _run_many(self, compiled: list[CompiledStep], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
-        if _loss_dtype(compiled[-1]) in NARROW:
+        if compiled[-1].loss_dtype in NARROW:
             raise SignatureError(
                 "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
                 "compute it from float32 values, as in cross_entropy(logits.float(), target)"
@@ -459,20 +367,19 @@ class Program:
         ordered = [earlier[p.name] for p in last.graph.parameters]
         earlier.clear()
         share = shares[-1]
-        tangent = self._tangent(last, float(share))
-        found = last.finish(*self._arguments(last, batches[-1]), tangent, *ordered, share, loss)
+        arguments = last.arguments(batches[-1], self._parameters, self._buffers)
+        found = last.finish(*arguments, last.tangent(float(share), self._device), *ordered, share, loss)
         if self._group.name is None:
             found = loss + loss_share(found, share)
-        return found.to(_loss_dtype(last))  # type: ignore[no-any-return]
+        return found.to(last.loss_dtype)  # type: ignore[no-any-return]
 
-    def _accumulate(self, c: _Compiled, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
+    def _accumulate(self, c: CompiledStep, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
         """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
-        joint = c.graph.joint
-        assert joint is not None
         if c.local is None:
             c.local = LocalWriter(c.graph, c.program, self._target()).write()
-        loss, buffers, gradients = c.local(*self._arguments(c, batch), self._tangent(c, seed))
-        for (name, _), value in zip(joint.mutations, buffers, strict=True):
+        arguments = c.arguments(batch, self._parameters, self._buffers)
+        loss, buffers, gradients = c.local(*arguments, c.tangent(seed, self._device))
+        for (name, _), value in zip(c.joint.mutations, buffers, strict=True):
             self._buffers[name].copy_(value)
         for name, gradient in gradients.items():
             if isinstance(gradient, tuple):
@@ -483,20 +390,6 @@ class Program:
                 into[name] = gradient.clone(memory_format=torch.contiguous_format)
         return loss  # type: ignore[no-any-return]
 
-    def _arguments(self, compiled: _Compiled, batch: Batch) -> list[torch.Tensor]:
-        joint = compiled.graph.joint
-        assert joint is not None
-        arguments: list[torch.Tensor] = []
-        for kind, key in joint.inputs:
-            if kind == "parameter":
-                arguments.append(self._parameters[str(key)])
-            elif kind == "buffer":
-                arguments.append(self._buffers[str(key)])
-            elif kind == "batch":
-                tensor = batch.tensors[int(key)]
-                arguments.append(tensor.to(self._device, non_blocking=True))
-        return arguments
-
     def _shares(self, weights: torch.Tensor) -> torch.Tensor:
         """Of each of this rank's micro-batches in the global batch, from how much they count."""
         if self._meaning.is_sum:
@@ -505,15 +398,3 @@ class Program:
         if self._group.name is not None:
             total = collectives.wait(collectives.all_reduce(total, self._group.name))
         return batch_share(weights, total, torch.float64, self.world_size * len(weights))
-
-    def _tangent(self, compiled: _Compiled, seed: float) -> torch.Tensor:
-        joint = compiled.graph.joint
-        assert joint is not None
-        like = joint.outputs[0].meta["val"]  # a fake tensor: its shape and dtype alone
-        return torch.full(tuple(like.shape), seed, dtype=like.dtype, device=self._device)
-
-
-def _loss_dtype(compiled: _Compiled) -> torch.dtype:
-    joint = compiled.graph.joint
-    assert joint is not None
-    return joint.outputs[0].meta["val"].dtype  # type: ignore[no-any-return]

@@ -62,7 +62,7 @@ class Proof:
             before, states = self._values(), self._states()
         begin = of.snapshot()
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
-        with of.observed(lambda f, g: held.append((f, *of.probes[str(f.piece)].of_fragment(f, g)))):
+        with of.observed(lambda f, g: held.append((f, *of.probes[str(f.piece)].of_fragment(f, g))), bool(how)):
             loss = of.run()
         with of.gathered():
             after = self._values()
@@ -112,7 +112,7 @@ class Proof:
     def _states(self) -> dict[str, dict[str, Any]] | None:
         """The optimizer's state of the sampled elements; `None` where updates cannot be looked at by the element."""
         of, found = self.of, {}
-        if not of.shows_updates:
+        if not of.shows_updates():
             return None
         for n, probe in of.probes.items():
             p = of.parameters[probe.piece.name]
@@ -133,7 +133,8 @@ class Proof:
             return
         assert of.graph.joint is not None
         with of.gathered():
-            where = first_difference(of.model, of.loss_fn, self.batches[-1], of.graph.joint, of.arguments(), "step")
+            arguments, joint = of.arguments(of.buffers), of.graph.joint
+            where = first_difference(of.model, of.loss_fn, self.batches[-1], joint, arguments, "step")
         raise VerificationError(blame(wrong, how, where))
 
     def _on_any_rank(self, found: Sequence[Difference]) -> dict[str, float]:

@@ -36,15 +36,16 @@ class Subject:
     """Those that are rank 0's after a step."""
     group: Group
     optimizer: Optimizer
-    shows_updates: bool
+    shows_updates: Callable[[], bool]
     """Whether the optimizer updates each element for itself, from a state that it holds."""
     max_norm: float | None
-    arguments: Callable[[], Sequence[torch.Tensor]]
-    """Of the joint graph, on the last micro-batch."""
+    arguments: Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]
+    """Of the joint graph, on the last micro-batch; given the buffers."""
     run: Callable[[], torch.Tensor]
     """The step; returns the global loss."""
-    observed: Callable[[Observer], AbstractContextManager[None]]
-    """Has an observer see what gradients are updated with, while it is open."""
+    observed: Callable[[Observer, bool], AbstractContextManager[None]]
+    """Has an observer see what gradients are updated with, while it is open; whether it alone, rather than the user's
+    own as well, too."""
     gathered: Callable[[], AbstractContextManager[None]]
     random: Callable[[], AbstractContextManager[None]]
     """Draws from this rank's stream of random numbers while it is open."""

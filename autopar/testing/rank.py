@@ -19,9 +19,10 @@ from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import signature_key
+from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, Rendezvous, join
-from autopar.runtime.program import Program, Settings
+from autopar.runtime.program import Program
 from autopar.runtime.servers import serve_here
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.spec.topology import Topology

@@ -246,12 +246,12 @@ class Draft:
     def _differentiable(self) -> None:
         """Raises `Rejected` where an in-place operation has overwritten what the backward pass needs."""
         space = self._spaces[0]
-        roots = [space[n].sum() for n, v in self.variables.items() if v.floating and space[n].requires_grad]
-        if roots:
-            try:
+        try:  # some views may not be looked at any more, either
+            roots = [space[n].sum() for n, v in self.variables.items() if v.floating and space[n].requires_grad]
+            if roots:
                 torch.stack(roots).sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            except RuntimeError as e:
-                raise Rejected(str(e)) from e
+        except RuntimeError as e:
+            raise Rejected(str(e)) from e
 
 
 def _rowwise(first: torch.Tensor, second: torch.Tensor, shape: Shape) -> bool:

@@ -18,11 +18,12 @@ from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import find_loss, output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import signature_key
+from autopar.runtime.compiled import Settings
 from autopar.runtime.fragments import Fragment
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import context_for, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous
-from autopar.runtime.program import Program, Settings
+from autopar.runtime.program import Program
 from autopar.spec.plan import Plan
 from autopar.strategies import Context
 from benchmarks.fuzz.plans import random_plan

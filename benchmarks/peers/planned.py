@@ -29,8 +29,9 @@ class Planned(Peer):
     def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
         """As `autopar.optimize(plan=...)`, but captures a workload once for all of its plans."""
         from autopar.runtime.captures import signature_key
+        from autopar.runtime.compiled import Settings
         from autopar.runtime.optimizer import context_for, optimizer_scope
-        from autopar.runtime.program import Program, Settings
+        from autopar.runtime.program import Program
         from autopar.spec.plan import Plan
 
         model = workload.model()

@@ -12,9 +12,10 @@ from torch import nn
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.runtime.captures import signature_key
+from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import join, take_from_rank_0
-from autopar.runtime.program import Program, Settings
+from autopar.runtime.program import Program
 from autopar.runtime.servers import serve_here
 from autopar.strategies import STRATEGIES
 from autopar.testing.cases import SERVERS, uses

@@ -17,9 +17,10 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.runtime.captures import signature_key
+from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
-from autopar.runtime.program import Program, Settings
+from autopar.runtime.program import Program
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.search import build_plan
 from autopar.spec.topology import Topology
@@ -53,7 +54,7 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
     weight = torch.ones((), dtype=torch.float64)
     with torch.no_grad():
         recorded = Recorder(compiled.step)
-        recorded.run(*real._arguments(compiled, flatten(batch)), weight, weight)
+        recorded.run(*compiled.arguments(flatten(batch), dict(model.named_parameters()), {}), weight, weight)
 
     # All that virtual compute is given has been through JSON, as on its way to a rank.
     tables = GraphTables.model_validate_json(GraphTables.of(graph).model_dump_json()).graph()

@@ -1,0 +1,96 @@
+"""Which steps of a program are compared with the model run eagerly: with all ranks together, or on one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from autopar.ir.batch import Batch
+from autopar.runtime.compiled import Check, CompiledStep
+from autopar.runtime.differences import tolerance_of
+from autopar.runtime.local_proof import Ran, prove_locally, step_by_graph, step_eagerly
+from autopar.runtime.probes import probes
+from autopar.runtime.proof import Proof, fits
+from autopar.runtime.subject import Subject
+
+
+class StepProofs:
+    """Compares the first step of a program with all ranks together, or every step; and each later capture alone."""
+
+    def __init__(
+        self,
+        check: Check,
+        subject: Callable[..., Subject],
+        parameters: Mapping[str, nn.Parameter],
+        is_spread: Callable[[], bool],
+    ) -> None:
+        """`subject`: makes one from what is different from step to step. `parameters`: by all their names. `is_spread`:
+        whether rows of parameters live on other ranks between steps, so that no rank can run the model by itself."""
+        self._check = check
+        self._subject = subject
+        self._parameters = parameters
+        self._is_spread = is_spread
+
+    def is_due(self, steps: int) -> bool:
+        """Whether all ranks compare the step that comes after so many."""
+        return self._check == "always" or (self._check == "first" and steps == 0)
+
+    def step(
+        self,
+        compiled: Sequence[CompiledStep],
+        batches: Sequence[Batch],
+        shares: Sequence[float],
+        run: Callable[[], torch.Tensor],
+        is_first: bool,
+    ) -> torch.Tensor:
+        """A step, compared where memory allows it on all ranks. `shares`: of each micro-batch in the global batch."""
+        last = compiled[-1]
+        device = next(iter(self._parameters.values())).device
+        subject = self._subject(
+            graph=last.graph,
+            parameters={p.name: self._parameters[p.name] for p in last.graph.parameters},
+            probes=probes(last.program.groups),
+            shared_buffers=last.shared_buffers,
+            arguments=lambda buffers: [
+                *last.arguments(batches[-1], self._parameters, buffers),
+                last.tangent(1.0, device),
+            ],
+            run=run,
+        )
+        for c in compiled:
+            c.proved = True
+        if not fits(subject):
+            return run()
+        proof = Proof(subject, [b.to(device) for b in batches], shares)
+        if is_first:
+            proof.trial()
+        return proof.step()
+
+    def capture(self, c: CompiledStep, batch: Batch) -> None:
+        """Compares what was captured later than the first step, on this rank alone, unless that was done before."""
+        if c.proved or self._check == "never" or self._is_spread():
+            return
+        c.proved = True
+        trained = {n: self._parameters[n] for n in c.joint.gradients}
+        device = next(iter(self._parameters.values())).device
+        subject = self._subject(
+            graph=c.graph, parameters=trained, probes={}, shared_buffers=(), arguments=lambda b: [], run=_nothing
+        )
+        on_device, written = batch.to(device), [n for n, _ in c.joint.mutations]
+
+        def eagerly() -> Ran:
+            with subject.random():
+                return step_eagerly(subject.owners, subject.loss_fn, on_device, trained, written)
+
+        def by_graph() -> Ran:
+            with subject.random():
+                arguments = c.arguments(batch, self._parameters, subject.buffers)
+                return step_by_graph(c.joint, [*arguments, c.tangent(1.0, device)])
+
+        prove_locally(eagerly, by_graph, trained, subject.snapshot, tolerance_of(c.graph), "It lies in a later capture")
+
+
+def _nothing() -> torch.Tensor:
+    raise AssertionError("a capture is compared without running a step")
