@@ -132,7 +132,7 @@ class BackwardWriter(_Half):
         of_members = iter(value) if isinstance(value, list) else None
         for member in group.members:
             if not member.elements:  # which nobody sends
-                piece = self.gradients[member.slice.name]
+                piece = self._member(member)
             elif of_members is not None:
                 piece = next(of_members)
             else:

@@ -69,7 +69,8 @@ class Store(nn.Module):
         self.fragments = tuple(parts)
 
     def forward(self, flat: torch.Tensor) -> None:
-        torch._foreach_copy_([f.now() for f in self.fragments], [f.of(flat) for f in self.fragments])
+        if self.fragments:
+            torch._foreach_copy_([f.now() for f in self.fragments], [f.of(flat) for f in self.fragments])
 
 
 class Clip(nn.Module):

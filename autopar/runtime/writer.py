@@ -182,13 +182,12 @@ class Writer:
     def _pack(self, p: Primitive, value: Written) -> Written:
         group = self._group(p)
         members = [self._member(m) for m in group.members if m.elements]
-        if self.target.world_size == 1:
-            return members
+        if self.target.world_size == 1 or not members:
+            return members if self.target.world_size == 1 else self.empty(p)
         if len(members) == 1 and group.dtype == p.dtype and self.scale is None:
-            flat = self.call(torch.Tensor.reshape, (members[0], (-1,)))
-            # A slice one element wide stays a strided view as it is flattened, which gloo would sum wrongly.
+            # One element wide, a slice stays strided as it is flattened, and gloo would sum it wrongly.
             own = torch.Tensor.contiguous if self._owns(group.members[0].slice.name) else torch.clone
-            return self.call(own, (flat,))
+            return self.call(own, (self.call(torch.Tensor.reshape, (members[0], (-1,))),))
         return self.call(pack, (members, getattr(torch, p.dtype), self.scale))
 
     def _member(self, member: Member) -> torch.fx.Node:
@@ -333,8 +332,8 @@ class Writer:
         if p.late:
             return self.call_module(f"late_{p.group}", self._late(p), ())
         done = self.call(collectives.wait, (value,))
-        source = self.program.primitives[p.inputs[0]]
-        return self.sum_parts(p, done) if source.kind is Kind.REDUCE_SCATTER else done
+        scattered = self.program.primitives[p.inputs[0]].kind is Kind.REDUCE_SCATTER
+        return self.sum_parts(p, done) if scattered else done
 
     def _update(self, p: Primitive, value: Written) -> Written:
         group, held = self._group(p), p.held_elements(self.target.rank)
@@ -354,8 +353,7 @@ class Writer:
         raise NotImplementedError("only a program without an optimizer delivers gradients")
 
     def _store(self, p: Primitive, value: Written) -> Written:
-        store = self._stores(p)
-        return None if store is None else self.call_module(f"store_{p.group}", store, (value,))
+        return self.call_module(f"store_{p.group}", s, (value,)) if (s := self._stores(p)) is not None else None
 
     def _stores(self, p: Primitive) -> Store | None:
         """What writes a received value into the parameters; `None` where this rank has sent it."""

@@ -83,6 +83,8 @@ def _run(case: Case, group: Group) -> Outcome:
         return Outcome("unusable", _words(e))
     if not usable:
         return Outcome("unusable", "eager training leads to numbers that are not finite")
+    if max(expected.losses, default=0.0) > 4 * (1 + abs(expected.losses[0])):  # where each rounding grows, too
+        return Outcome("unusable", "eager training diverges")
     record, groups = Record(), ""
     try:
         with said(record):
