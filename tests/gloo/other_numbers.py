@@ -1,0 +1,150 @@
+"""What the tests of `test_other_numbers` run on each rank: what would differ from one process, or between ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph
+from autopar.runtime import collectives
+
+
+class Net(nn.Module):
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.activation(self.first(x)))
+        return scores
+
+
+class Averages(Net):
+    """Reads and writes a moving average."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return super().forward(x - self.mean)
+
+
+def batch(rank: int, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    n = size or 2 + rank
+    return (
+        torch.randn(n, 4, generator=draw, dtype=torch.float64),
+        torch.randn(n, 3, generator=draw, dtype=torch.float64),
+    )
+
+
+def program_of(net: nn.Module, rank: int, lr: float = 0.1, **settings: Any) -> autopar.Program:
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    program: autopar.Program = autopar.optimize(
+        net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=batch(rank, 3), **settings
+    )
+    return program
+
+
+def one_wide_column_slices(rank: int, n: int) -> float:
+    """Each column in a group of its own, which gloo is not to be given as strided memory."""
+    net, eager = Net().double(), Net().double()
+    graph = training_graph(net, flatten(batch(rank)), F.mse_loss)
+    slices = [{"name": "first.weight", "dim": 1, "start": i, "stop": i + 1} for i in range(4)]
+    rest = [{"name": p.name} for p in graph.parameters if p.name != "first.weight"]
+    groups = [{"strategy": "all_reduce", "members": [m]} for m in [*slices, *rest]]
+    plan = autopar.Plan.model_validate(
+        {"model": graph.model, "cluster": autopar.ClusterSpec.local(n).fingerprint, "groups": groups}
+    )
+    program_of(net, rank, plan=plan).step(batch(rank))
+    parts = [batch(r) for r in range(n)]
+    F.mse_loss(eager(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
+    torch.optim.SGD(eager.parameters(), lr=0.1).step()
+    return max(float((a - b).detach().abs().max()) for a, b in zip(net.parameters(), eager.parameters(), strict=True))
+
+
+def gradients_of_inputs(rank: int, n: int) -> float:
+    """What comes before the drop-in is a rank's own, as is its gradient; with an accumulated step."""
+    net, before = Net().double(), nn.Linear(4, 4).double()
+    eager, eager_before = copy.deepcopy(net), copy.deepcopy(before)
+    module = autopar.optimize(net, example_inputs=batch(rank)[0])
+    x, y = batch(rank)
+    with module.no_sync():
+        F.mse_loss(module(before(x)), y).backward()
+    F.mse_loss(module(before(x)), y).backward()
+    (2 * F.mse_loss(eager(eager_before(x)), y)).backward()
+    pairs = zip(before.parameters(), eager_before.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
+
+
+def shared_buffers(rank: int, n: int) -> tuple[list[float], list[str]]:
+    """The moving average after two steps, and what was said of it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net = Averages().double()
+        program = program_of(net, rank, strategy="ddp")
+        for _ in range(2):
+            program.step(batch(rank, 3))
+    return net.mean.tolist(), [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
+
+
+def refused(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except (autopar.AutoparError, ValueError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing was refused"
+
+
+def other_rates(rank: int, n: int) -> str:
+    return refused(lambda: program_of(Net().double(), rank, lr=0.1 * (1 + rank)))
+
+
+def other_activations(rank: int, n: int) -> str:
+    return refused(lambda: program_of(Net((torch.tanh, torch.relu)[rank]).double(), rank, strategy="ddp"))
+
+
+def wrong_sums(rank: int, n: int) -> str:
+    """A collective that sums wrongly, once it is planted, on one rank alone."""
+    original = collectives.wait
+
+    def wait(x: torch.Tensor) -> torch.Tensor:
+        found = original(x)
+        return found * 1.01 if rank == 0 and found.numel() > 10 else found
+
+    net = Net().double()
+    before = [p.detach().clone() for p in net.parameters()]
+    program = program_of(net, rank, strategy="ddp")
+    step = next(iter(program._compiled)).step
+    for node in step.graph.find_nodes(op="call_function", target=collectives.wait):
+        node.target = wait
+    step.recompile()
+    said = refused(lambda: program.step(batch(rank, 3)))
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)), said
+    return said
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    """All of the above, on this rank."""
+    return {
+        "column slices": one_wide_column_slices(rank, n),
+        "gradients of inputs": gradients_of_inputs(rank, n),
+        "shared buffers": shared_buffers(rank, n),
+        "other rates": other_rates(rank, n),
+        "other activations": other_activations(rank, n),
+        "wrong sums": wrong_sums(rank, n),
+    }

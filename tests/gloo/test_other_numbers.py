@@ -1,0 +1,48 @@
+"""On two ranks: what would lead to other numbers than one process has is right, or is said, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gloo.other_numbers import everything
+from tests.gloo.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, everything)
+
+
+@pytest.mark.parametrize("what", ["column slices", "gradients of inputs"])
+def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
+    assert all(r[what] <= 1e-10 for r in ranks), [r[what] for r in ranks]
+
+
+def test_buffers_that_are_read_and_written_are_alike_and_said_once(ranks: list[dict[str, Any]]) -> None:
+    (first, said), (second, nothing) = (r["shared buffers"] for r in ranks)
+    assert first == second
+    assert len([s for s in said if "reads and writes 'mean'" in s]) == 1
+    assert any("the loss" in s and "is not the mean of what its parts lose" in s for s in said), (
+        "the average mixes them"
+    )
+    assert not nothing
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("other rates", "PlanMismatchError: rank 0 and rank 1 disagree about the settings"),
+        ("other activations", "PlanMismatchError: rank 0 and rank 1 compute different things"),
+    ],
+)
+def test_ranks_that_train_otherwise_are_refused(ranks: list[dict[str, Any]], what: str, says: str) -> None:
+    assert ranks[0][what].startswith(says), ranks[0][what]
+    assert ranks[1][what].startswith("PlanMismatchError")
+
+
+def test_a_wrong_sum_is_found_by_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["wrong sums"].startswith("VerificationError"), rank["wrong sums"]
+        assert "first.weight" in rank["wrong sums"]
