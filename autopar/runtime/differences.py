@@ -15,10 +15,13 @@ from autopar.runtime.fragments import Fragment
 from autopar.runtime.optimizer import bare_copy
 from autopar.runtime.probes import PROJECTIONS, Probe, Seen
 from autopar.runtime.subject import Subject, summed
+from autopar.strategies.base import Group
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-4, torch.float16: 2e-2, torch.bfloat16: 1.2e-1}
 """Of a difference, relative to the largest value of a gradient, by the narrowest dtype that the step computes in.
 [Empirical: hundreds to thousands of roundings; what differs by more is judged by what rounding does]"""
+WIRE_ROUNDING = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
+"""What 16 bits on the wire may move a gradient by: values are rounded once, and each partial sum of them once."""
 FLOOR = 1e-3
 """Gradients smaller than so much of the largest one of the model are compared as if they were so large: rounding of
 larger summands may be all that they are, as that of a key's bias in attention."""
@@ -63,10 +66,6 @@ class Comparison:
         self.tolerance = tolerance
         self._largest = expected.largest(subject.probes)
 
-    def allowed(self, name: str) -> float:
-        """What a difference may be, relative to the gradient's size."""
-        return max(self.tolerance, self.of.probes[name].rounding)
-
     def scale(self, name: str) -> float:
         """How large a difference in a gradient's elements is taken to be, as a whole."""
         probe, seen = self.of.probes[name], self.expected.seen[name]
@@ -99,13 +98,13 @@ class Comparison:
             elif probe.numel:
                 square += row.square / copies
                 off = (row.projections / copies - factor * seen.projections).abs().max()
-                allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.allowed(name)
+                allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.tolerance
                 found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
         for fragment, which, seen in held:
             name = str(fragment.piece)
             if len(which):
                 off = (seen.elements - factor * seen_of[name].elements[which]).abs().max()
-                allowed = self.scale(name) * self.allowed(name)
+                allowed = self.scale(name) * self.tolerance
                 found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
         if of.max_norm is not None:
             found += self._clipping(of.max_norm, factor, math.sqrt(square))
@@ -191,12 +190,14 @@ class _Row:
         return sums / counts.clamp(min=1)
 
 
-def tolerance_of(graph: TrainingGraph) -> float:
-    """What a difference may be: by the narrowest dtype that the graph computes in."""
+def tolerance_of(graph: TrainingGraph, groups: Sequence[Group] = ()) -> float:
+    """What a difference may be: by the narrowest dtype that the graph computes in, or that is on the wire. A strategy
+    may send activations, so that what one group rounds is seen in the gradients of others."""
     assert graph.joint is not None
     values = (n.meta.get("val") for n in graph.joint.module.graph.nodes)
     dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype in TOLERANCE}
-    return max((TOLERANCE[d] for d in dtypes), default=TOLERANCE[torch.float32])
+    computed = max((TOLERANCE[d] for d in dtypes), default=TOLERANCE[torch.float32])
+    return max([computed, *(WIRE_ROUNDING.get(str(g.spec.options.get("wire")), 0.0) for g in groups)])
 
 
 def stepped_elements(

@@ -21,8 +21,6 @@ from autopar.strategies.base import Group
 ELEMENTS = 32
 """Sampled of each parameter, the first and the last among them."""
 PROJECTIONS = 2
-WIRE_ROUNDING = {"bfloat16": 2.0**-5, "float16": 2.0**-8}
-"""What 16 bits on the wire may move a gradient by: each is rounded once, and each partial sum once."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,8 @@ class Seen:
 class Probe:
     """Looks at one slice of a parameter: at its gradient, at its value, at parts of either."""
 
-    def __init__(self, piece: ParameterSlice, shape: Sequence[int], rounding: float = 0.0) -> None:
-        """`rounding`: how far the wire's number format may move a gradient, relative to its largest element."""
+    def __init__(self, piece: ParameterSlice, shape: Sequence[int]) -> None:
         self.piece = piece
-        self.rounding = rounding
         self.shape = tuple(shape)
         self.slice_shape = self._cut_shape()
         self.numel = math.prod(self.slice_shape)
@@ -137,8 +133,7 @@ class Probe:
 
 def probes(groups: Sequence[Group]) -> dict[str, Probe]:
     """A probe for each member of each group, by what it is called: `weight[0:3]`."""
-    rounding = {g.index: WIRE_ROUNDING.get(str(g.spec.options.get("wire")), 0.0) for g in groups}
-    return {str(m.slice): Probe(m.slice, m.parameter.spec.shape, rounding[g.index]) for g in groups for m in g.members}
+    return {str(m.slice): Probe(m.slice, m.parameter.spec.shape) for g in groups for m in g.members}
 
 
 def _wide(t: torch.Tensor) -> torch.dtype:

@@ -42,7 +42,7 @@ class Proof:
         self.of = subject
         self.batches = batches
         self.shares = shares
-        self.tolerance = tolerance_of(subject.graph)
+        self.tolerance = tolerance_of(subject.graph, subject.groups)
 
     def trial(self) -> None:
         """Compares on perturbed parameters, and puts everything back."""

@@ -51,6 +51,7 @@ class StepProofs:
         subject = self._subject(
             graph=last.graph,
             parameters={p.name: self._parameters[p.name] for p in last.graph.parameters},
+            groups=last.program.groups,
             probes=probes(last.program.groups),
             shared_buffers=last.shared_buffers,
             arguments=lambda buffers: [
@@ -76,7 +77,13 @@ class StepProofs:
         trained = {n: self._parameters[n] for n in c.joint.gradients}
         device = next(iter(self._parameters.values())).device
         subject = self._subject(
-            graph=c.graph, parameters=trained, probes={}, shared_buffers=(), arguments=lambda b: [], run=_nothing
+            graph=c.graph,
+            parameters=trained,
+            groups=(),
+            probes={},
+            shared_buffers=(),
+            arguments=lambda b: [],
+            run=_nothing,
         )
         on_device, written = batch.to(device), [n for n, _ in c.joint.mutations]
 

@@ -18,6 +18,7 @@ from autopar.runtime.eager import owners_of
 from autopar.runtime.modules import Observer
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
+from autopar.strategies.base import Group as SyncGroup
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Subject:
     graph: TrainingGraph
     parameters: Mapping[str, nn.Parameter]
     """Those that are trained, by the plan's names."""
+    groups: Sequence[SyncGroup]
+    """The plan's groups."""
     probes: Mapping[str, Probe]
-    """Of the members of the plan's groups, by what they are called."""
+    """Of their members, by what they are called."""
     buffers: Mapping[str, torch.Tensor]
     shared_buffers: tuple[str, ...]
     """Those that are rank 0's after a step."""

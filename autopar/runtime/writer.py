@@ -339,7 +339,7 @@ class Writer:
         group, held = self._group(p), p.held_elements(self.target.rank)
         sent = p.index in self._consumed
         if held == 0 and not (sent and p.splits):
-            return None
+            return self.empty(p) if sent and p.elements == 0 else None
         begin = sum(p.splits[: self.target.rank])
         if p.resident:
             pieces = own_rows(group, self.target.shards, self.target.rank, self.target.world_size)

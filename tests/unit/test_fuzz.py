@@ -82,14 +82,14 @@ def test_what_cannot_be_trained_eagerly_is_no_finding() -> None:
 def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ir_build, "reuse_memory", wrong_sigmoid(reuse_memory))
     found = run_case(CASE, ALONE)
-    assert found.kind == "wrong" and " in step 0 is off by " in found.said
+    assert found.kind == "disproved" and "the gradient of" in found.said
     small = shrink(CASE, found, lambda case: run_case(case, ALONE), 20.0)
-    assert run_case(small, ALONE).kind == "wrong"
+    assert run_case(small, ALONE).kind == "disproved"
     assert len(small.forward) <= 2 and "torch.sigmoid" in " ".join(small.forward) and small.steps == 1
     assert "SGD" in small.optimizer and len(small.init) < len(CASE.init)
     text = script(small, found)
     compile(text, "script", "exec")
-    assert text.startswith("# test/m0: wrong")
+    assert text.startswith("# test/m0: disproved")
 
 
 def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.
         step(self, leaves, [g if g.dim() == 1 else torch.zeros_like(g) for g in gradients])
 
     monkeypatch.setattr(OptimizerPart, "_apply", forgets)
-    assert run_case(case, ALONE).kind == "wrong"
+    assert run_case(case, ALONE).kind == "disproved"
 
 
 def test_pruning_leaves_out_what_nothing_reads() -> None:

@@ -61,7 +61,7 @@ PLANS: dict[str, tuple[Change, str]] = {
     "Infinity": (lambda d: d["prediction"].update(step_time_s=float("inf")), "Infinity is no number"),
     "half a character": (lambda d: d.update(name="\ud800"), r"'\\ud800' is half of a character"),
     "half a character in a key": (lambda d: d["cluster"]["spec"].update({"\udfff": 1}), "half of a character"),
-    "2^62 ranks": (lambda d: d["cluster"].update(world_size=2**62), "cluster.world_size: .* 2048"),
+    "2^62 ranks": (lambda d: d["cluster"].update(world_size=2**62), "cluster.world_size: .* 8192"),
     "a cluster that is none": (
         lambda d: d["cluster"]["spec"]["hosts"][0].update(count="many"),
         r"cluster.spec: ClusterSpec: hosts\[0\].count: 'many' is not possible",
@@ -135,7 +135,7 @@ def test_the_calibration_that_was_changed_can_be_used() -> None:
     ("text", "said"),
     [
         ("hosts: [{name: a, count: 2000, devices: cpu}]\nnetwork: 1GbE", "2000 hosts .* at most 1024"),
-        ("hosts: [{name: a, count: 1000, devices: 8 x cpu}]\nnetwork: 1GbE", "8000 devices are too many"),
+        ("hosts: [{name: a, count: 1000, devices: 9 x cpu}]\nnetwork: 1GbE", "9000 devices are too many"),
         ("hosts: [{name: a, devices: cpu, memory: 1e99 GB}]", "too large or too small for a size"),
         ("hosts: [{name: a, devices: cpu}]\nnetwork: {latency: 1e-99 us}", "too large or too small for a duration"),
         ("hosts: {" + ", ".join(f"k{i}: 1" for i in range(3000)) + "}", "hosts"),
