@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
+from autopar.runtime.generators import generators, set_generators
 
 Take = Callable[[str, torch.Tensor], None]
 """Is given each parameter's name and gradient, once a backward pass, which then lets go of it."""
@@ -35,8 +36,7 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
     before = {n: b.detach().clone() for n, b in buffers.items()}
     parameters = [p for owner in owners.values() for p in owner.parameters()]
     gradients = [p.grad for p in parameters]
-    random = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    random = generators()
     after: dict[str, torch.Tensor] = {}
     hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for p in parameters:
@@ -47,9 +47,7 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
         yield after
     finally:
         after.update({n: b.detach().clone() for n, b in _buffers(owners)})
-        torch.set_rng_state(random)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        set_generators(random)
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
         for table, kept in hooks:

@@ -19,6 +19,7 @@ from autopar.ir.capture import JointGraph
 from autopar.runtime.blame import blame
 from autopar.runtime.differences import FLOOR, difference, times
 from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.runtime.generators import generators, set_generators
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.process_group import Group
 from autopar.runtime.proof import PERTURBATION, ROUNDING, perturb
@@ -171,12 +172,12 @@ class SynchronizedOnce:
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Copies tensors, and where PyTorch's stream of random numbers is; what is returned puts that back."""
+    """Copies tensors, and where the generators of random numbers are; what is returned puts that back."""
     before = [(t, t.detach().clone()) for t in tensors]
-    random = torch.get_rng_state()
+    random = generators()
 
     def put_back() -> None:
-        torch.set_rng_state(random)
+        set_generators(random)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)

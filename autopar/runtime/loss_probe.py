@@ -7,20 +7,18 @@ negatives within the batch and other losses across samples are neither, whatever
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from autopar.ir.batch import Batch, call_model
-from autopar.ir.capture import find_loss
+from autopar.ir.batch import Batch
+from autopar.runtime.eager import loss_of, without_trace
+from autopar.runtime.generators import generators, same_generators
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5}
 """By which the loss and what its parts give may lie apart, relative to the largest of them: some ten times what parts
@@ -87,9 +85,9 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | st
     for everything in (False, True):
         try:
             with _undisturbed(modules, everything), torch.no_grad():
-                before = _generators()
+                before = generators()
                 losses = [_loss(model, loss_fn, batch, *at) for at in ((0, size), (0, first), (first, size))]
-                drawn = not _equal(before, _generators())
+                drawn = not same_generators(before, generators())
         except Exception as e:
             return f"the model does not run on a part of the batch, or not without training mode: {type(e).__name__}"
         if drawn:
@@ -125,8 +123,7 @@ def part_of(batch: Batch, begin: int, end: int) -> Any:
 
 
 def _loss(model: nn.Module, loss_fn: Any, batch: Batch, begin: int, end: int) -> torch.Tensor:
-    output, target = call_model(model, part_of(batch, begin, end), loss_fn is not None)
-    loss = find_loss(output if loss_fn is None else loss_fn(output, target))
+    loss = loss_of(model, loss_fn, part_of(batch, begin, end))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ValueError("no scalar loss")
     return loss
@@ -136,48 +133,13 @@ def _loss(model: nn.Module, loss_fn: Any, batch: Batch, begin: int, end: int) ->
 def _undisturbed(modules: list[nn.Module], everything: bool) -> Iterator[None]:
     """While it is open, what draws random numbers or mixes samples is in evaluation mode, or every module is; then all
     is as before."""
-    held = [(m, dict(vars(m)), dict(m._buffers)) for top in modules for m in top.modules()]
-    values = [(b, b.clone()) for top in modules for b in top.buffers()]
-    generators = _generators()
-    try:
-        for m, _, _ in held:
+    with without_trace({str(i): top for i, top in enumerate(modules)}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for m in (m for top in modules for m in top.modules()):
             drops = isinstance(m, (nn.MultiheadAttention, nn.RNNBase)) and m.dropout > 0
             if everything or drops or isinstance(m, _RANDOM_OR_ACROSS_SAMPLES):
                 m.training = False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for m, attributes, buffers in held:
-            vars(m).clear()
-            vars(m).update(attributes)
-            m._buffers.clear()
-            m._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        _set_generators(generators)
-
-
-def _generators() -> list[Any]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    numpy = np.random.get_state(legacy=True)
-    return [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None, random.getstate(), copy.copy(numpy)]
-
-
-def _set_generators(states: list[Any]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])
-    random.setstate(states[2])
-    np.random.set_state(states[3])
-
-
-def _equal(a: list[Any], b: list[Any]) -> bool:
-    same_numpy = all(np.array_equal(x, y) for x, y in zip(a[3], b[3], strict=True))
-    same_cuda = a[1] is None or torch.equal(a[1], b[1])
-    return torch.equal(a[0], b[0]) and same_cuda and a[2] == b[2] and same_numpy
+        yield
 
 
 def _bits(dtype: torch.dtype) -> int:
