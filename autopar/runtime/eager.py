@@ -12,6 +12,7 @@ from torch import nn
 from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
 from autopar.runtime.generators import generators, set_generators
+from autopar.runtime.shared_memory import once
 
 Take = Callable[[str, torch.Tensor], None]
 """Is given each parameter's name and gradient, once a backward pass, which then lets go of it."""
@@ -33,7 +34,7 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
     modules = [m for owner in owners.values() for m in owner.modules()]
     attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
     buffers = dict(_buffers(owners))
-    before = {n: b.detach().clone() for n, b in buffers.items()}
+    before = {n: once(b).clone() for n, b in buffers.items()}
     parameters = [p for owner in owners.values() for p in owner.parameters()]
     gradients = [p.grad for p in parameters]
     random = generators()
@@ -59,7 +60,7 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
             module._buffers.update(own)
         with torch.no_grad():
             for n, b in buffers.items():
-                b.copy_(before[n])
+                once(b).copy_(before[n])
 
 
 def _buffers(owners: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

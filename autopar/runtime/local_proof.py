@@ -23,6 +23,7 @@ from autopar.runtime.generators import generators, set_generators
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.process_group import Group
 from autopar.runtime.proof import PERTURBATION, ROUNDING, perturb
+from autopar.runtime.shared_memory import once
 from autopar.runtime.subject import largest, summed
 from autopar.spec.plan import ParameterSlice
 
@@ -173,7 +174,7 @@ class SynchronizedOnce:
 
 def copies(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
     """Copies tensors, and where the generators of random numbers are; what is returned puts that back."""
-    before = [(t, t.detach().clone()) for t in tensors]
+    before = [(once(t), once(t).clone()) for t in tensors]
     random = generators()
 
     def put_back() -> None:

@@ -24,6 +24,7 @@ from autopar.runtime.collectives import may_fail
 from autopar.runtime.meeting import Meeting, meet, served_by
 from autopar.runtime.presence import Presence
 from autopar.runtime.servers import join_servers, leave_servers
+from autopar.runtime.shared_memory import once
 from autopar.spec.plan import ModelFingerprint
 
 T = TypeVar("T")
@@ -127,20 +128,11 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
     with torch.no_grad(), group.guard("averaging buffers"):
         for buffer in buffers:
             if buffer.is_floating_point():
-                own = _once(buffer)
+                own = once(buffer)
                 mean = own.contiguous() / group.world_size
                 with may_fail():
                     dist.all_reduce(mean, group=group.pg)
                 own.copy_(mean)
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, each element once: an expanded dimension, all of whose elements are one, has one."""
-    tensor = tensor.detach()
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
 
 
 def take_from_rank_0(tensors: Iterable[torch.Tensor], group: Group, what: str) -> None:
@@ -149,7 +141,7 @@ def take_from_rank_0(tensors: Iterable[torch.Tensor], group: Group, what: str) -
         return
     with torch.no_grad(), group.guard(what):
         for tensor in tensors:
-            own = _once(tensor)
+            own = once(tensor)
             value = own.contiguous()
             with may_fail():
                 dist.broadcast(value, group_src=0, group=group.pg)

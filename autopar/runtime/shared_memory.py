@@ -1,10 +1,11 @@
-"""Parameters that share memory without being one parameter: what one's update writes, the other's reads."""
+"""Memory that is several things at once: of two parameters, or of several elements of one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from autopar.errors import OptimizerError
@@ -34,3 +35,12 @@ def _span(p: nn.Parameter) -> tuple[int, int]:
     """The addresses between which a parameter lies."""
     last = sum(stride * (size - 1) for stride, size in zip(p.stride(), p.shape, strict=True))
     return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory, each element once: an expanded dimension, all of whose elements are one, has one."""
+    tensor = tensor.detach()
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

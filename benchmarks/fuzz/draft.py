@@ -256,7 +256,7 @@ class Draft:
 
 def _rowwise(first: torch.Tensor, second: torch.Tensor, shape: Shape) -> bool:
     follows = [i for i, s in enumerate(shape) if s is None]
-    if len(follows) > 1 or any(first.shape[i] - second.shape[i] != SAMPLES[0] - SAMPLES[1] for i in follows):
+    if len(follows) > 1 or any((first.shape[i], second.shape[i]) != SAMPLES for i in follows):  # samples left out, too
         return False
     for i in follows:
         first = first.narrow(i, SAMPLES[0] - SAMPLES[1], second.shape[i])

@@ -216,3 +216,17 @@ def test_the_drop_in_module_is_compared(monkeypatch: pytest.MonkeyPatch) -> None
     program = autopar.optimize(net, example_inputs=X)
     with pytest.raises(VerificationError, match=r"first\.(weight|bias)"):
         program(X)
+
+
+def test_buffers_that_are_expanded_are_put_back() -> None:
+    class Expanded(_Net):
+        mask: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(1).expand(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.mask)
+
+    _program(Expanded()).step((X, Y))
