@@ -206,11 +206,12 @@ def stepped_elements(
     gradients: Mapping[str, torch.Tensor],
     states: Mapping[str, dict[str, Any]],
 ) -> dict[str, torch.Tensor]:
-    """The sampled elements as a copy of the optimizer, in the user's own settings, updates them."""
+    """The sampled elements as a copy of the optimizer, in the user's own settings, updates them, where the optimizer's
+    state is known."""
     optimizer = bare_copy(of.optimizer)
     place = {p: i for i, g in enumerate(of.optimizer.param_groups) for p in g["params"]}
     # Of complex gradients no elements are kept.
-    leaves = {n: nn.Parameter(v.clone()) for n, v in values.items() if not v.is_complex()}
+    leaves = {n: nn.Parameter(v.clone()) for n, v in values.items() if n in states and not v.is_complex()}
     for n, leaf in leaves.items():
         leaf.grad = gradients[n].to(leaf)
         optimizer.param_groups[place[of.parameters[of.probes[n].piece.name]]]["params"].append(leaf)

@@ -64,7 +64,7 @@ class StepProofs:
             c.proved = True
         if not fits(subject):
             return run()
-        proof = Proof(subject, [b.to(device) for b in batches], shares)
+        proof = Proof(subject, [b.to(device) for b in batches], shares, is_first)
         if is_first:
             proof.trial()
         return proof.step()

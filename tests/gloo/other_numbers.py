@@ -118,6 +118,26 @@ def other_activations(rank: int, n: int) -> str:
     return refused(lambda: program_of(Net((torch.tanh, torch.relu)[rank]).double(), rank, strategy="ddp"))
 
 
+def always_compared(rank: int, n: int) -> str:
+    """Steps whose optimizer state lies in parts, on several ranks or on one of them."""
+
+    def train() -> None:
+        for strategy in ("zero1", "PSLoadBalancing", "ddp"):
+            net = Net().double()
+            program: autopar.Program = autopar.optimize(
+                net,
+                optimizer=torch.optim.NAdam(net.parameters()),
+                loss_fn=F.mse_loss,
+                example_inputs=batch(rank),
+                strategy=strategy,
+                check="always",
+            )
+            for _ in range(3):
+                program.step(batch(rank))
+
+    return refused(train)
+
+
 def wrong_sums(rank: int, n: int) -> str:
     """A collective that sums wrongly, once it is planted, on one rank alone."""
     original = collectives.wait
@@ -146,5 +166,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "shared buffers": shared_buffers(rank, n),
         "other rates": other_rates(rank, n),
         "other activations": other_activations(rank, n),
+        "always compared": always_compared(rank, n),
         "wrong sums": wrong_sums(rank, n),
     }
