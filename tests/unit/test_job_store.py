@@ -66,6 +66,7 @@ def test_a_frozen_store_is_told_from_one_that_has_gone(
     assert patient.check("key") and patient.get("key") == "text" and patient.get("other") is None
     store = patient.under("there", deadline_s=1.0)
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped: a signal takes its time
     with pytest.raises(StoreSilent, match="no answer within 1 s"):
         store.get("key")
     with pytest.raises(StoreSilent, match="an earlier question is still unanswered"):  # on the same connection
