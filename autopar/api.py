@@ -14,6 +14,7 @@ from autopar.errors import CaptureError, InfeasibleError, PlanMismatchError
 from autopar.ir.batch import example_batch, flatten
 from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
 from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Check, Settings
 from autopar.runtime.module import SyncedModule, module_batch
@@ -25,7 +26,6 @@ from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan, Recompute
 from autopar.spec.topology import Topology
-from autopar.strategies.base import Context
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel

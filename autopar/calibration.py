@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from autopar.api import job_cluster
-from autopar.ir.primitives import Kind, Teams, all_teams
-from autopar.runtime import collectives
+from autopar.backends import collectives
+from autopar.ops.context import Context
+from autopar.ops.subgroups import Subgroups, subgroup_of
 from autopar.runtime.process_group import Group, Rendezvous, join
 from autopar.spec.calibration import Calibration, Collective, CollectiveTimes, DeviceRates, LinkTimes
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
-from autopar.strategies.base import Context
-from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce, inner_teams
+from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce, inner_subgroups
 
 SIZES = tuple(4096 << 2 * i for i in range(8))
 """Bytes, from 4 KiB to 64 MiB."""
@@ -115,19 +115,19 @@ class _Bench:
         text = Rendezvous(self.group).from_rank_0("calibration", calibration.model_dump_json)
         return Calibration.loads(text, "rank 0's calibration")
 
-    def wanted(self) -> list[tuple[Collective, Teams]]:
+    def wanted(self) -> list[tuple[Collective, Subgroups]]:
         """Every collective among all ranks, and what plans do within teams: between the ranks of a host, or others
         that follow one another, and across these teams."""
-        found: dict[tuple[Collective, Teams], None] = dict.fromkeys((kind, ()) for kind in KINDS)
+        found: dict[tuple[Collective, Subgroups], None] = dict.fromkeys((kind, ()) for kind in KINDS)
         context = Context(self.world_size).on(self.cluster)
         for options in HierarchicalAllReduce().options(context):
-            inner = inner_teams(options.inner, context)
+            inner = inner_subgroups(options.inner, context)
             if inner is not None:
                 found["reduce_scatter", inner] = found["all_gather", inner] = None
                 found["all_reduce", tuple(zip(*inner, strict=True))] = None
         return list(found)
 
-    def collective(self, kind: Collective, teams: Teams, budget_s: float) -> CollectiveTimes:
+    def collective(self, kind: Collective, teams: Subgroups, budget_s: float) -> CollectiveTimes:
         """One collective, at as many sizes as there is time for."""
         end = time.monotonic() + budget_s
         rows: list[tuple[int, float, float]] = []
@@ -143,23 +143,23 @@ class _Bench:
         sizes, times, processor = zip(*rows, strict=True)
         return CollectiveTimes(kind=kind, teams=teams, size_bytes=sizes, seconds=times, processor_s=processor)
 
-    def _issue(self, kind: Collective, teams: Teams, size_bytes: int) -> tuple[Issue, int]:
+    def _issue(self, kind: Collective, teams: Subgroups, size_bytes: int) -> tuple[Issue, int]:
         """What issues a collective of zeros, and how many bytes it has: as many as can be shared evenly, twice."""
-        team = next(t for t in all_teams(teams, self.world_size) if self.rank in t)
+        team = subgroup_of(self.rank, teams, self.world_size)
         n, place = len(team), team.index(self.rank)
         name = self.group.channel(teams, 0)
         assert name is not None
         part = size_bytes // 4 // (n * n) * n
         whole, mine = (torch.zeros(elements, device=self.device) for elements in (n * part, part))
-        issue: dict[Kind, Issue] = {
-            Kind.ALL_REDUCE: lambda: collectives.all_reduce(whole, name),
-            Kind.REDUCE: lambda: collectives.reduce(whole, 0, name),
-            Kind.BROADCAST: lambda: collectives.broadcast(whole, 0, name),
-            Kind.REDUCE_SCATTER: lambda: collectives.reduce_scatter_equal(whole, n, place, name),
-            Kind.ALL_GATHER: lambda: collectives.all_gather_equal(mine, n, name),
-            Kind.ALL_TO_ALL: lambda: collectives.all_to_all(mine, [part // n] * n, [part // n] * n, name),
+        issue: dict[str, Issue] = {
+            "all_reduce": lambda: collectives.all_reduce(whole, name),
+            "reduce": lambda: collectives.reduce(whole, 0, name),
+            "broadcast": lambda: collectives.broadcast(whole, 0, name),
+            "reduce_scatter": lambda: collectives.reduce_scatter_equal(whole, n, place, name),
+            "all_gather": lambda: collectives.all_gather_equal(mine, n, name),
+            "all_to_all": lambda: collectives.all_to_all(mine, [part // n] * n, [part // n] * n, name),
         }
-        return issue[Kind(kind)], 4 * n * part
+        return issue[kind], 4 * n * part
 
     def _repeated(self, issue: Issue, count: int) -> tuple[float, float]:
         """Seconds until the last rank had its result, the median; processor seconds of a rank, on average."""
@@ -293,7 +293,7 @@ class _Bench:
         return Rendezvous(self.group).exchange_as("measurement", json.dumps(mine), json.loads)
 
 
-def _among(teams: Teams) -> str:
+def _among(teams: Subgroups) -> str:
     return f" among {len(teams)} x {len(teams[0])} ranks" if teams else ""
 
 

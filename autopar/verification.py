@@ -27,7 +27,7 @@ from autopar.errors import VerificationError
 from autopar.ir.batch import call_model, flatten
 from autopar.ir.build import named_parameters
 from autopar.ir.capture import find_loss
-from autopar.runtime.fragments import Fragment
+from autopar.ops.fragments import Fragment
 from autopar.runtime.servers import serve_here
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan

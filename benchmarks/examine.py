@@ -66,8 +66,8 @@ def reason(e: Exception) -> str:
 def examine(entry: Entry) -> Outcome:
     """Captures, plans and rewrites a model, and takes a step with it; raises where the road ends early."""
     import autopar
+    from autopar.ops.context import Context
     from autopar.search import Budget, search
-    from autopar.strategies.base import Context
 
     model, batch = entry.build(), entry.batch(entry.batch_size, 1)
     eager = copy.deepcopy(model)

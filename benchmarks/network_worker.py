@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.backends import collectives
 from autopar.lab import serve
-from autopar.runtime import collectives
 from autopar.runtime.process_group import join
 
 Run = Callable[[], object]

@@ -1,13 +1,12 @@
 """The analytic cost model: rooflines for compute, bytes over links for communication, and an event simulation of both.
 
-It has nothing to learn. It prices the primitives that a plan was lowered to and knows no strategy. Where its figures
+It has nothing to learn. It prices the operations that a plan was lowered to and knows no strategy. Where its figures
 are guesses, so are its times; the order of plans is more certain than the times are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -16,17 +15,16 @@ import numpy.typing as npt
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.collectives import GLOO, Backend, Network
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
-from autopar.cost_models.device_work import Work, clip_s
 from autopar.cost_models.memory import MemoryModel
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
-from autopar.cost_models.price import Price, Transfer
+from autopar.cost_models.price import Price
 from autopar.cost_models.simulate import Streams, simulate
-from autopar.ir.primitives import CLIP_STAGE, COLLECTIVES, WHOLE_STEP, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.base import Call, Setting
+from autopar.ops.context import Context
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
 from autopar.spec.units import PROVENANCES, Provenance
-from autopar.strategies import Context
 from autopar.strategies.lowering import Known, StepProgram
 
 RELATIVE_ERROR: dict[Provenance, float] = {"measured": 0.15, "looked up": 0.35, "guessed": 0.6}
@@ -89,7 +87,9 @@ class StepPricer:
         self.topology = topology
         self.optimizer = optimizer
         self.network = network or Network(topology)
-        self.memory = MemoryModel(graph, rounds=self.network.backend.name == GLOO.name)
+        rounds = self.network.backend.name == GLOO.name
+        self.memory = MemoryModel(graph, rounds=rounds)
+        self._setting = Setting(topology.world_size, optimizer.moved_tensors, rounds)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
         measured = {rates.kind: rates for rates in device_rates}
@@ -109,7 +109,7 @@ class StepPricer:
         """The cost of one step of a program."""
         n = self.network.world_size
         known = self._of_groups.setdefault(program.context, {})
-        prices = program.each(known, lambda p: self.price(p, program))
+        prices = program.each(known, self.price)
         outcome = simulate(program, prices, self.streams(program), self.network.backend.name, timeline=timeline)
         transfers = [p.transfer for p in prices if p.transfer is not None]
         provenance = self._compute_provenance
@@ -146,49 +146,34 @@ class StepPricer:
         return self._streams[nodes]
 
     def alone_s(self, program: StepProgram) -> tuple[float, float]:
-        """What a program's primitives take by themselves, with nothing beside them and no compute of the graph:
+        """What a program's operations take by themselves, with nothing beside them and no compute of the graph:
         seconds on the channel, and on the busiest rank's device. The step's own two sums are left out."""
         channel, device = 0.0, np.zeros(self.network.world_size)
-        for p in program.primitives:
-            if p.group == WHOLE_STEP:
+        for call in program.calls:
+            if call.group is None:
                 continue
-            price = self.price(p, program)
+            price = self.price(call)
             channel += price.transfer.seconds if price.transfer else 0.0
             device += price.device_s
         return channel, float(device.max())
 
-    def price(self, primitive: Primitive, program: StepProgram) -> Price:
-        """One primitive's price; remembered, for plans share most of their groups."""
-        if primitive.kind is Kind.CLIP:
-            return self._clip(primitive, program)
-        work = Work.of(primitive, program)
-        key = work.key
+    def price(self, call: Call) -> Price:
+        """What a call costs; remembered, for plans share most of their groups."""
+        key = call.key
         if key not in self._prices:
-            self._prices[key] = self._price(work)
+            self._prices[key] = self._price(call)
         return self._prices[key]
 
-    def _price(self, work: Work) -> Price:
-        n, issue_s = self.network.world_size, self.network.backend.issue_s
+    def _price(self, call: Call) -> Price:
+        issue_s = self.network.backend.issue_s if call.op.is_collective else 0.0
         # To a tenth of a microsecond: ranks whose shards differ by one element are then simulated as one.
         device_s = tuple(
-            round(work.seconds(r, rates, self.optimizer, n, issue_s), 7) for r, rates in enumerate(self.rates)
+            round(issue_s + rates.seconds(call.op.work(call, r, self._setting)), 7)
+            for r, rates in enumerate(self.rates)
         )
-        if work.primitive.kind not in COLLECTIVES:
-            return Price(device_s, uniform=_equal(device_s))
-        transfer = self.network.transfer(work.primitive)
-        return Price(device_s, transfer, uniform=_equal(device_s) and _equal(transfer.taken))
-
-    def _clip(self, primitive: Primitive, program: StepProgram) -> Price:
-        device_s = tuple(round(clip_s(primitive, program, r, rates), 7) for r, rates in enumerate(self.rates))
-        sources = [program.primitives[i] for i in primitive.inputs]
-        if not any(s.splits or s.owner is not None for s in sources):
-            return Price(device_s, uniform=_equal(device_s))
-        return Price(device_s, self._of_norm, uniform=_equal(device_s) and _equal(self._of_norm.taken))
-
-    @cached_property
-    def _of_norm(self) -> Transfer:
-        """The sum that a global norm takes where ranks hold parts of the gradients."""
-        return self.network.transfer(Primitive(0, Kind.ALL_REDUCE, WHOLE_STEP, (), 1, "float64", CLIP_STAGE))
+        sent = call.op.sends(call)
+        transfer = None if sent is None else self.network.transfer(sent)
+        return Price(device_s, transfer, uniform=_equal(device_s) and (transfer is None or _equal(transfer.taken)))
 
 
 def _equal(values: Sequence[float]) -> bool:

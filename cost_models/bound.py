@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.ir.primitives import WHOLE_STEP
 from autopar.strategies.lowering import StepProgram
 
 Floats = npt.NDArray[np.float64]
@@ -35,10 +34,10 @@ class Bound:
     def add(self, alone: StepProgram) -> int:
         """Takes a group in, lowered by itself; returns the number that it goes by. The step's own sums are left out."""
         row = np.zeros_like(self._graph)
-        for p in alone.primitives:
-            if p.group == WHOLE_STEP:
+        for call in alone.calls:
+            if call.group is None:
                 continue
-            price = self.pricer.price(p, alone)
+            price = self.pricer.price(call)
             row[: self._ranks] += price.device_s
             if price.transfer and price.transfer.loads:
                 row[self._ranks :] += price.transfer.seconds * np.asarray(price.transfer.loads)

@@ -16,7 +16,10 @@ from statistics import median
 
 import numpy as np
 
-from autopar.ir.primitives import DTYPE_BYTES, Kind, Primitive, Teams, all_teams, wire_bytes
+from autopar.ops.base import Call
+from autopar.ops.collectives import Collective, wire_bytes
+from autopar.ops.measured import even_call
+from autopar.ops.subgroups import Subgroups
 from autopar.spec.calibration import Calibration, CollectiveTimes
 
 SLOPES = (0.5, 3.0)
@@ -30,7 +33,7 @@ WIDTH = 4
 
 @dataclass(frozen=True)
 class _Table:
-    """One kind of collective among the same teams."""
+    """One collective among the same subgroups."""
 
     sizes: tuple[float, ...]
     """Logarithms of bytes."""
@@ -71,7 +74,7 @@ class Calibrated:
         self,
         calibration: Calibration,
         world_size: int,
-        computed_s: Callable[[Primitive], float],
+        computed_s: Callable[[Call], float],
         rates: Sequence[float],
         path: Callable[[int, int], Sequence[int]],
     ) -> None:
@@ -87,23 +90,25 @@ class Calibrated:
                 self._reached[link] = max(self._reached[link], part)
         self._faster_links = max([1.0, *self._reached])
         """By how much some link is faster than the figures say."""
-        self._tables: dict[tuple[Kind, Teams], _Table] = {}
+        self._tables: dict[tuple[str, Subgroups], _Table] = {}
         least = SLOPES[0]
         for times in sorted(calibration.collectives, key=lambda t: (t.kind != "all_reduce", bool(t.teams))):
             computed = [computed_s(measured(times, size, world_size)) for size in times.size_bytes]
             table = _Table.of(times.size_bytes, times.seconds, computed, least)
             if (times.kind, times.teams) == ("all_reduce", ()):
                 least = FASTER * table.slope
-            self._tables[Kind(times.kind), times.teams] = table
+            self._tables[times.kind, times.teams] = table
 
-    def seconds(self, primitive: Primitive, computed_s: float, wire_s: float) -> float:
+    def seconds(self, call: Call, computed_s: float, wire_s: float) -> float:
         """Of a collective that would take `computed_s`, of which its bytes take `wire_s` on the fullest link: what was
-        measured may have been slow for another reason, and tells of links only by how fast they were. Teams that were
-        not measured are taken for all ranks together, kinds that were not for an all-reduce."""
-        for key in ((primitive.kind, primitive.teams), (primitive.kind, ()), (Kind.ALL_REDUCE, ())):
+        measured may have been slow for another reason, and tells of links only by how fast they were. Subgroups that
+        were not measured are taken for all ranks together, collectives that were not for an all-reduce."""
+        op = call.op
+        assert isinstance(op, Collective), f"{op.name} sends nothing"
+        for key in ((op.name, op.subgroups), (op.name, ()), ("all_reduce", ())):
             if key in self._tables:
                 least_s = FASTER * wire_s / self._faster_links
-                return max(least_s, self._tables[key].seconds(self._size(primitive), computed_s))
+                return max(least_s, self._tables[key].seconds(op.size_bytes(call, self._world_size), computed_s))
         return computed_s
 
     def loads(self, computed: Sequence[float], longer: float) -> tuple[float, ...]:
@@ -117,13 +122,6 @@ class Calibrated:
         ]
         return (*filled, *computed[links:])
 
-    def _size(self, primitive: Primitive) -> int:
-        """What each team sums up may be a part of the value."""
-        if primitive.kind is not Kind.ALL_REDUCE:
-            return primitive.bytes
-        most = max(primitive.held_elements(rank) for rank in range(self._world_size))
-        return most * DTYPE_BYTES[primitive.dtype]
-
 
 def host_bytes_per_s(calibration: Calibration, world_size: int) -> float | None:
     """Bytes, sent and received together, that one processor core moves: the median over large messages."""
@@ -136,12 +134,6 @@ def host_bytes_per_s(calibration: Calibration, world_size: int) -> float | None:
     return median(found) if found else None
 
 
-def measured(times: CollectiveTimes, size_bytes: int, world_size: int) -> Primitive:
+def measured(times: CollectiveTimes, size_bytes: int, world_size: int) -> Call:
     """What was measured at a size: even shares, and rank 0 as the owner where there is one."""
-    kind, elements = Kind(times.kind), size_bytes // WIDTH
-    splits: tuple[int, ...] = ()
-    if kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL):
-        team_of = {rank: team for team in all_teams(times.teams, world_size) for rank in team}
-        splits = tuple(elements // len(team_of[rank]) for rank in range(world_size))
-    owner = 0 if kind in (Kind.REDUCE, Kind.BROADCAST) else None
-    return Primitive(0, kind, 0, (), elements, "float32", 0, splits=splits, owner=owner, teams=times.teams)
+    return even_call(times.kind, size_bytes // WIDTH, world_size, times.teams)

@@ -1,8 +1,8 @@
 """What collectives take: the bytes on every link, and the latency of their rounds.
 
-The flows are those of the algorithms that `runtime.collectives` runs; `ir.primitives.wire_bytes` says what they sum up
-to for each rank. Flows of one phase run at the same time, so a link that several of them cross carries the sum, and
-the fullest link decides; phases follow one another:
+The flows are those that `autopar.ops` declares, of the algorithms that `autopar.backends` runs. Flows of one phase run
+at the same time, so a link that several of them cross carries the sum, and the fullest link decides; phases follow one
+another:
 
     time = call + rounds x (hop + latency of the longest path)
          + sum over phases of max over links of bytes / (fraction x bandwidth)
@@ -23,26 +23,18 @@ import numpy.typing as npt
 
 from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
-from autopar.cost_models.exchanges import goes_around, in_rounds, parts
 from autopar.cost_models.price import Transfer
-from autopar.ir.primitives import (
-    COLLECTIVES,
-    DTYPE_BYTES,
-    Kind,
-    Primitive,
-    Teams,
-    all_teams,
-    broadcast_children,
-    ring_reduce_bytes,
-    served_pieces,
-    wire_bytes,
-)
+from autopar.ops.base import Call
+from autopar.ops.collectives import Collective, wire_bytes
+from autopar.ops.links import Phase, Vector
+from autopar.ops.subgroups import Subgroups, all_subgroups, subgroup_of
 from autopar.spec.calibration import Calibration
 from autopar.spec.devices import CORE_FLOPS
 from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
 
 Floats = npt.NDArray[np.float64]
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "served_sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +49,8 @@ class Backend:
     """For a round of it, beside the latency of the links."""
     issue_s: float
     """On the compute stream, to hand a collective over."""
-    fraction: dict[Kind, float]
-    """Of the bandwidth of links that a kind of collective reaches."""
+    fraction: dict[str, float]
+    """Of the bandwidth of links that a collective reaches, by its name."""
     device_taken: float = 0.0
     """Part of an accelerator that a collective takes from the compute beside it."""
     chains: bool = False
@@ -83,13 +75,13 @@ GLOO = Backend(
     # rate; all-gather, and the rounds that a reduce-scatter is made of, 0.92; an all-to-all 0.56, as all senders meet
     # at a receiver.
     fraction={
-        Kind.ALL_REDUCE: 0.955,
-        Kind.ALL_GATHER: 0.92,
-        Kind.REDUCE_SCATTER: 0.92,
-        Kind.ALL_TO_ALL: 0.56,
-        Kind.REDUCE: 0.955,
-        Kind.BROADCAST: 0.955,
-        Kind.SERVED_SUM: 0.92,
+        "all_reduce": 0.955,
+        "all_gather": 0.92,
+        "reduce_scatter": 0.92,
+        "all_to_all": 0.56,
+        "reduce": 0.955,
+        "broadcast": 0.955,
+        "served_sum": 0.92,
     },
     # Sockets of one machine, copied in and out of the kernel and added up. [Empirical, of the right order]
     host_bytes_per_s=2e9,
@@ -134,11 +126,11 @@ class _Flows:
     """Traffic on each link, linear in one vector over ranks: [link, rank]."""
 
     ring: Floats
-    """Of what each rank sends on to the next one of its team."""
+    """Of what each rank sends on to the next one of its subgroup."""
     from_each: Floats
-    """Of what each rank sends to every other one of its team."""
+    """Of what each rank sends to every other one of its subgroup."""
     to_each: Floats
-    """Of what each rank receives from every other one of its team."""
+    """Of what each rank receives from every other one of its subgroup."""
 
 
 class Network:
@@ -176,7 +168,7 @@ class Network:
         self.links = tuple(found)
         self._index, self._topology = index, topology
         self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in found])
-        self._known: dict[Teams, _Flows] = {}
+        self._known: dict[Subgroups, _Flows] = {}
         self._cores = np.array(
             [p.device.flops_per_s().value / CORE_FLOPS if is_cpu(p.device) else 0.0 for p in topology.ranks]
         )
@@ -195,12 +187,12 @@ class Network:
                 ranks.setdefault(place.host.name, []).append(rank)
         return tuple(Host(tuple(r), self.backend.host_bytes_per_s * self._cores[r].sum()) for r in ranks.values())
 
-    def _flows(self, teams: Teams) -> _Flows:
-        """What depends on no message; once for each choice of teams."""
-        if teams not in self._known:
+    def _flows(self, subgroups: Subgroups) -> _Flows:
+        """What depends on no message; once for each choice of subgroups."""
+        if subgroups not in self._known:
             shape = (len(self.links), self.world_size)
             flows = _Flows(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-            for team in all_teams(teams, self.world_size):
+            for team in all_subgroups(subgroups, self.world_size):
                 for i, a in enumerate(team):
                     for b in team:
                         for link in self._path(a, b) if a != b else ():
@@ -208,89 +200,49 @@ class Network:
                             flows.to_each[link, b] += 1
                             if b == team[(i + 1) % len(team)]:
                                 flows.ring[link, a] += 1
-            self._known[teams] = flows
-        return self._known[teams]
+            self._known[subgroups] = flows
+        return self._known[subgroups]
 
-    def phases(self, primitive: Primitive) -> list[tuple[Kind, Floats]]:
-        """Bytes on each of `links`, for the parts of a collective that follow one another; and the kind of collective
-        whose fraction of the bandwidth each part reaches."""
-        kind, size = primitive.kind, primitive.bytes
-        if kind is Kind.REDUCE:
-            return self._reduce(primitive.owner or 0, size)
-        if kind is Kind.BROADCAST:
-            return self._broadcast(primitive.owner or 0, size)
-        if kind is Kind.SERVED_SUM:
-            return self._served_sum(primitive)
-        n, flows = self.world_size, self._flows(primitive.teams)
-        held: Floats = np.array([primitive.held_elements(r) for r in range(n)], float) * DTYPE_BYTES[primitive.dtype]
-        others: Floats = np.array([len(primitive.team_of(r, n)) - 1 for r in range(n)], float)
-        if kind is Kind.ALL_REDUCE:
-            return [(kind, np.asarray(flows.ring @ (2 * others / (others + 1) * held)))]
-        if kind is Kind.ALL_TO_ALL:
-            return [(kind, np.asarray(flows.from_each @ (held / (others + 1))))]
-        if not is_ring(primitive, n, self.backend):
-            flow = flows.to_each if kind is Kind.REDUCE_SCATTER else flows.from_each
-            return [(Kind.REDUCE_SCATTER, np.asarray(flow @ held))]
-        return [(kind, np.asarray(flows.ring @ (others * held)))]
+    @property
+    def chains(self) -> bool:
+        return self.backend.chains
 
-    def _around(self, sent: Floats) -> Floats:
-        """Rank r sends `sent[r]` to rank r+1."""
-        return np.asarray(self._flows(()).ring @ sent)
+    def ring(self, subgroups: Subgroups, sent: Vector) -> Vector:
+        return np.asarray(self._flows(subgroups).ring @ sent)
 
-    def _reduce(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
-        n = self.world_size
-        if self.backend.chains:
-            return [(Kind.REDUCE, self._around(_all_but(owner, n, size)))]
-        # A ring's reduce-scatter, then everyone's part to the owner (gloo/reduce.cc). Senders do not meet there as they
-        # do in an all-to-all. [Empirical: four hosts at 0.4 and 1.5 Gbit/s, 1 to 64 MiB]
-        parts = np.zeros(n)
-        parts[owner] = size / n
-        scattered = self._around(np.full(n, float(ring_reduce_bytes(size, n))))
-        return [(Kind.REDUCE, scattered), (Kind.REDUCE, np.asarray(self._flows(()).to_each @ parts))]
+    def from_each(self, subgroups: Subgroups, sent: Vector) -> Vector:
+        return np.asarray(self._flows(subgroups).from_each @ sent)
 
-    def _broadcast(self, owner: int, size: int) -> list[tuple[Kind, Floats]]:
-        n = self.world_size
-        if self.backend.chains:
-            return [(Kind.BROADCAST, self._around(_all_but((owner - 1) % n, n, size)))]
-        # A binomial tree; a rank that has received the whole message sends it to all its children at once.
-        found, level = [], [0]
-        while level:
-            traffic = np.zeros(len(self.links))
-            below = []
-            for parent in level:
-                for child in broadcast_children(parent, n):
-                    a, b = (parent + owner) % n, (child + owner) % n
-                    for i in self._path(a, b):
-                        traffic[i] += size
-                    below.append(child)
-            if below:
-                found.append((Kind.BROADCAST, traffic))
-            level = below
-        return found
+    def to_each(self, subgroups: Subgroups, received: Vector) -> Vector:
+        return np.asarray(self._flows(subgroups).to_each @ received)
 
-    def _served_sum(self, primitive: Primitive) -> list[tuple[Kind, Floats]]:
-        """Parts on their way to who adds them up, and sums on their way back, at the same time."""
+    def along(self, ways: Sequence[tuple[int, int, float]]) -> Vector:
         traffic = np.zeros(len(self.links))
-        for summing, elements in zip(self._summing, primitive.summed_by, strict=True):
-            for rank in range(self.world_size) if elements else ():
-                for link in (*self._path(rank, summing), *self._path(summing, rank)):
-                    traffic[link] += elements * DTYPE_BYTES[primitive.dtype]
-        return [(Kind.SERVED_SUM, traffic)]
+        for a, b, size in ways:
+            for link in self._path(self._summing[a], self._summing[b]):
+                traffic[link] += size
+        return traffic
+
+    def phases(self, call: Call) -> list[Phase]:
+        """Bytes on each of `links`, for the parts of a collective that follow one another; and the name of the
+        collective whose fraction of the bandwidth each part reaches."""
+        assert isinstance(call.op, Collective), f"{call.op.name} puts nothing on links"
+        return call.op.phases(call, self)
 
     def _path(self, a: int | str, b: int | str) -> list[int]:
         return [self._index[link.id] for link in self._topology.path(a, b)]
 
-    def link_bytes(self, primitive: Primitive) -> Floats:
+    def link_bytes(self, call: Call) -> Floats:
         """Bytes on each of `links` that a collective puts there in all."""
-        return np.asarray(sum(traffic for _, traffic in self.phases(primitive)))
+        return np.asarray(sum(traffic for _, traffic in self.phases(call)))
 
-    def transfer(self, primitive: Primitive) -> Transfer:
+    def transfer(self, call: Call) -> Transfer:
         """The price of a collective."""
-        computed = self._computed(primitive)
+        computed = self._computed(call)
         if self._calibrated is None or self.world_size == 1:
             return computed
         wire_s = computed.seconds * max(computed.loads[: len(self.links)], default=0.0)
-        seconds = self._calibrated.seconds(primitive, computed.seconds, wire_s)
+        seconds = self._calibrated.seconds(call, computed.seconds, wire_s)
         loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
         return replace(computed, seconds=seconds, loads=loads)
 
@@ -299,39 +251,41 @@ class Network:
         if self._calibration is None:
             return None
         return Calibrated(
-            self._calibration, self.world_size, lambda p: self._computed(p).seconds, self.bandwidth.tolist(), self._path
+            self._calibration, self.world_size, lambda c: self._computed(c).seconds, self.bandwidth.tolist(), self._path
         )
 
-    def _computed(self, primitive: Primitive) -> Transfer:
+    def _computed(self, call: Call) -> Transfer:
         """By the figures of the cluster and of the backend."""
-        sent, received = wire_bytes(primitive, self.world_size)
-        if self.world_size == 1:
+        op, n, backend = call.op, self.world_size, self.backend
+        assert isinstance(op, Collective), f"{op.name} sends nothing"
+        sent, received = wire_bytes(call, n)
+        if n == 1:
             return Transfer(0.0, (), tuple(sent), tuple(received))
-        backend = self.backend
-        phases = self.phases(primitive)
+        phases = self.phases(call)
         wire_s = sum(float(np.max(traffic / self.bandwidth)) / backend.fraction[kind] for kind, traffic in phases)
         moved: Floats = np.array(sent, dtype=float) + np.array(received)
         host_s: Floats = moved / backend.host_bytes_per_s
         # A collective cannot be faster than the library's own threads move its bytes, nor than all the host's cores.
         hosts_s = [float(moved[list(host.ranks)].sum()) / host.bytes_per_s for host in self.hosts]
-        size = max(len(primitive.team_of(r, self.world_size)) for r in range(self.world_size))
-        rounds = self._rounds(primitive.kind, size, len(phases))
+        size = max(len(subgroup_of(r, op.subgroups, n)) for r in range(n))
+        rounds = op.rounds(size, len(phases), backend.chains)
         start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
-        if primitive.kind is Kind.SERVED_SUM:  # the last piece's sum comes back when all parts have gone
-            start_s += backend.served_call_s + wire_s / served_pieces(primitive.bytes)
+        if pieces := op.pieces(call):  # the last piece's sum comes back when all parts have gone
+            start_s += backend.served_call_s + wire_s / pieces
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
-        at_once = 1 if in_rounds(primitive) else backend.at_once
-        return Transfer(seconds, self._taken(host_s, seconds), tuple(sent), tuple(received), loads, at_once)
-
-    def _rounds(self, kind: Kind, team: int, phases: int) -> int:
-        """Messages that follow one another, in a team of so many ranks."""
-        if kind is Kind.ALL_REDUCE:
-            return 2 * (team - 1)
-        if kind is Kind.BROADCAST and not self.backend.chains:
-            return phases
-        return team - 1 + (phases - 1)
+        at_once = 1 if op.in_rounds(call) else backend.at_once
+        return Transfer(
+            seconds,
+            self._taken(host_s, seconds),
+            tuple(sent),
+            tuple(received),
+            loads,
+            channel=(op.subgroups, op.communicator, pieces > 0),
+            communicator=op.communicator,
+            at_once=at_once,
+        )
 
     def _taken(self, host_s: Floats, seconds: float) -> tuple[float, ...]:
         """A CPU rank moves the bytes on the cores that it computes on: all of it is lost where it has but one."""
@@ -351,17 +305,3 @@ def _as_measured(backend: Backend, calibration: Calibration | None, world_size: 
     if calibration.compute_beside is not None and backend.device_taken:
         backend = replace(backend, device_taken=max(0.0, 1 - 1 / calibration.compute_beside))
     return backend
-
-
-def is_ring(primitive: Primitive, world_size: int, backend: Backend) -> bool:
-    """Whether ranks send on to the next one what they gather or add up, and not from each to each."""
-    if not backend.chains and in_rounds(primitive):
-        return goes_around(primitive, world_size)
-    return primitive.kind is Kind.ALL_GATHER and all(len(set(each)) == 1 for each in parts(primitive, world_size))
-
-
-def _all_but(last: int, n: int, size: int) -> Floats:
-    """What each rank sends along a chain that ends with `last`."""
-    sent = np.full(n, float(size))
-    sent[last] = 0.0
-    return sent

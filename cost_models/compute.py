@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.base import Work
 from autopar.spec.calibration import DeviceRates
 from autopar.spec.machines import Device
 from autopar.spec.units import Figure, Provenance, guess, weakest
@@ -51,17 +52,11 @@ class Rates:
         start_s = CPU_NODE_START_S if is_cpu(device) else GPU_NODE_START_S
         return cls(flops_per_s, bytes_per_s, start_s, bytes_per_s)
 
-    def node_s(self, flops: float, bytes_moved: float) -> float:
-        """One node or kernel."""
-        return max(flops / self.flops_per_s, bytes_moved / self.bytes_per_s) + self.start_s
-
-    def copy_s(self, bytes_moved: float, kernels: float = 1.0) -> float:
-        """Bytes read and written, by so many kernels; nothing takes no time."""
-        return bytes_moved / self.bytes_per_s + kernels * self.start_s if bytes_moved else 0.0
-
-    def update_s(self, bytes_moved: float, kernels: float) -> float:
-        """The same, by an optimizer."""
-        return bytes_moved / self.update_bytes_per_s + kernels * self.start_s if bytes_moved else 0.0
+    def seconds(self, work: Work) -> float:
+        """What an operation, or one node of the graph, takes: the longer of its arithmetic and its memory traffic, what
+        an optimizer reads and writes, and the kernels' starts."""
+        moved_s = max(work.flops / self.flops_per_s, work.moved_bytes / self.bytes_per_s)
+        return moved_s + work.updated_bytes / self.update_bytes_per_s + work.kernels * self.start_s
 
 
 def is_cpu(device: Device) -> bool:
@@ -86,7 +81,7 @@ def node_times(graph: TrainingGraph, rates: Rates, measured_s: Mapping[str, floa
 def _node_s(name: str, flops: int, bytes_moved: int, rates: Rates, measured_s: Mapping[str, float]) -> float:
     if name in measured_s:
         return measured_s[name]
-    return rates.node_s(flops, bytes_moved) if flops or bytes_moved else 0.0
+    return rates.seconds(Work(flops, bytes_moved, kernels=1)) if flops or bytes_moved else 0.0
 
 
 def compute_provenance(

@@ -6,10 +6,11 @@ import math
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import Estimate
-from autopar.ir.primitives import COLLECTIVES, Kind
 from autopar.strategies.lowering import StepProgram
 
 SMALL_BYTES = 1 << 20
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter")
+"""Whose times are told apart; others count as all-reduces."""
 
 
 def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilation: float = 1.0) -> dict[str, float]:
@@ -18,23 +19,23 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     `dilation`: how many times slower than `pricer` says a lab ran everything.
     """
     step, n = estimate.step_time_s, pricer.network.world_size
-    kinds = dict.fromkeys(COLLECTIVES - {Kind.SERVED_SUM}, 0.0)
+    kinds = dict.fromkeys(COLLECTIVES, 0.0)
     messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     sizes = [0.0]
-    for p in program.primitives:
-        price = pricer.price(p, program)
+    for call in program.calls:
+        price = pricer.price(call)
         if price.transfer is None:
             device_s += max(price.device_s)
             continue
-        kind = p.kind if p.kind in kinds else Kind.ALL_REDUCE
+        kind = call.op.name if call.op.name in kinds else "all_reduce"
         seconds = price.transfer.seconds
         messages += 1
         kinds[kind] += seconds
         channel_s += seconds
-        sizes.append(float(p.bytes))
-        small_s += seconds * (p.bytes < SMALL_BYTES)
-        late_s += seconds * p.late
-        second_lane_s += seconds * (p.lane > 0)
+        sizes.append(float(call.bytes))
+        small_s += seconds * (call.bytes < SMALL_BYTES)
+        late_s += seconds * call.deferred
+        second_lane_s += seconds * (price.transfer.communicator > 0)
     backend = pricer.network.backend
     most, mean = max(estimate.sent_bytes), sum(estimate.sent_bytes) / n
     most_in = max(estimate.received_bytes)
@@ -64,4 +65,4 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
         "links differ": math.log(fastest / slowest),
         "clips": float(program.context.clips),
     }
-    return {**found, **{f"{kind.value} time": kinds[kind] / step for kind in sorted(kinds)}}
+    return {**found, **{f"{kind} time": seconds / step for kind, seconds in kinds.items()}}

@@ -2,7 +2,7 @@
 
 Counted: parameters (less what lives on other ranks), buffers and the batch, optimizer state of what the rank updates,
 activations (`ComputeNode.live_bytes`), gradients from their completion until they are packed, and communication
-buffers as `autopar.runtime` makes them. Not counted: the allocator's fragmentation, the backend's own buffers, the
+buffers as operations declare them. Not counted: the allocator's fragmentation, the backend's own buffers, the
 Python process.
 """
 
@@ -13,24 +13,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost_models.buffers import Buffers, Bytes, Indices, buffers, held
+from autopar.cost_models.buffers import Buffers, Bytes, Indices, buffers
 from autopar.cost_models.optimizers import OptimizerCost
-from autopar.ir.primitives import DTYPE_BYTES, GATHERED, Kind, Primitive
+from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import TrainingGraph
-from autopar.strategies import Context
-from autopar.strategies.base import Group
+from autopar.ops.base import Call, Setting
+from autopar.ops.context import Context
+from autopar.ops.group import Group
 from autopar.strategies.lowering import Known, StepProgram
 
 
 @dataclass(frozen=True, slots=True)
 class _OfGroup:
-    """What is known of a group before it is known when its primitives run. They are numbered from its first."""
+    """What is known of a group before it is known when its calls run. They are numbered from its first."""
 
     buffers: Buffers
     members: Indices
     """Of the graph's parameters."""
     taken_by: int
-    """The primitive that takes up their gradients; -1 where they are there until the step's end."""
+    """The call that takes up their gradients; -1 where they are there until the step's end."""
     as_it_is: bool
     """Whether it takes one gradient as it is, which becomes the buffer."""
     formed: bool
@@ -69,15 +70,15 @@ class MemoryModel:
         n = program.context.world_size
         if not program.groups:
             return (self.fixed_bytes + int(self.live.max()),) * n
-        clip = next(p for p in program.primitives if p.kind is Kind.CLIP) if program.context.clips else None
-        measured = frozenset(clip.inputs if clip else ())
+        clip = next(c for c in program.calls if c.group is None) if program.context.clips else None
+        measured = frozenset(c.index for c in clip.inputs) if clip else frozenset[int]()
         known = self._of_groups.setdefault(program.context, {})
         found = program.of_groups(known, lambda group, own: self._of_group(group, own, n, measured))
         first, groups = np.array([i for i, _ in found]), [group for _, group in found]
         positions = np.array([p.position for p in program.placed], dtype=np.int64)
-        place = np.empty(len(program.primitives), np.int64)
-        """Of each primitive, by its index, among those that are placed."""
-        place[[p.primitive.index for p in program.placed]] = np.arange(len(program.placed))
+        place = np.empty(len(program.calls), np.int64)
+        """Of each call, by its index, among those that are placed."""
+        place[[p.call.index for p in program.placed]] = np.arange(len(program.placed))
         while_running, in_between = self._gradients(groups, first, place, positions)
         live, behind = self._graph(program.replaced - program.handed)
         live = live + while_running
@@ -97,22 +98,23 @@ class MemoryModel:
         elsewhere = np.array([g.elsewhere for g in groups]).sum(0)
         return tuple((self.fixed_bytes - elsewhere + state + peak).tolist())
 
-    def _of_group(self, group: Group, own: Sequence[Primitive], n: int, measured: frozenset[int]) -> _OfGroup:
+    def _of_group(self, group: Group, own: Sequence[Call], n: int, measured: frozenset[int]) -> _OfGroup:
         # With one rank nothing is packed: gradients live until their update.
-        takers = (Kind.PACK,) if n > 1 else (Kind.UPDATE, Kind.DELIVER)
-        gathered = f"{GATHERED}pack"
-        taken_by = max((i for i, p in enumerate(own) if p.kind in takers or p.work == gathered), default=-1)
-        taker = own[taken_by]
-        keeps_rows = any(p.resident for p in own) and not (taken_by >= 0 and taker.work == gathered)
+        taken_by = max(
+            (i for i, c in enumerate(own) if (c.op.takes_gradients if n > 1 else c.op.takes_clip)), default=-1
+        )
+        taker, keeps_rows = own[taken_by], any(c.op.keeps_shards for c in own)
+        size = np.array([c.bytes for c in own])
+        held = [np.broadcast_to(c.held_bytes(n), n) for c in own]
         nothing = np.zeros(n, np.int64)
         return _OfGroup(
-            buffers=Buffers.of(buffers(group, own, n, rounds=self.rounds, measured=measured), n),
+            buffers=Buffers.of(buffers(own, Setting(n, rounds=self.rounds), measured), n),
             members=np.array([self._index[m.slice.name] for m in group.members]),
             taken_by=taken_by,
-            as_it_is=taker.kind is Kind.PACK and len(group.members) == 1 and group.dtype == taker.dtype,
-            formed=not (keeps_rows or any(p.kind is Kind.PARTS for p in own)),
-            updated=nothing + sum(held(p, n) * DTYPE_BYTES[p.dtype] for p in own if p.kind is Kind.UPDATE),
-            elsewhere=nothing + sum((p.elements - held(p, n)) * DTYPE_BYTES[p.dtype] for p in own if p.resident),
+            as_it_is=taker.op.passes_through(taker),
+            formed=taken_by >= 0 or not (keeps_rows or any(c.op.forms_gradients for c in own)),
+            updated=nothing + sum(held[i] for i, c in enumerate(own) if c.op.updates),
+            elsewhere=nothing + sum(size[i] - held[i] for i, c in enumerate(own) if c.op.keeps_shards),
         )
 
     def _graph(self, replaced: frozenset[str]) -> tuple[Bytes, Bytes]:
@@ -139,7 +141,7 @@ class MemoryModel:
         self, groups: Sequence[_OfGroup], first: Indices, place: Indices, positions: Indices
     ) -> tuple[Bytes, Bytes]:
         """Bytes of gradients that are complete and not yet packed: while each node runs, and at each placed
-        primitive."""
+        call."""
         count, end = len(positions), len(self.live) - 1
         by = np.array([g.taken_by for g in groups])
         takes = np.where(by >= 0, place[first + by], count)
@@ -164,7 +166,7 @@ class MemoryModel:
 def _allocations(
     groups: Sequence[Buffers], first: Indices, place: Indices, clipped: int, n: int
 ) -> tuple[Bytes, Bytes, Bytes]:
-    """What each placed primitive allocates, and what is free behind it: both [placed primitive, rank]. And what is
+    """What each placed call allocates, and what is free behind it: both [placed call, rank]. And what is
     there from the step before, by rank. `clipped`: where the global norm is taken, if it is."""
     begin = np.cumsum([0, *(len(b.made_by) for b in groups[:-1])])
     """Of each group's buffers among all."""

@@ -1,7 +1,8 @@
-"""What one primitive costs: on each rank's device, and on the network."""
+"""What one call costs: on each rank's device, and on the network."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -18,13 +19,16 @@ class Transfer:
     """Both by rank."""
     loads: tuple[float, ...] = ()
     """Part of each link, and behind those of what each host can move, that it fills, on average."""
+    channel: Hashable = None
+    """Transfers of one channel follow one another."""
+    communicator: int = 0
     at_once: int = 1
     """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one primitive costs."""
+    """What one call costs."""
 
     device_s: tuple[float, ...]
     """By rank: on the compute stream, before anything is sent."""

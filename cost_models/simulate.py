@@ -17,7 +17,7 @@ from itertools import accumulate
 from autopar.cost_models.base import Span
 from autopar.cost_models.channels import Channels, Job
 from autopar.cost_models.price import Price, Transfer
-from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
+from autopar.ops.base import Call
 from autopar.strategies.lowering import StepProgram
 
 STEADY_STEPS = 3
@@ -52,25 +52,24 @@ class Streams:
 def simulate(
     program: StepProgram, prices: Sequence[Price], streams: Streams, channel: str, *, timeline: bool = False
 ) -> Outcome:
-    """Runs the placed primitives; `prices[i]` is the price of `program.primitives[i]`. Deterministic."""
+    """Runs the placed calls; `prices[i]` is the price of `program.calls[i]`. Deterministic."""
     ranks = representatives(prices, streams.device_of_rank)
-    placed = [(p.primitive, p.position + 1, prices[p.primitive.index]) for p in program.placed]
-    state = _State(ranks, streams, [price for _, _, price in placed], channel, timeline)
-    wait = Kind.WAIT  # looking a member of an enumeration up takes longer than what is done with it here
-    overlap = program.context.late_parameters and any(p.late for p in program.primitives)
+    placed = [(p.call, p.position + 1, prices[p.call.index], p.call.op.waits_for(p.call)) for p in program.placed]
+    state = _State(ranks, streams, [price for _, _, price, _ in placed], channel, timeline)
+    overlap = program.context.late_parameters and any(c.deferred for c in program.calls)
     for _ in range(STEADY_STEPS if overlap else 1):
         state.begin_step()
-        for i, (primitive, nodes, price) in enumerate(placed):
+        for i, (call, nodes, price, begun) in enumerate(placed):
             if timeline:
                 state.run_graph(nodes, i)
-            if primitive.kind is wait:
-                state.wait(primitive, nodes, i)
+            if begun is not None:
+                state.wait(call, begun, nodes, i)
             if timeline:
-                state.run(nodes, i + 1, label(primitive))
+                state.run(nodes, i + 1, label(call))
             if price.transfer is not None:
-                state.issue(primitive, price.transfer, nodes, i + 1)
-                if primitive.kind not in COLLECTIVES:
-                    state.wait_for(state.number(primitive.index), nodes, i + 1)
+                state.issue(call, price.transfer, nodes, i + 1)
+                if not call.op.is_collective:
+                    state.wait_for(state.number(call.index), nodes, i + 1)
         state.run_graph(len(streams.prefix_s[0]) - 1, len(placed))
     last = max(state.now) * (1 - ROUNDED)
     slowest = next(i for i, now in enumerate(state.now) if now >= last)
@@ -100,19 +99,19 @@ class _State:
     def __init__(
         self, ranks: list[int], streams: Streams, prices: Sequence[Price], channel: str, timeline: bool
     ) -> None:
-        """`prices`: of the placed primitives, in their order."""
+        """`prices`: of the placed calls, in their order."""
         self.ranks = ranks
         self.channel = channel
         self.timeline = timeline
         self.step = -1
-        self.primitives = len(prices)
+        self.calls = len(prices)
         self.began_s = 0.0
         self.sent_before_s = 0.0
         self.spans: list[Span] = []
         self.graph_s = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
         self.backward_start = streams.backward_start
         self.own_s = [[*accumulate([p.device_s[r] for p in prices], initial=0.0)] for r in ranks]
-        """Of the placed primitives, the first so many."""
+        """Of the placed calls, the first so many."""
         self.nodes = 0
         """Of the graph, as far as the timeline was drawn."""
         self.now = [0.0] * len(ranks)
@@ -132,9 +131,9 @@ class _State:
         self.done_s = [0.0] * len(self.ranks)
         self.spans.clear()
 
-    def number(self, primitive: int, steps_ago: int = 0) -> int:
-        """Of a transfer, by the index of its primitive: each step has its own."""
-        return primitive + self.primitives * (self.step - steps_ago)
+    def number(self, index: int, steps_ago: int = 0) -> int:
+        """Of a transfer, by the index of its call: each step has its own."""
+        return index + self.calls * (self.step - steps_ago)
 
     def sent_s(self) -> float:
         """How long something was in flight during the step."""
@@ -143,7 +142,7 @@ class _State:
         return self.channels.busy_s(max(self.now)) - self.sent_before_s
 
     def run(self, nodes: int, placed: int, name: str = "") -> None:
-        """Advances each compute stream until so many of the graph's nodes and of the placed primitives have run, longer
+        """Advances each compute stream until so many of the graph's nodes and of the placed calls have run, longer
         where transfers take their part. `name`: of the bar that the timeline shows for it."""
         for i, (begin, graph_s, own_s) in enumerate(zip(self.now, self.graph_s, self.own_s, strict=True)):
             work_s = graph_s[nodes] + own_s[placed]
@@ -161,15 +160,15 @@ class _State:
         self.run(nodes, placed, "forward" if nodes <= self.backward_start else "backward")
         self.nodes = nodes
 
-    def issue(self, primitive: Primitive, transfer: Transfer, nodes: int, placed: int) -> None:
+    def issue(self, call: Call, transfer: Transfer, nodes: int, placed: int) -> None:
         """Puts a transfer into its channel, once so much has run: it starts behind those before it, when the last rank
         has issued it."""
         self.run(nodes, placed)
-        channel = (primitive.teams, primitive.lane, transfer.at_once, bool(primitive.summed_by))
-        number = self.number(primitive.index)
+        channel = (transfer.channel, transfer.at_once)
+        number = self.number(call.index)
         self.channels.issue(Job(number, channel, max(self.now), transfer))
         if self.timeline:
-            self.labels[number] = label(primitive)
+            self.labels[number] = label(call)
 
     def timeline_spans(self) -> list[Span]:
         """All bars: those of compute, and those of each channel, which is named where there are several."""
@@ -185,10 +184,10 @@ class _State:
                 self.spans.append(Span(name, self.labels[job.index], start, end))
         return [s._replace(start_s=s.start_s - self.began_s, stop_s=s.stop_s - self.began_s) for s in self.spans]
 
-    def wait(self, primitive: Primitive, nodes: int, placed: int) -> None:
-        """Blocks every compute stream until the collective that the primitive waits for has ended."""
-        if self.step or not primitive.late:
-            self.wait_for(self.number(primitive.inputs[0], steps_ago=int(primitive.late)), nodes, placed)
+    def wait(self, call: Call, begun: Call, nodes: int, placed: int) -> None:
+        """Blocks every compute stream until the collective has ended that a call completes."""
+        if self.step or not call.deferred:
+            self.wait_for(self.number(begun.index, steps_ago=int(call.deferred)), nodes, placed)
 
     def wait_for(self, number: int, nodes: int, placed: int) -> None:
         """Blocks every compute stream, once so much has run, until a transfer has ended."""
@@ -228,7 +227,7 @@ class _State:
             channels.step()
 
 
-def label(primitive: Primitive) -> str:
-    """How the timeline names a primitive."""
-    where = "step" if primitive.group == WHOLE_STEP else f"group {primitive.group}"
-    return f"{primitive.kind.value} {where}"
+def label(call: Call) -> str:
+    """How the timeline names a call."""
+    where = "step" if call.group is None else f"group {call.group.index}"
+    return f"{call.op.name} {where}"

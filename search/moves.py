@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.training_graph import Parameter
+from autopar.ops.group import Member
 from autopar.search.base import Problem
 from autopar.search.builders.common import fuse, issue_order
 from autopar.spec.plan import OptionValue, SyncGroup
 from autopar.strategies import STRATEGIES
-from autopar.strategies.base import Member, Options
+from autopar.strategies.base import Options
 
 Groups = tuple[SyncGroup, ...]
 

@@ -6,8 +6,11 @@ if __name__ != "autopar.strategies":
     raise ImportError("import autopar.strategies, not strategies: this folder ships as a subpackage of autopar")
 
 from autopar.errors import PlanError, did_you_mean
+from autopar.ops.base import Call
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
 from autopar.strategies.all_reduce import AllReduce
-from autopar.strategies.base import Context, Group, Member, Options, Strategy
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.column_parallel_linear import ColumnParallelLinear
 from autopar.strategies.emitter import Emitter
@@ -19,11 +22,11 @@ from autopar.strategies.sharded_parameters import ShardedParameters
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
 from autopar.strategies.summation_servers import SummationServers
-from autopar.strategies.value import Value
 
 __all__ = [
     "STRATEGIES",
     "AllReduce",
+    "Call",
     "ClassShardedHead",
     "ColumnParallelLinear",
     "Context",
@@ -40,7 +43,6 @@ __all__ = [
     "Strategy",
     "SufficientFactors",
     "SummationServers",
-    "Value",
     "register",
     "strategy_named",
 ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.strategies.base import Context, Group, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
 
 

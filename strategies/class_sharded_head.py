@@ -15,12 +15,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.ir.primitives import DTYPE_BYTES
 from autopar.ir.training_graph import Head
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
-from autopar.strategies.emitter import Emitter, index_width
-from autopar.strategies.row_exchange import RowExchange, row_shares
-from autopar.strategies.value import Value
+from autopar.ops.base import Call
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.heads import (
+    HeadCount,
+    HeadErrors,
+    HeadGradient,
+    HeadHandBack,
+    HeadLogSum,
+    HeadLoss,
+    HeadReturned,
+    HeadSamples,
+    HeadScores,
+    HeadSeed,
+    HeadSums,
+)
+from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.emitter import Emitter
+from autopar.strategies.row_exchange import RowExchange
 
 
 class ClassShardedHeadOptions(Options):
@@ -63,94 +77,31 @@ class ClassShardedHead(Strategy):
         table = RowExchange(group, options.wire, emit)
         table.look_up()
         of_head = _gradient(group, head, options.wire, emit, tied=bool(table.waves))
-        emit.update(table.gradient(of_head) if table.waves else of_head, group, resident=True)
+        emit.update(table.gradient(of_head) if table.waves else of_head, group, keeps_shards=True)
 
 
-def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter, tied: bool) -> Value:
+def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter, tied: bool) -> Call:
     """From what this rank's layer is given, to the gradients of the classes that it keeps. `tied`: whether those of
     rows that were looked up are added to them."""
-    n, samples, width = emit.world_size, head.samples, head.width
+    n, begin, turn = emit.world_size, head.begin, head.turn
     sent_as = group.dtype if wire == "same" else wire
-    scores = samples * head.classes  # n times the samples, a share of the classes
-    score_bytes = scores * DTYPE_BYTES[head.dtype]
-    product = 2 * scores * width
-    weight_bytes = group.elements // n * DTYPE_BYTES[group.dtype]
-    given_bytes = n * samples * width * DTYPE_BYTES[group.dtype]
-
-    counts = emit.local("head.count", group, elements=n, dtype="int64", splits=(1,) * n, position=-1)
-    counts = emit.wait(emit.all_gather(counts), head.begin)
-
-    one = samples * (width + index_width(sent_as))
-    one += one % 2
-    given = emit.local(
-        "head.samples", group, [counts], elements=n * one, dtype=sent_as, splits=(one,) * n, position=head.begin
-    )
-    given = emit.wait(emit.all_gather(given), head.begin)
-    scored = emit.local(
-        "head.scores",
-        group,
-        [given, counts],
-        elements=scores,
-        dtype=head.dtype,
-        position=head.begin,
-        flops=product,
-        moved_bytes=weight_bytes + given_bytes + 3 * score_bytes,
-    )
-    sums = emit.local(
-        "head.sums",
-        group,
-        [scored],
-        elements=n * head.numbers * n * samples,
-        dtype=head.dtype,
-        splits=(head.numbers * n * samples,) * n,
-        position=head.begin,
-    )
-    sums = emit.wait(emit.all_gather(sums), head.begin)
-    emit.local("head.loss", group, [scored, sums], elements=1, dtype=head.dtype, position=head.begin)
-
+    counts = emit.wait(emit.all_gather(emit.emit(HeadCount(head), group, position=-1)), begin)
+    given = emit.emit(HeadSamples(head, sent_as), group, [counts], position=begin)
+    given = emit.wait(emit.all_gather(given), begin)
+    scores = emit.emit(HeadScores(head), group, [given, counts], position=begin)
+    sums = emit.emit(HeadSums(head), group, [scores], position=begin)
+    sums = emit.wait(emit.all_gather(sums), begin)
+    emit.emit(HeadLoss(head), group, [scores, sums], position=begin)
     if head.log_sum is not None:
-        emit.local("head.log_sum", group, [scored, sums], elements=samples, dtype=head.dtype, position=head.begin)
+        emit.emit(HeadLogSum(head), group, [scores, sums], position=begin)
 
-    one = 1 if head.log_sum is None else 1 + samples
-    seeds = emit.local(
-        "head.seed", group, [scored], elements=n * one, dtype=head.dtype, splits=(one,) * n, position=head.turn
-    )
-    seeds = emit.wait(emit.all_gather(seeds), head.turn)
-    errors = emit.local(
-        "head.errors",
-        group,
-        [scored, sums, seeds],
-        elements=scores,
-        dtype=group.dtype,
-        position=head.turn,
-        moved_bytes=2 * score_bytes,
-        in_place=True,
-    )
+    seeds = emit.emit(HeadSeed(head), group, [scores], position=turn)
+    seeds = emit.wait(emit.all_gather(seeds), turn)
+    errors = emit.emit(HeadErrors(head), group, [scores, sums, seeds], position=turn)
     if head.hidden_gradient is not None:
-        returned = emit.local(
-            "head.returned",
-            group,
-            [errors],
-            elements=n * samples * width,
-            dtype=sent_as,
-            sums=emit.own,
-            position=head.turn,
-            flops=product,
-            moved_bytes=weight_bytes + given_bytes + score_bytes,
-        )
-        returned = emit.wait(emit.reduce_scatter(returned, (samples * width,) * n), head.turn)
-        emit.local("head.hand_back", group, [returned], elements=samples * width, dtype=group.dtype, position=head.turn)
-    return emit.local(
-        "head.gradient",
-        group,
-        [errors],
-        elements=group.elements,
-        dtype=group.dtype,
-        splits=row_shares(group, n),
-        sums=emit.everyone,
-        ragged=False,
-        in_pieces=not tied and not emit.context.clips,
-        position=emit.end,  # nobody waits for it, and it hides what is being sent
-        flops=product,
-        moved_bytes=weight_bytes + given_bytes + score_bytes,
-    )
+        returned = emit.emit(HeadReturned(head, sent_as), group, [errors], position=turn)
+        returned = emit.wait(emit.reduce_scatter(returned, (head.samples * head.width,) * n), turn)
+        emit.emit(HeadHandBack(head), group, [returned], position=turn)
+    # Nobody waits for it, and it hides what is being sent.
+    gradient = HeadGradient(head, in_pieces=not tied and not emit.context.clips)
+    return emit.emit(gradient, group, [errors], position=emit.end)

@@ -15,10 +15,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.ir.primitives import DTYPE_BYTES
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.linear_layers import (
+    LayerCount,
+    LayerErrors,
+    LayerGiven,
+    LayerGradient,
+    LayerHandBack,
+    LayerOutputs,
+    LayerProduct,
+    LayerReturned,
+)
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
-from autopar.strategies.row_exchange import row_shares
 
 
 class ColumnParallelLinearOptions(Options):
@@ -57,90 +67,20 @@ def _exchange(group: Group, wire: WireDtype, emit: Emitter) -> None:
     layer, n = group.members[0].parameter.layer, emit.world_size
     assert layer is not None
     sent_as = group.dtype if wire == "same" else wire
-    width = DTYPE_BYTES[group.dtype]
-    samples = layer.samples
-    outputs = -(-layer.outputs // n)
-    """Of a rank, at most."""
-    product = 2 * n * samples * layer.width * outputs
-    weight_bytes = outputs * layer.width * width
-    given_bytes, error_bytes = n * samples * layer.width * width, n * samples * outputs * width
     begin, turn = layer.product_position - 1, layer.turn
-
-    counts = emit.local("layer.count", group, elements=n, dtype="int64", splits=(1,) * n, position=-1)
-    counts = emit.wait(emit.all_gather(counts), begin)
-    one = samples * layer.width
-    given = emit.local(
-        "layer.given", group, [counts], elements=n * one, dtype=sent_as, splits=(one,) * n, position=begin
-    )
+    counts = emit.wait(emit.all_gather(emit.emit(LayerCount(layer), group, position=-1)), begin)
+    given = emit.emit(LayerGiven(layer, sent_as), group, [counts], position=begin)
     given = emit.wait(emit.all_gather(given), begin)
-    one = n * samples * outputs
-    found = emit.local(
-        "layer.found",
-        group,
-        [given, counts],
-        elements=n * one,
-        dtype=sent_as,
-        splits=(one,) * n,
-        position=begin,
-        flops=product,
-        moved_bytes=weight_bytes + given_bytes + error_bytes,
-    )
-    found = emit.wait(emit.all_to_all(found), begin)
-    emit.local(
-        "layer.product",
-        group,
-        [found],
-        elements=samples * layer.outputs,
-        dtype=group.dtype,
-        position=layer.product_position,
-        moved_bytes=2 * error_bytes,
-    )
+    outputs = emit.emit(LayerOutputs(layer, sent_as), group, [given, counts], position=begin)
+    outputs = emit.wait(emit.all_to_all(outputs), begin)
+    emit.emit(LayerProduct(layer), group, [outputs], position=layer.product_position)
 
-    errors = emit.local(
-        "layer.errors",
-        group,
-        [counts],
-        elements=n * one,
-        dtype=sent_as,
-        splits=(one,) * n,
-        position=turn,
-        moved_bytes=2 * error_bytes,
-    )
+    errors = emit.emit(LayerErrors(layer, sent_as), group, [counts], position=turn)
     errors = emit.wait(emit.all_to_all(errors), turn)
     if layer.given_gradient is not None:
-        one = samples * layer.width
-        returned = emit.local(
-            "layer.returned",
-            group,
-            [errors, counts],
-            elements=n * one,
-            dtype=sent_as,
-            sums=emit.own,
-            position=turn,
-            flops=product,
-            moved_bytes=weight_bytes + given_bytes + error_bytes,
-        )
-        returned = emit.wait(emit.reduce_scatter(returned, (one,) * n), turn)
-        emit.local(
-            "layer.hand_back",
-            group,
-            [returned],
-            elements=samples * layer.width,
-            dtype=group.dtype,
-            position=turn,
-        )
-    gradient = emit.local(
-        "layer.gradient",
-        group,
-        [errors, given, counts],
-        elements=group.elements,
-        dtype=group.dtype,
-        splits=row_shares(group, n),
-        sums=emit.everyone,
-        ragged=False,
-        in_pieces=not emit.context.clips,
-        position=emit.end,  # nobody waits for it, and it hides what is being sent
-        flops=product,
-        moved_bytes=weight_bytes + given_bytes + error_bytes,
-    )
-    emit.update(gradient, group, resident=True)
+        returned = emit.emit(LayerReturned(layer, sent_as), group, [errors, counts], position=turn)
+        returned = emit.wait(emit.reduce_scatter(returned, (layer.samples * layer.width,) * n), turn)
+        emit.emit(LayerHandBack(layer), group, [returned], position=turn)
+    # Nobody waits for it, and it hides what is being sent.
+    gradient = LayerGradient(layer, in_pieces=not emit.context.clips)
+    emit.update(emit.emit(gradient, group, [errors, given, counts], position=emit.end), group, keeps_shards=True)

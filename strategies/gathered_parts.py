@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
 
 

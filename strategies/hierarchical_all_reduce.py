@@ -3,8 +3,8 @@
 A reduce-scatter among the ranks of a host, an all-reduce of each part across hosts, an all-gather within the host. With
 h hosts of k ranks, each host's link carries 2 (h-1)/h of the bucket, where a ring through all ranks puts
 2 (hk-1)/(hk) there: half as much at two hosts of two. Two-level schemes of Horovod and NCCL; Jia et al., 2018
-(arXiv:1807.11205). With `inner` the teams are any k ranks that follow one another: a 2-D all-reduce, of fewer rounds
-(Ying et al., 2018, arXiv:1811.06992).
+(arXiv:1807.11205). With `inner` the subgroups are any k ranks that follow one another: a 2-D all-reduce, of fewer
+rounds (Ying et al., 2018, arXiv:1811.06992).
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from autopar.ir.primitives import Teams
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.shares import split_by_share
+from autopar.ops.subgroups import Subgroups
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
-from autopar.strategies.partitioned_parameter_server import split_by_share
 
 
 class HierarchicalAllReduceOptions(Options):
     inner: int = Field(default=0, ge=0)
-    """How many ranks that follow one another form an inner team; 0 for those of a host."""
+    """How many ranks that follow one another form an inner subgroup; 0 for those of a host."""
     wire: WireDtype = "same"
     """Number format on the wire; anything but `same` rounds the gradients, which the plan must allow."""
 
@@ -32,39 +34,39 @@ class HierarchicalAllReduce(Strategy):
     options_type = HierarchicalAllReduceOptions
 
     def applies(self, member: Member, context: Context) -> str | None:
-        return None if _sizes(context) else f"{context.world_size} ranks do not divide into teams of equal size"
+        return None if _sizes(context) else f"{context.world_size} ranks do not divide into subgroups of equal size"
 
     def options(self, context: Context) -> Sequence[HierarchicalAllReduceOptions]:
-        found = [HierarchicalAllReduceOptions()] if inner_teams(0, context) else []
+        found = [HierarchicalAllReduceOptions()] if inner_subgroups(0, context) else []
         return [*found, *(HierarchicalAllReduceOptions(inner=size) for size in _sizes(context))]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, HierarchicalAllReduceOptions)
-        inner = inner_teams(options.inner, emit.context)
+        inner = inner_subgroups(options.inner, emit.context)
         bucket = emit.pack(group, options.wire)
         if inner is None:  # one rank, or a cluster without hosts of equal size: nothing to gain from levels
             emit.update(emit.wait(emit.all_reduce(bucket)), group)
             return
         outer = tuple(zip(*inner, strict=True))
-        splits = [0] * emit.world_size
-        for team in inner:
-            for rank, part in zip(team, split_by_share(group.elements, (1.0,) * len(team)), strict=True):
-                splits[rank] = part
-        partial = emit.wait(emit.reduce_scatter(bucket, splits, inner))
+        sizes = [0] * emit.world_size
+        for subgroup in inner:
+            for rank, part in zip(subgroup, split_by_share(group.elements, (1.0,) * len(subgroup)), strict=True):
+                sizes[rank] = part
+        partial = emit.wait(emit.reduce_scatter(bucket, sizes, inner))
         summed = emit.wait(emit.all_reduce(partial, outer))
         emit.update(emit.wait(emit.all_gather(summed, inner)), group)
 
 
 def _sizes(context: Context) -> list[int]:
-    """Those of teams that are neither one rank nor all."""
+    """Those of subgroups that are neither one rank nor all."""
     return [size for size in range(2, context.world_size) if context.world_size % size == 0]
 
 
-def inner_teams(size: int, context: Context) -> Teams | None:
-    """The inner teams: ranks of a host, or `size` ranks that follow one another; `None` where they are not of equal
+def inner_subgroups(size: int, context: Context) -> Subgroups | None:
+    """The inner subgroups: ranks of a host, or `size` ranks that follow one another; `None` where they are not of equal
     size, or not several."""
     n = context.world_size
     hosts = [r // size for r in range(n)] if size else list(context.hosts or range(n))
-    teams = tuple(tuple(r for r in range(n) if hosts[r] == h) for h in dict.fromkeys(hosts))
-    sizes = {len(team) for team in teams}
-    return teams if len(sizes) == 1 and 1 < len(teams) < n else None
+    subgroups = tuple(tuple(r for r in range(n) if hosts[r] == h) for h in dict.fromkeys(hosts))
+    sizes = {len(subgroup) for subgroup in subgroups}
+    return subgroups if len(sizes) == 1 and 1 < len(subgroups) < n else None

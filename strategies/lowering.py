@@ -6,6 +6,7 @@ groups, each as soon as its gradients are complete and the one before it has bee
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,101 +16,68 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from autopar.errors import PlanError, did_you_mean
-from autopar.ir.primitives import (
-    CLIP_STAGE,
-    COLLECTIVES,
-    FORWARD_STAGE,
-    GATHERED,
-    WHOLE_STEP,
-    Kind,
-    Primitive,
-    order_hash,
-)
-from autopar.ir.training_graph import Head, Layer, TrainingGraph
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Value
+from autopar.ops.collectives import StepSum, StepWait
+from autopar.ops.context import Context
+from autopar.ops.gradients import Clip
+from autopar.ops.group import Group, Member
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
-from autopar.strategies.base import Context, Group, Member, Options, Strategy
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 T = TypeVar("T")
 Known = dict[int, tuple[SyncGroup, int, T]]
-"""By the identity of a group's object, which is kept with it, as is the number of its primitives."""
+"""By the identity of a group's object, which is kept with it, as is the number of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A primitive, and the position in the graph's compute behind which it runs (-1: before everything)."""
+    """A call, and the position in the graph's compute behind which it runs (-1: before everything)."""
 
-    primitive: Primitive
+    call: Call
     position: int
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One training step: the graph's compute, and the primitives placed between it."""
+    """One training step: the graph's compute, and the calls placed between it."""
 
     context: Context
     groups: tuple[Group, ...]
-    primitives: tuple[Primitive, ...]
-    """As recorded; `Primitive.index` and `inputs` refer to this tuple."""
+    calls: tuple[Call, ...]
+    """As recorded; `Call.index` refers to this tuple."""
     placed: tuple[Placed, ...]
     """In execution order."""
 
     @cached_property
     def replaced(self) -> frozenset[str]:
-        """Nodes of the graph that are not computed: gradients whose parts are sent instead."""
-        of_parts = [self.groups[p.group] for p in self.primitives if p.kind is Kind.PARTS]
-        of_tables = [m.parameter.table for m in self._working_on("rows")]
-        return frozenset(
-            [name for g in of_parts for m in g.members for name in m.parts.replaced]
-            + [name for head in self._heads for name in head.replaced]
-            + [name for table in of_tables if table is not None for name in table.parts.replaced]
-            + [name for layer in self._layers for name in layer.replaced]
-        )
+        """Nodes of the graph that are not computed: what is sent, or computed by other ranks, in their place."""
+        return frozenset(name for c in self.calls if c.group is not None for name in c.op.replaces(c.group))
 
     @cached_property
     def handed(self) -> frozenset[str]:
-        """Of these, nodes whose values a strategy makes in another way."""
-        made = [head.hidden_gradient for head in self._heads]
-        made += [name for layer in self._layers for name in (layer.product, layer.given_gradient)]
-        return frozenset(name for name in made if name is not None)
+        """Of these, nodes whose values operations make in another way."""
+        return frozenset(name for c in self.calls if c.group is not None for name in c.op.makes(c.group))
 
     @cached_property
-    def resident(self) -> frozenset[int]:
+    def sharded(self) -> frozenset[int]:
         """Groups whose parameters' rows live on one rank each."""
-        return frozenset(p.group for p in self.primitives if p.resident)
+        return frozenset(c.group.index for c in self.calls if c.group is not None and c.op.keeps_shards)
 
     @cached_property
     def gathered(self) -> frozenset[str]:
         """Parameters whose rows live on one rank each, and are gathered for each pass that reads them."""
-        groups = {p.group for p in self.primitives if p.work.startswith(GATHERED)}
-        return frozenset(m.slice.name for g in groups for m in self.groups[g].members)
+        return frozenset(name for c in self.calls if c.group is not None for name in c.op.gathers(c.group))
 
     @property
-    def _heads(self) -> list[Head]:
-        return [m.parameter.head for m in self._working_on("head") if m.parameter.head is not None]
+    def sharded_members(self) -> tuple[Member, ...]:
+        """Of the groups whose rows live on one rank each, in the order of the plan."""
+        return tuple(m for g in sorted(self.sharded) for m in self.groups[g].members)
 
-    @property
-    def _layers(self) -> list[Layer]:
-        return [m.parameter.layer for m in self._working_on("layer") if m.parameter.layer is not None]
-
-    @cached_property
-    def sent(self) -> frozenset[int]:
-        """Indices of the values that collectives take."""
-        return frozenset(i for p in self.primitives if p.kind in COLLECTIVES for i in p.inputs)
-
-    def _working_on(self, what: str) -> list[Member]:
-        """Members of groups with a strategy's own works on heads, layers, or rows of tables."""
-        groups = {p.group for p in self.primitives if p.work.partition(".")[0] == what}
-        return [m for g in sorted(groups) for m in self.groups[g].members]
-
-    @property
-    def resident_members(self) -> tuple[Member, ...]:
-        """Of those groups, in the order of the plan."""
-        return tuple(m for g in sorted(self.resident) for m in self.groups[g].members)
-
-    def of_groups(self, known: Known[T], make: Callable[[Group, Sequence[Primitive]], T]) -> list[tuple[int, T]]:
-        """The index of each group's first primitive, and `make` of the group and its primitives, in order. `make` must
+    def of_groups(self, known: Known[T], make: Callable[[Group, Sequence[Call]], T]) -> list[tuple[int, T]]:
+        """The index of each group's first call, and `make` of the group and its calls, in order. `make` must
         depend on them and on the context alone, and on no index but relative to the group's first: it is remembered in
         `known` by the group's object, which plans of a search share."""
         found: list[tuple[int, T]] = []
@@ -117,22 +85,27 @@ class StepProgram:
         for group in self.groups:
             entry = known.get(id(group.spec))
             if entry is None:
-                own = [*takewhile(lambda p, i=group.index: p.group == i, self.primitives[first:])]  # type: ignore[misc]
+                own = [*takewhile(lambda c, g=group: c.group is g, self.calls[first:])]  # type: ignore[misc]
                 entry = known[id(group.spec)] = group.spec, len(own), make(group, own)
             found.append((first, entry[2]))
             first += entry[1]
         return found
 
-    def each(self, known: Known[tuple[T, ...]], make: Callable[[Primitive], T]) -> list[T]:
-        """`make` of each primitive, in order; those of groups are remembered as by `of_groups`."""
+    def each(self, known: Known[tuple[T, ...]], make: Callable[[Call], T]) -> list[T]:
+        """`make` of each call, in order; those of groups are remembered as by `of_groups`."""
         found = [of_one for _, made in self.of_groups(known, lambda _, own: tuple(map(make, own))) for of_one in made]
-        found += map(make, self.primitives[len(found) :])
+        found += map(make, self.calls[len(found) :])
         return found
 
-    @property
+    @cached_property
     def order_hash(self) -> str:
-        """What all ranks must agree on before the first step."""
-        return order_hash(tuple(p.primitive for p in self.placed), self.context.world_size)
+        """A hash over the collectives in issue order: what all ranks must agree on before the first step."""
+        lines = [
+            f"{c.op.name} expected {c.dtype}" if c.expected else f"{c.op} {c.made} {[i.layout for i in c.inputs]}"
+            for c in (p.call for p in self.placed)
+            if c.op.is_collective
+        ]
+        return hashlib.sha256("\n".join([str(self.context.world_size), *lines]).encode()).hexdigest()[:16]
 
 
 def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Context) -> StepProgram:
@@ -151,17 +124,17 @@ def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Conte
                 raise PlanError(f"group {index}: '{member.slice}' cannot use {spec.strategy}: {reason}")
         strategy.lower(group, options, emit)
         resolved.append(group)
-    primitives = emit.primitives
+    calls = emit.calls
     if context.clips:
-        primitives.append(_clip(primitives))
-    bookends = _weight_and_loss(len(primitives), graph, context) if context.world_size > 1 else ()
-    placed = _place(primitives, resolved, graph, context)
+        calls.append(_clip(calls, context))
+    bookends = _weight_and_loss(len(calls), graph, context) if context.world_size > 1 else ()
+    placed = _place(calls, graph, context)
     # The weights' sum goes first: with several micro-batches it is known, and sent, before the first of them.
     placed = sorted([*bookends[:1], *placed, *bookends[1:]], key=lambda p: p.position)
     return StepProgram(
         context=context,
         groups=tuple(resolved),
-        primitives=(*primitives, *(b.primitive for b in bookends)),
+        calls=(*calls, *(b.call for b in bookends)),
         placed=tuple(placed),
     )
 
@@ -207,35 +180,26 @@ def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Opti
     return options
 
 
-def _clip(primitives: Sequence[Primitive]) -> Primitive:
-    sources = tuple(p.inputs[0] for p in primitives if p.kind in (Kind.UPDATE, Kind.DELIVER))
-    return Primitive(len(primitives), Kind.CLIP, WHOLE_STEP, sources, 1, "float64", stage=CLIP_STAGE - 1)
+def _clip(calls: Sequence[Call], context: Context) -> Call:
+    sources = tuple(c.inputs[0] for c in calls if c.op.takes_clip)
+    return Call(len(calls), Clip(), sources, None, Clip().value(None, sources, context), stage=CLIP_STAGE - 1)
 
 
 def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> tuple[Placed, ...]:
     """The small sums of every step: the batch weights, before the backward pass, and the loss, after it. A program
     without an optimizer begins with the backward pass, and leaves the loss to the user."""
     start, end = graph.backward_start - 1, len(graph.compute) - 1
+    number = Value(1, "float64")
 
-    def one(i: int, kind: Kind, source: tuple[int, ...], stage: int) -> Primitive:
-        return Primitive(first + i, kind, WHOLE_STEP, source, 1, "float64", stage)
+    def both(index: int, of: str, begun: int, ended: int) -> tuple[Placed, Placed]:
+        begin = Call(index, StepSum(of=of), (), None, number, stage=0)
+        return Placed(begin, begun), Placed(Call(index + 1, StepWait(), (begin,), None, number, stage=0), ended)
 
-    weight = (
-        Placed(one(0, Kind.ALL_REDUCE, (), 0), -1 if context.has_optimizer else start),
-        Placed(one(1, Kind.WAIT, (first,), 0), start),
-    )
-    if not context.has_optimizer:
-        return weight
-    return (
-        *weight,
-        Placed(one(2, Kind.ALL_REDUCE, (), 0), start),
-        Placed(one(3, Kind.WAIT, (first + 2,), 1), end),
-    )
+    weight = both(first, "weight", -1 if context.has_optimizer else start, start)
+    return (*weight, *both(first + 2, "loss", start, end)) if context.has_optimizer else weight
 
 
-def _place(
-    primitives: Sequence[Primitive], groups: Sequence[Group], graph: TrainingGraph, context: Context
-) -> list[Placed]:
+def _place(calls: Sequence[Call], graph: TrainingGraph, context: Context) -> list[Placed]:
     start, end = graph.backward_start - 1, len(graph.compute) - 1
     # A program without an optimizer has no part in the forward pass.
     issued, early = -1, -1 if context.has_optimizer else start
@@ -243,41 +207,43 @@ def _place(
     last: dict[int, Placed] = {}
     """What has time until the end: sums whose gradients are complete only there are issued first."""
     at: dict[int, int] = {}
-    for p in primitives:
-        if p.position is not None:
+    for c in calls:
+        if c.position is not None:
             # Not before what it needs, which the order of groups may have put behind that position.
-            of_step_before = p.late and p.kind in (Kind.WAIT, Kind.STORE)
-            needed = -1 if of_step_before else max((at[i] for i in p.inputs if i in at), default=-1)
-            at[p.index] = min(max(p.position, needed), end)
-            if at[p.index] == end:
-                last[p.index] = Placed(p, end)
+            needed = (
+                -1 if c.completes_step_before else max((at[i.index] for i in c.inputs if i.index in at), default=-1)
+            )
+            at[c.index] = min(max(c.position, needed), end)
+            if at[c.index] == end:
+                last[c.index] = Placed(c, end)
             else:
-                placed.append(Placed(p, at[p.index]))
+                placed.append(Placed(c, at[c.index]))
             continue
-        if p.stage > 0 or p.kind is Kind.CLIP:
+        if c.stage > 0 or c.group is None:
             continue
-        group = groups[p.group]
-        if p.stage < 0:
-            early = max(early, group.known)
-            placed.append(Placed(p, early if p.stage == FORWARD_STAGE else start))
+        if c.stage < 0:
+            early = max(early, c.group.known)
+            placed.append(Placed(c, early if c.stage == FORWARD_STAGE else start))
             continue
-        if p.kind in (Kind.UPDATE, Kind.DELIVER, Kind.STORE):
-            made = max((at[i] for i in p.inputs if i in at), default=-1)
-            position = max(made, group.ready, *(m.parameter.last_use for m in group.members))
+        if c.op.changes_parameters:
+            made = max((at[i.index] for i in c.inputs if i.index in at), default=-1)
+            position = max(made, c.group.ready, *(m.parameter.last_use for m in c.group.members))
         elif context.world_size == 1:
-            position = group.ready
+            position = c.group.ready
         else:
-            position = issued = max(issued, group.ready)
-        at[p.index] = position
-        if any(i in last for i in p.inputs):
-            last[p.index] = Placed(p, end)
+            position = issued = max(issued, c.group.ready)
+        at[c.index] = position
+        if any(i.index in last for i in c.inputs):
+            last[c.index] = Placed(c, end)
         else:
-            placed.append(Placed(p, position))
-    behind = sorted((p for p in primitives if p.stage > 0 and p.position is None), key=lambda p: _turn(p, groups))
-    return [*placed, *last.values(), *(Placed(p, end) for p in behind)]
+            placed.append(Placed(c, position))
+    behind = sorted((c for c in calls if c.stage > 0 and c.position is None), key=_turn)
+    return [*placed, *last.values(), *(Placed(c, end) for c in behind)]
 
 
-def _turn(p: Primitive, groups: Sequence[Group]) -> tuple[int, ...]:
+def _turn(c: Call) -> tuple[int, ...]:
     """Sorts what lies behind the backward pass: group by group, as their sums come in. What the next step waits for
     goes last, in the order in which it is needed."""
-    return (p.stage, p.late, groups[p.group].first_use if p.late else 0, p.group, p.index)
+    if c.group is None:
+        return (c.stage, 0, 0, -1, c.index)
+    return (c.stage, c.deferred, c.group.first_use if c.deferred else 0, c.group.index, c.index)

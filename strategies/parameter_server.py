@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
 
 
@@ -45,4 +47,4 @@ class ParameterServer(Strategy):
         gradients = emit.pack(group, options.wire)
         summed = emit.wait(emit.reduce(gradients, options.owner))
         parameters = emit.update(summed, group)
-        emit.store(emit.broadcast(parameters), group, late=options.late)
+        emit.store(emit.broadcast(parameters), group, deferred=options.late)

@@ -13,7 +13,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from autopar.strategies.base import Context, Group, Member, Options, Shares, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.shares import split_by_share
+from autopar.strategies.base import Options, Shares, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
 
 EARLY = (0.0, 0.25, 0.5, 0.75)
@@ -61,7 +64,7 @@ class PartitionedParameterServer(Strategy):
         gradients = emit.pack(group, options.wire)
         shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)), position)
         parameters = emit.update(shard, group, position=position)
-        emit.store(emit.all_gather(parameters, lane=1), group, late=options.late)
+        emit.store(emit.all_gather(parameters, communicator=1), group, deferred=options.late)
 
 
 def _turn(group: Group, early: float, end: int) -> int:
@@ -87,15 +90,3 @@ def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
             break
         owners.pop()
     return tuple(round((done * rates[r] - 1) / (n - 2), 4) if r in owners else 0.0 for r in range(n))
-
-
-def split_by_share(elements: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Cuts `elements` into consecutive parts in proportion to `shares`, to the nearest element."""
-    total, done, parts = sum(shares), 0.0, []
-    previous = 0
-    for share in shares:
-        done += share
-        end = round(elements * done / total)
-        parts.append(end - previous)
-        previous = end
-    return tuple(parts)

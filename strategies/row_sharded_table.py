@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.row_exchange import RowExchange
 
@@ -45,4 +47,4 @@ class RowShardedTable(Strategy):
             return
         exchange = RowExchange(group, options.wire, emit)
         exchange.look_up()
-        emit.update(exchange.gradient(), group, resident=True)
+        emit.update(exchange.gradient(), group, keeps_shards=True)

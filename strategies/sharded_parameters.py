@@ -1,7 +1,7 @@
 """Sharded parameters: ranks share the rows of parameters out, and gather them for each pass that reads them.
 
 Rank r has rows r, r+n, r+2n, ... of each parameter, its gradient and its optimizer state, between steps too. A group is
-gathered before the forward pass first reads it, each parameter let go of behind its last use there; gathered again for
+gathered before the forward pass first reads it, each parameter freed behind its last use there; gathered again for
 the backward pass; and its gradients are summed to the owners, which update their rows. 3 (n-1)/n of the bucket for each
 rank, where an all-reduce sends 2 (n-1)/n, for 1/n of the memory: ZeRO stage 3 (Rajbhandari et al., SC 2020), as FSDP
 does it. With `keep` it is gathered once: stage 2 in what is sent, and in memory between the steps still stage 3.
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.primitives import DTYPE_BYTES, GATHERED
-from autopar.strategies.base import Context, Group, Member, Options, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.shards import OwnShards, PackRows, ShardGradient, WholeParameters
+from autopar.ops.shares import row_shares
+from autopar.strategies.base import Options, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
-from autopar.strategies.row_exchange import row_shares
 
 PIECES = 4
-"""In about so many, at most, a group that was gathered is let go of."""
+"""In about so many, at most, a group that was gathered is freed."""
 
 
 class ShardedParametersOptions(Options):
@@ -55,85 +57,40 @@ class ShardedParameters(Strategy):
         uses = [p.first_use for p in parameters]
         last = max(p.last_forward for p in parameters)
         returns = min((p.first_backward for p in again), default=-1)
-        # What the backward pass wants back as soon as it would have been let go of is kept.
+        # What the backward pass wants back as soon as it would have been freed is kept.
         keep = options.keep or (returns >= 0 and returns - last <= _span(uses))
         reads = [p.last_use if keep else p.last_forward for p in parameters]
-        _gather(group, "forward", list(range(len(parameters))), uses, reads, emit)
+        _gather(group, False, uses, reads, emit)
         if again and not keep:
-            members = [i for i, p in enumerate(parameters) if p.first_backward >= 0]
-            uses = [p.first_backward for p in again]
-            _gather(group, "backward", members, uses, [p.last_use for p in again], emit)
+            _gather(group, True, [p.first_backward for p in again], [p.last_use for p in again], emit)
         self._reduce(group, options, emit)
 
     def _reduce(self, group: Group, options: ShardedParametersOptions, emit: Emitter) -> None:
         """The sums of gradients go to the owners of rows. They are waited for when as much of the backward pass has
         gone by again, so that no more than two groups' gradients are there at a time."""
-        shares, width = row_shares(group, emit.world_size), DTYPE_BYTES[group.dtype]
         sent_as = group.dtype if options.wire == "same" else options.wire
-        packed = emit.local(
-            f"{GATHERED}pack",
-            group,
-            elements=group.elements,
-            dtype=sent_as,
-            sums=emit.own,
-            ragged=False,
-            position=group.ready,
-            moved_bytes=group.elements * (width + DTYPE_BYTES[sent_as]),
-        )
+        packed = emit.emit(PackRows(sent_as), group, position=group.ready)
         span = _span([m.parameter.ready for m in group.members])
         position = max(group.ready + span, *(m.parameter.last_use for m in group.members))
-        summed = emit.wait(emit.reduce_scatter(packed, shares), position)
-        gradient = emit.local(
-            f"{GATHERED}gradient",
-            group,
-            [summed],
-            elements=group.elements,
-            dtype=group.dtype,
-            splits=shares,
-            sums=emit.everyone,
-            ragged=False,
-            position=position,
-            in_place=True,
-        )
-        emit.update(gradient, group, resident=True, position=position)
+        summed = emit.wait(emit.reduce_scatter(packed, row_shares(group, emit.world_size)), position)
+        gradient = emit.emit(ShardGradient(), group, [summed], position=position)
+        emit.update(gradient, group, keeps_shards=True, position=position)
 
 
-def _gather(
-    group: Group, which: str, members: list[int], uses: Sequence[int], reads: Sequence[int], emit: Emitter
-) -> None:
-    """Makes some of a group's members whole, from as long before their first use as these uses lie apart: then the
+def _gather(group: Group, backward: bool, uses: Sequence[int], reads: Sequence[int], emit: Emitter) -> None:
+    """Makes the members whole that a pass reads, from as long before their first use as these uses lie apart: then the
     group in front of it is computed, if they are of one size. Each is there until it is read last, `reads`; small ones
-    are let go of together."""
-    n, width = emit.world_size, DTYPE_BYTES[group.dtype]
-    some = Group(group.index, group.spec, tuple(group.members[i] for i in members))
+    are freed together."""
     position = min(uses) - 1
-    flag = int(which == "forward")  # ranks agree by one more number whether this is the last of their micro-batches
-    own = emit.local(
-        f"{GATHERED}own.{which}",
-        group,
-        elements=some.elements + n * flag,
-        dtype=group.dtype,
-        splits=tuple(share + flag for share in row_shares(some, n)),
-        ragged=False,
-        position=max(-1, position - _span(uses)),
-        moved_bytes=2 * some.elements // n * width,
-    )
-    flat = emit.wait(emit.all_gather(own, lane=1), position)
-    whole = emit.local(
-        f"{GATHERED}whole.{which}",
-        group,
-        [flat],
-        elements=some.elements,
-        dtype=group.dtype,
-        ragged=False,
-        position=position,
-        moved_bytes=2 * some.elements * width,
-    )
+    own = emit.emit(OwnShards(backward), group, position=max(-1, position - _span(uses)))
+    flat = emit.wait(emit.all_gather(own, communicator=1), position)
+    whole = emit.emit(WholeParameters(backward), group, [flat], position=position)
+    some = WholeParameters(backward).some(group)
     elements = 0
     for i, (last, member) in enumerate(sorted(zip(reads, some.members, strict=True), key=lambda read: read[0]), 1):
         elements += member.elements
-        if PIECES * elements >= some.elements or i == len(members):
-            emit.let_go(whole, elements, last)
+        if PIECES * elements >= some.elements or i == len(some.members):
+            emit.free(whole, elements, last)
             elements = 0
 
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.strategies.base import Context, Group, Member, Options, Shares, Strategy, WireDtype
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.shares import split_by_share
+from autopar.strategies.base import Options, Shares, Strategy, WireDtype
 from autopar.strategies.emitter import Emitter
-from autopar.strategies.partitioned_parameter_server import split_by_share
 
 
 class SummationServersOptions(Options):
@@ -50,7 +52,7 @@ class SummationServers(Strategy):
                 f"and {len(context.servers)} hosts that serve"
             )
         bucket = emit.pack(group, options.wire)
-        summed = emit.served_sum(bucket, split_by_share(group.elements, shares))
+        summed = emit.server_reduce(bucket, split_by_share(group.elements, shares))
         emit.update(emit.wait(summed), group)
 
 

@@ -17,12 +17,12 @@ from autopar.ir.aliases import readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
+from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ir.empty_batches import keep_nothing_finite
 from autopar.ir.heads import find_heads
 from autopar.ir.hoist import hoist_indices
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
-from autopar.ir.primitives import EXACT_BYTES
 from autopar.ir.recompute import recompute_activations
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory, views_where_they_can_be

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 if TYPE_CHECKING:
@@ -237,6 +238,4 @@ class TrainingGraph:
 
     @property
     def parameter_bytes(self) -> int:
-        from autopar.ir.primitives import DTYPE_BYTES
-
         return sum(p.numel * DTYPE_BYTES[p.spec.dtype] for p in self.parameters)

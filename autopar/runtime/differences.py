@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.fragments import Fragment
+from autopar.ops.fragments import Fragment
+from autopar.ops.group import Group
 from autopar.runtime.optimizer import bare_copy
 from autopar.runtime.probes import PROJECTIONS, Probe, Seen
 from autopar.runtime.subject import Subject, summed
-from autopar.strategies.base import Group
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-4, torch.float16: 2e-2, torch.bfloat16: 1.2e-1}
 """Of a difference, relative to the largest value of a gradient, by the narrowest dtype that the step computes in.

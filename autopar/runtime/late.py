@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from autopar.runtime import collectives
+from autopar.backends import collectives
+from autopar.ops.updates import Received
 from autopar.runtime.before_use import BeforeUse
-from autopar.runtime.modules import Store
 
 
 class Late(nn.Module):
     """What is on its way of one sync group."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Received | None) -> None:
         super().__init__()
         self.store = store
         """`None` where the rank has the parameters already, and only completes the collective."""
@@ -43,7 +43,7 @@ class LateParameters:
         self._groups: dict[int, Late] = {}
         self._before_use = BeforeUse(model, self.arrive)
 
-    def of(self, group: int, store: Store | None) -> Late:
+    def of(self, group: int, store: Received | None) -> Late:
         """A sync group's, by its index: the same for every graph."""
         if group not in self._groups:
             self._groups[group] = Late(store)

@@ -19,13 +19,14 @@ from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import output_tensors
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.ops.fragments import Fragment
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.checkpoint_checks import check_module
 from autopar.runtime.compiled import Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
-from autopar.runtime.fragments import Fragment
 from autopar.runtime.local_proof import Ran, SynchronizedOnce, copies, prove_locally
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.optimizer import OptimizerPart
@@ -35,7 +36,6 @@ from autopar.runtime.random import RandomStream
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
-from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.fx
 
-from autopar.ir.primitives import Kind, Primitive
+from autopar.backends import collectives
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import collectives
+from autopar.ops.base import Call
+from autopar.ops.gradients import cut
 from autopar.runtime.step_writer import batch_share
-from autopar.runtime.writer import NARROW, Target, Writer, Written
+from autopar.runtime.writer import NARROW, Target, Writer
 from autopar.strategies.lowering import StepProgram
 
 
@@ -109,11 +111,11 @@ class BackwardWriter(_Half):
             return self.call(torch.addcmul, (self.earlier[name], node, self.own_weight))
         return self.call(torch.addcmul, (node, self.earlier[name], self.per_weight))
 
-    def whole_step(self, p: Primitive) -> None:
-        if p.kind is Kind.ALL_REDUCE:
-            self.values[p.index] = self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
-            return
-        total = self.call(collectives.wait, (self.values[p.inputs[0]],))
+    def begin_step_sum(self, of: str) -> torch.fx.Node:
+        return self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
+
+    def end_step_sum(self, of: str, value: torch.fx.Node) -> None:
+        total = self.call(collectives.wait, (value,))
         dtypes = {t.meta["val"].dtype for t in self.tangents}
         counted = self.call(torch.mul, (self.weight, self.count))
         if dtypes & set(NARROW):
@@ -127,24 +129,23 @@ class BackwardWriter(_Half):
             self.copies[tangent] = self.call(torch.mul, (self.copies[tangent], share))
         self.per_weight = self.call(batch_share, (self.count, total, next(iter(dtypes))))
 
-    def _deliver(self, p: Primitive, value: Written) -> Written:
-        group, offset = self._group(p), 0
+    def deliver(self, call: Call, value: Any) -> None:
+        offset = 0
         of_members = iter(value) if isinstance(value, list) else None
-        for member in group.members:
+        for member in call.members:
             if not member.elements:  # which nobody sends
-                piece = self._member(member)
+                piece = cut(self, member)
             elif of_members is not None:
                 piece = next(of_members)
             else:
                 flat = self.call(torch.narrow, (value, 0, offset, member.elements))
-                if p.dtype != self.program.primitives[p.inputs[0]].dtype:
-                    flat = self.call(torch.Tensor.to, (flat, getattr(torch, p.dtype)))
+                if call.dtype != call.inputs[0].dtype:
+                    flat = self.call(torch.Tensor.to, (flat, call.torch_dtype))
                 piece = self.call(torch.Tensor.view, (flat, member.shape))
-            if self.target.max_norm is not None:
+            if self.max_norm is not None:
                 piece = self.call(torch.mul, (piece, self.clip))
             self.delivered.setdefault(member.slice.name, []).append((member.slice.start or 0, member.slice.dim, piece))
             offset += member.elements
-        return None
 
     def _whole(self, name: str) -> torch.fx.Node:
         pieces = sorted(self.delivered[name], key=lambda x: x[0])

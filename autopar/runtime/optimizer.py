@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError
-from autopar.ir.primitives import EXACT_BYTES
-from autopar.runtime.fragments import Formed, Fragment
-from autopar.strategies.base import Context
+from autopar.ir.dtypes import EXACT_BYTES
+from autopar.ops.context import Context
+from autopar.ops.fragments import Formed, Fragment
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, n)

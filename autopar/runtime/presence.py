@@ -18,8 +18,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
-from autopar.runtime.collectives import CommunicationFailure
 from autopar.runtime.job_store import InThread, JobStore, StoreFailure, StoreSilent
 from autopar.runtime.meeting import RANK_0
 from autopar.runtime.pulse import BEAT_S, ENDED, Pulse, beat_of

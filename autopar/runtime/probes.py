@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.runtime.fragments import Fragment
+from autopar.ops.fragments import Fragment
+from autopar.ops.group import Group
 from autopar.spec.plan import ParameterSlice
-from autopar.strategies.base import Group
 
 ELEMENTS = 32
 """Sampled of each parameter, the first and the last among them."""

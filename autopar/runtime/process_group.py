@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from autopar.backends.collectives import may_fail
 from autopar.errors import CollectiveError, PlanMismatchError
-from autopar.ir.primitives import Teams, all_teams
-from autopar.runtime.collectives import may_fail
+from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.runtime.meeting import Meeting, meet, served_by
 from autopar.runtime.presence import Presence
 from autopar.runtime.servers import join_servers, leave_servers
@@ -43,7 +43,7 @@ class Group:
     timeout_s: float = 300.0
     presence: Presence | None = field(default=None, compare=False, repr=False)
     """Who is there; `None` with one rank."""
-    channels: dict[tuple[Teams, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    channels: dict[tuple[Subgroups, int], Any] = field(default_factory=dict, compare=False, repr=False)
     """The process groups of teams and further lanes, made when they are first asked for."""
     meshes: dict[tuple[str, ...], str] = field(default_factory=dict, compare=False, repr=False)
     """The meshes of all ranks with servers, by the servers' names, likewise."""
@@ -54,14 +54,14 @@ class Group:
     def name(self) -> str | None:
         return None if self.pg is None else str(self.pg.group_name)
 
-    def channel(self, teams: Teams, lane: int) -> str | None:
+    def channel(self, teams: Subgroups, lane: int) -> str | None:
         """The name of the process group in which this rank's team does the collectives of a lane. All ranks must ask
         for the same ones in the same order; with one rank there is none."""
         if self.pg is None or (not teams and lane == 0):
             return self.name
         if (teams, lane) not in self.channels:
             assert self.presence is not None
-            timeout, made_of = timedelta(seconds=self.timeout_s), all_teams(teams, self.world_size)
+            timeout, made_of = timedelta(seconds=self.timeout_s), all_subgroups(teams, self.world_size)
 
             def make() -> list[Any]:
                 return [dist.new_group([*team], timeout=timeout) for team in made_of]

@@ -11,24 +11,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.backends import collectives
 from autopar.errors import SignatureError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import checkpoint, collectives
+from autopar.ops.context import Context
+from autopar.ops.fragments import Fragment
+from autopar.ops.parts import added
+from autopar.ops.updates import Observer, Step
+from autopar.runtime import checkpoint
 from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, check_batches, signature_key
 from autopar.runtime.compiled import CompiledStep, Settings
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager import owners_of
-from autopar.runtime.fragments import Fragment
 from autopar.runtime.late import LateParameters
 from autopar.runtime.local_proof import copies
 from autopar.runtime.loss_meaning import LossMeaning
-from autopar.runtime.modules import Observer, Update
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.order import CollectiveOrder
-from autopar.runtime.parts import added
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
 from autopar.runtime.resident import ResidentRows
@@ -40,7 +42,6 @@ from autopar.runtime.subject import Subject
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.plan import Plan
-from autopar.strategies.base import Context
 from autopar.strategies.lowering import lower_plan
 
 
@@ -177,7 +178,7 @@ class Program:
         assert graph.recompute == self.plan.recompute, "the graph was captured for another plan"
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program, graph)
-        self._resident.spread(m.slice.name for m in program.resident_members)
+        self._resident.spread(m.slice.name for m in program.sharded_members)
         assert graph.joint is not None and graph.joint.weight is not None
         step = StepWriter(graph, program, self._target()).write()
         compiled = CompiledStep(graph, program, graph.joint.weight, shared_buffers(graph.joint, self._group), step)
@@ -278,7 +279,7 @@ class Program:
 
     def _observe(self, module: torch.fx.GraphModule) -> None:
         for m in module.children():
-            if isinstance(m, Update):
+            if isinstance(m, Step):
                 m.observer = self._observer
 
     def _target(self) -> Target:

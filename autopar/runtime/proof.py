@@ -21,10 +21,10 @@ from torch import nn
 
 from autopar.errors import AutoparWarning, VerificationError
 from autopar.ir.batch import Batch
+from autopar.ops.fragments import Fragment
 from autopar.runtime.blame import blame, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
-from autopar.runtime.fragments import Fragment
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from autopar.errors import PlanError, SignatureError
-from autopar.runtime import collectives
+from autopar.backends import collectives
+from autopar.errors import PlanError
+from autopar.ops.fragments import rows_of_rank
 from autopar.runtime.before_use import BeforeUse
-from autopar.runtime.fragments import rows_of_rank
 from autopar.runtime.process_group import Group
 
 
@@ -98,11 +98,3 @@ class ResidentRows:
             rows = rows_of_rank(rank, n)
             whole[rows] = part[: len(range(*rows.indices(shape[0])))]
         return whole
-
-
-def uneven_micro_batches(what: str) -> SignatureError:
-    """What every rank is told where `what` is shared out and ranks take different numbers of micro-batches."""
-    return SignatureError(
-        f"some ranks took the last of their micro-batches, others have more to come: {what} shared out needs every "
-        "rank for each, so all must take equally many"
-    )

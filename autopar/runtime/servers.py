@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from autopar.backends.exchange import has_failed
+from autopar.backends.served_sum import Mesh, add_up, drop_mesh, end, keep_mesh
 from autopar.errors import CollectiveError
-from autopar.runtime.exchange import has_failed
 from autopar.runtime.job_store import JobStore, StoreFailure, StoreSilent
-from autopar.runtime.served_sum import Mesh, add_up, end
 
 if TYPE_CHECKING:
     from autopar.runtime.presence import Presence
@@ -40,13 +40,7 @@ _MOST_MEMBERS, _MOST_TIMEOUT_S = 1 << 16, 1e8
 """Of what a program may ask a server for."""
 
 _log = logging.getLogger("autopar")
-_meshes: dict[str, Mesh] = {}
 _made = itertools.count(1)
-
-
-def mesh_named(name: str) -> Mesh:
-    """What `join_servers` has made under that name."""
-    return _meshes[name]
 
 
 def join_servers(group: str, presence: Presence, servers: Sequence[str], timeout_s: float) -> str:
@@ -64,7 +58,7 @@ def join_servers(group: str, presence: Presence, servers: Sequence[str], timeout
         timeout_s,
     )
     name = f"{'+'.join(servers)} of {group} ({next(_made)})"
-    _meshes[name] = mesh
+    keep_mesh(name, mesh)
     return name
 
 
@@ -90,7 +84,7 @@ def _number(asked: JobStore, presence: Presence, group: str, servers: Sequence[s
 
 def leave_servers(name: str) -> None:
     """On every rank, when its program is done: the servers' threads end."""
-    mesh = _meshes.pop(name, None)
+    mesh = drop_mesh(name)
     if mesh is not None and not has_failed(name):  # else they see the connections end
         with contextlib.suppress(RuntimeError):  # the server is gone already
             end(mesh)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.backends.collectives import may_fail
 from autopar.errors import OptimizerError
-from autopar.runtime.collectives import may_fail
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous
 

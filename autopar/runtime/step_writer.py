@@ -7,9 +7,10 @@ import operator
 import torch
 import torch.fx
 
-from autopar.ir.primitives import COLLECTIVES, WHOLE_STEP, Kind, Primitive
+from autopar.backends import collectives
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import collectives, parts
+from autopar.ops import parts
+from autopar.ops.base import Call
 from autopar.runtime.writer import NARROW, Target, Writer
 from autopar.strategies.lowering import StepProgram
 
@@ -75,36 +76,37 @@ class StepWriter(Writer):
             (self.call(operator.getitem, (self.earlier[name], 0)), self.call(operator.getitem, (self.earlier[name], 1)))
         ]
 
-    def whole_step(self, p: Primitive) -> None:
-        """The weight's sum and its wait come first, unless it is known already; then the loss's sum and its wait."""
-        assert self.tangent is not None
-        first = next(q for q in self.program.primitives if q.group == WHOLE_STEP and q.kind is Kind.ALL_REDUCE)
-        of_weight = p is first or first.index in p.inputs
-        if of_weight and self.earlier_loss is not None:
-            return
-        if p.kind is Kind.WAIT:
-            total = self.call(collectives.wait, (self.values[p.inputs[0]],))
-            if not of_weight:
-                self.loss = total
-                return
-            dtype = self.tangent.meta["val"].dtype
-            narrow = dtype in NARROW
-            wide = torch.float32 if narrow else dtype
-            self.share = self.call(batch_share, (self.weight, total, wide, self.target.world_size))
-            if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
-                self.scale = self.share
-                shape = tuple(self.tangent.meta["val"].shape)
-                self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
-            else:
-                self.copies[self.tangent] = self.share
-        elif of_weight:
-            self.values[p.index] = self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
-        else:
-            assert self.share is not None
-            part = self.call(loss_share, (self.copies[self.loss_source], self.share))
+    def begin_step_sum(self, of: str) -> torch.fx.Node | None:
+        """The sum of the weights, unless it is known already; then that of the losses."""
+        if of == "weight":
             if self.earlier_loss is not None:
-                part = self.call(torch.add, (part, self.earlier_loss))
-            self.values[p.index] = self.call(collectives.all_reduce, (part, self.channel()))
+                return None
+            return self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
+        assert self.share is not None
+        part = self.call(loss_share, (self.copies[self.loss_source], self.share))
+        if self.earlier_loss is not None:
+            part = self.call(torch.add, (part, self.earlier_loss))
+        return self.call(collectives.all_reduce, (part, self.channel()))
+
+    def end_step_sum(self, of: str, value: torch.fx.Node | None) -> torch.fx.Node | None:
+        if value is None:
+            return None
+        total = self.call(collectives.wait, (value,))
+        if of == "loss":
+            self.loss = total
+            return total
+        assert self.tangent is not None
+        dtype = self.tangent.meta["val"].dtype
+        narrow = dtype in NARROW
+        wide = torch.float32 if narrow else dtype
+        self.share = self.call(batch_share, (self.weight, total, wide, self.target.world_size))
+        if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
+            self.scale = self.share
+            shape = tuple(self.tangent.meta["val"].shape)
+            self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
+        else:
+            self.copies[self.tangent] = self.share
+        return total
 
 
 class LocalWriter(Writer):
@@ -119,17 +121,17 @@ class LocalWriter(Writer):
             self.copy(node)
         self.walk(self.compute())
         gradients: dict[str, torch.fx.Node] = dict(self.gradients)
-        for name, terms in self.terms.items():
+        for name, terms in self._terms.items():
             gradients[name] = self.call(parts.joined, ([a for a, _ in terms], [b for _, b in terms]))
         buffers = [self.copies[value] for _, value in self.joint.mutations]
         self.graph.output((self.copies[self.joint.outputs[0]], buffers, gradients))
         return self.module("Local")
 
-    def _primitive(self, p: Primitive) -> None:
+    def write_call(self, call: Call) -> None:
         """Only what the graph cannot be computed without."""
-        resident = p.group in self.program.resident and p.kind in (*COLLECTIVES, Kind.LOCAL, Kind.WAIT)
-        if resident or (p.late and p.kind is Kind.WAIT):
-            super()._primitive(p)
+        needed = call.group is not None and call.group.index in self.program.sharded and not call.op.changes_parameters
+        if needed or (call.completes_step_before and call.op.waits_for(call) is not None):
+            super().write_call(call)
 
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
         self.gradients[name] = node

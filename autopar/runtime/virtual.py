@@ -31,13 +31,13 @@ import torch.fx
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.ir.capture import JointGraph
-from autopar.ir.primitives import COLLECTIVES, Kind, Primitive
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import parts
+from autopar.ops.base import Call
+from autopar.ops.collectives import Wait
 from autopar.runtime.late import LateParameters
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
-from autopar.runtime.writer import Target, Written
+from autopar.runtime.writer import Target
 from autopar.strategies.lowering import StepProgram
 
 LOSS = 1.0
@@ -51,17 +51,16 @@ class DeviceTimes:
     prefix_s: Sequence[float]
     """[i]: the graph's first i nodes."""
     work_s: Sequence[float]
-    """[i]: the device's part of `StepProgram.primitives[i]`. 0 for collectives: handing them over is done for real."""
+    """[i]: the device's part of `StepProgram.calls[i]`. 0 for collectives: handing them over is done for real."""
 
     @classmethod
     def of(cls, pricer: StepPricer, program: StepProgram, rank: int, dilation: float = 1.0) -> DeviceTimes:
         """As the cost model prices them, each times `dilation`."""
         streams = pricer.streams(program)
-        work_s = [0.0] * len(program.primitives)
-        for p in program.primitives:
-            price = pricer.price(p, program)
-            if p.kind not in COLLECTIVES:
-                work_s[p.index] = dilation * price.device_s[rank]
+        work_s = [0.0] * len(program.calls)
+        for call in program.calls:
+            if not call.is_pending:
+                work_s[call.index] = dilation * pricer.price(call).device_s[rank]
         return cls([dilation * s for s in streams.prefix_s[streams.device_of_rank[rank]]], work_s)
 
 
@@ -112,7 +111,7 @@ class VirtualProgram:
         self._group = group
         self._late = LateParameters(torch.nn.Module())
         self.module = virtual_step(graph, program, times, group, self._late, clip_grad_norm)
-        self._device = Device(max((p.bytes for p in program.primitives), default=0))
+        self._device = Device(max((c.bytes for c in program.calls), default=0))
 
     def step(self) -> torch.Tensor:
         """One step; returns the mean loss over the ranks once the device is done."""
@@ -156,24 +155,30 @@ class VirtualWriter(StepWriter):
     def compute(self) -> list[tuple[int, torch.fx.Node]]:
         return self._segments
 
-    def _primitive(self, p: Primitive) -> None:
+    def write_call(self, call: Call) -> None:
         """The device's part, in its place beside the communication, which is as ever."""
-        if p.kind is Kind.WAIT:
-            super()._primitive(p)
+        if call.op.waits_for(call) is not None:
+            super().write_call(call)
             self._on_device(Device.resume)
-            self._spend(p)
+            self._spend(call)
             return
-        self._spend(p)
-        communicates = p.kind in COLLECTIVES or p.kind is Kind.CLIP
-        if communicates:
+        self._spend(call)
+        sends = call.op.sends(call) is not None
+        if sends:
             self._on_device(Device.reach)
-        super()._primitive(p)
-        if p.kind is Kind.CLIP:  # waits within itself
+        super().write_call(call)
+        if sends and not call.is_pending:  # waits within itself
             self._on_device(Device.resume)
 
-    def _spend(self, p: Primitive) -> None:
-        if self.times.work_s[p.index] > 0:
-            self._on_device(Device.spend, self.times.work_s[p.index])
+    def run(self, call: Call) -> Any:
+        """What sends, and what completes it, is as ever; of all else there is only a value, of zeros."""
+        if call.group is None or call.is_pending or call.op.waits_for(call) is not None:
+            return super().run(call)
+        return self._view(call.op.captured_elements(call, self.rank), call.dtype)
+
+    def _spend(self, call: Call) -> None:
+        if self.times.work_s[call.index] > 0:
+            self._on_device(Device.spend, self.times.work_s[call.index])
 
     def _on_device(self, method: Any, *args: Any) -> torch.fx.Node:
         return self.call(method, (self.copies[self._clock], *args))
@@ -181,39 +186,22 @@ class VirtualWriter(StepWriter):
     def _view(self, elements: int, dtype: str) -> torch.fx.Node:
         return self._on_device(Device.view, elements, getattr(torch, dtype))
 
-    def _pack(self, p: Primitive, value: Written) -> Written:
-        return self._view(p.elements, p.dtype)
-
-    def _count(self, p: Primitive, value: Written) -> Written:
-        return self._view(p.held_elements(self.target.rank), p.dtype)
-
-    _local = _update = _count
-
-    def _parts(self, p: Primitive, value: Written) -> Written:
-        """As long as the batch that was captured makes it."""
-        members = self._group(p).members
-        layout = parts.Layout(members, getattr(torch, p.dtype))
-        return self._view(layout.elements([m.parts.distinct for m in members]), p.dtype)
-
-    def _form(self, p: Primitive, value: Written) -> Written:
-        return None
-
-    def _all_to_all(self, p: Primitive, value: Written) -> Written:
+    def message(self, call: Call) -> list[Any]:
         """As much to and from each rank as is expected."""
-        n = self.target.world_size
-        share = [p.held_elements(self.target.rank) // n] * n
-        return super()._all_to_all(p, [value, share, share])  # type: ignore[list-item]
+        share = [call.held_elements(self.rank) // self.world_size] * self.world_size
+        return [self.value_of(call), share, share]
 
-    def empty(self, p: Primitive) -> torch.fx.Node:
-        return self._view(p.elements, p.dtype)
+    def empty(self, call: Call) -> torch.fx.Node:
+        return self._view(call.elements, call.dtype)
 
-    def sum_parts(self, p: Primitive, parts: torch.fx.Node) -> torch.fx.Node:
-        return self._on_device(Device.view, p.held_elements(self.target.rank), self.summed_as(p))
+    def sum_parts(self, wait: Call, parts: Any) -> torch.fx.Node:
+        assert isinstance(wait.op, Wait)
+        return self._view(wait.held_elements(self.rank), wait.op.summed_as(wait))
 
-    def clipped(self, p: Primitive) -> list[tuple[bool, Written]]:
+    def clipped(self, call: Call) -> list[tuple[bool, Any]]:
         return []
 
-    def _stores(self, p: Primitive) -> None:
+    def stored(self, group: Group, sender: int | None) -> None:
         return None
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.runtime import collectives
-from autopar.runtime.modules import Clip
+from autopar.backends import collectives
+from autopar.ops.gradients import Norm
 
 COLLECTIVES = (
     collectives.all_reduce,
@@ -44,6 +44,6 @@ class Recorder(torch.fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
-        if isinstance(module, Clip):
+        if isinstance(module, Norm):
             self.calls.append(f"clip {module.group} {module.max_norm}")
         return super().call_module(target, args, kwargs)

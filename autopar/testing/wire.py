@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.ir.primitives import served_bytes, wire_bytes
+from autopar.ops.collectives import served_bytes, wire_bytes
 from autopar.runtime.program import Program
 from autopar.testing.tasks import Batch, Task, seeded
 
@@ -59,7 +59,7 @@ def seen_and_declared(program: Program, batch: Any) -> tuple[float, int]:
         looks.append(_sent() - before)
     lowered = program.compile_for(batch).program
     # On a busy machine TCP now and then sends a segment twice.
-    return statistics.median(looks), sum(sum(wire_bytes(p, n)[0]) + sum(served_bytes(p, n)) for p in lowered.primitives)
+    return statistics.median(looks), sum(sum(wire_bytes(c, n)[0]) + sum(served_bytes(c, n)) for c in lowered.calls)
 
 
 def _sent() -> int:

@@ -13,7 +13,6 @@ from autopar.cost_models.collectives import Host, Network
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.learning import learn
-from autopar.ir.primitives import COLLECTIVES
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
@@ -131,7 +130,7 @@ class Lab:
 
 
 def _sent_s(program: StepProgram, pricer: StepPricer) -> float:
-    transfers = (pricer.network.transfer(p) for p in program.primitives if p.kind in COLLECTIVES)
+    transfers = (pricer.network.transfer(c) for c in program.calls if c.is_pending)
     return sum(t.seconds for t in transfers)
 
 

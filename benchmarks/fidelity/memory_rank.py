@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from autopar.backends import collectives
+from autopar.backends.exchange import Exchange
 from autopar.lab import serve
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
-from autopar.runtime import collectives
-from autopar.runtime.exchange import Exchange
 from benchmarks.peers import Options, peer_named
 from benchmarks.peers.planned import captured
 from benchmarks.suite import workload_named

@@ -17,9 +17,9 @@ from autopar.ir.batch import call_model, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import find_loss, output_tensors
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.fragments import Fragment
 from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
-from autopar.runtime.fragments import Fragment
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import context_for, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous

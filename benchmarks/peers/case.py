@@ -14,7 +14,7 @@ from benchmarks.suite import Workload
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel
     from autopar.ir.training_graph import TrainingGraph
-    from autopar.strategies.base import Context
+    from autopar.ops.context import Context
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _captured(workload: Workload, model: nn.Module) -> dict[str, Any]:
     from autopar.errors import AutoparError
     from autopar.ir.batch import flatten
     from autopar.ir.build import training_graph
-    from autopar.ir.primitives import DTYPE_BYTES
+    from autopar.ir.dtypes import DTYPE_BYTES
 
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-from autopar.ir.primitives import DTYPE_BYTES
+from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Parameter
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import OptionValue, ParameterSlice, SyncGroup

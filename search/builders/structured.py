@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.training_graph import Parameter
+from autopar.ops.parts import index_elements
 from autopar.search.builders.by_hand import DDP_BUCKET_BYTES, buckets
 from autopar.search.builders.common import Builder, alone, applies, group, issue_order, one_dtype_each, others, whole
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, strategy_named
-from autopar.strategies.emitter import index_elements
 
 _HEAD, _TABLE, _LAYER = "class_sharded_head", "row_sharded_table", "column_parallel_linear"
 _STRATEGY = {"rows": "sparse_rows", "factors": "sufficient_factors"}

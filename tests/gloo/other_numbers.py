@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.backends import collectives
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.runtime import collectives
 
 
 class Net(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.runtime import collectives
-from autopar.runtime.exchange import in_rounds
+from autopar.backends import collectives
+from autopar.backends.exchange import in_rounds
 from autopar.runtime.process_group import join
 from tests.gloo.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, OptimizerError, PlanError, PlanMismatchError, SignatureError
-from autopar.runtime.fragments import Fragment
+from autopar.ops.fragments import Fragment
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.spec.plan import ParameterSlice
 

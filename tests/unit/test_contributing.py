@@ -11,9 +11,9 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir.primitives import COLLECTIVES, wire_bytes
 from autopar.ir.training_graph import ComputeNode, Parameter, TrainingGraph
+from autopar.ops.context import Context
 from autopar.spec.plan import ModelFingerprint, ParameterSlice, ParameterSpec, SyncGroup
 from autopar.strategies import STRATEGIES
-from autopar.strategies.base import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
 
 GUIDE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"

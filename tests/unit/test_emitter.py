@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.ir.primitives import Kind, wire_bytes
+from autopar.ops.group import Group, Member
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context, strategy_named
-from autopar.strategies.base import Group, Member
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.value import Value
 from tests.unit.synthetic import training_graph

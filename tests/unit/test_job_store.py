@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
-from autopar.runtime.collectives import CommunicationFailure
 from autopar.runtime.job_store import JobStore, StoreFailure, StoreSilent
 from autopar.runtime.meeting import TORCHRUN, meet
 from autopar.runtime.presence import Presence

@@ -16,7 +16,7 @@ from autopar.ir.build import training_graph
 from autopar.ir.primitives import Kind
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import Table, TrainingGraph
-from autopar.runtime.rows import RowShards
+from autopar.ops.tables import RowShards
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan, resolve

@@ -15,7 +15,6 @@ import autopar
 from autopar.errors import VerificationError
 from autopar.ir import reuse
 from autopar.runtime import step_writer
-from autopar.runtime.modules import Update
 
 aten = torch.ops.aten
 X, Y = torch.randn(8, 6), torch.randint(0, 5, (8,))

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from autopar.runtime.resident import uneven_micro_batches
+from autopar.errors import SignatureError
+from autopar.ops.base import Site
 
 
 def agreed(counts: torch.Tensor, what: str) -> list[int]:
@@ -37,3 +39,25 @@ def padded(values: torch.Tensor, counts: Sequence[int], dtype: torch.dtype) -> t
     for into, part in zip(flat, torch.split(values, list(counts)), strict=True):
         into[: len(part)] = part
     return flat.view(-1)
+
+
+def sample_count(site: Site, samples: int) -> Any:
+    """This rank's samples, for all to know; negative where more micro-batches follow."""
+    count = samples if site.is_last else -samples
+    return site.call(torch.full, ((1,), count), {"dtype": torch.int64, "device": site.device})
+
+
+def hand_back(site: Site, node: str, values: Any, rows: int, width: int) -> Any:
+    """Puts the first `rows` of flat `values`, which may be padded, in the place of a node of the graph."""
+    own = site.call(torch.narrow, (values, 0, 0, rows * width))
+    value = site.call(torch.reshape, (own, (rows, width)))
+    site.replace(node, value)
+    return value
+
+
+def uneven_micro_batches(what: str) -> SignatureError:
+    """What every rank is told where `what` is shared out and ranks take different numbers of micro-batches."""
+    return SignatureError(
+        f"some ranks took the last of their micro-batches, others have more to come: {what} shared out needs every "
+        "rank for each, so all must take equally many"
+    )

@@ -15,8 +15,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.ir.primitives import ROUNDS_BYTES
-
+ROUNDS_BYTES = 64 * 1024
+"""Of an exchange, parts up to here fit the buffers on their way, so that sending all at once costs nothing; larger ones
+go in rounds."""
 PIECES, PIECE_BYTES = 4, 1 << 19
 """Of what goes around a ring, the most pieces, and how small they may be."""
 

@@ -13,9 +13,9 @@ from itertools import groupby
 
 import torch
 
-from autopar.runtime.products import Product, rows_of_piece
+from autopar.ops.group import Group
+from autopar.ops.products import Product, rows_of_piece
 from autopar.spec.plan import ParameterSlice
-from autopar.strategies.base import Group
 
 
 @dataclass(frozen=True)

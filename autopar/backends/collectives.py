@@ -3,7 +3,7 @@
 All are issued from one thread, in graph order. PyTorch's functional collectives are used where they exist; the
 others are asynchronous `torch.distributed` calls whose work is registered, so that one `wait` serves all.
 
-Bytes on the wire are those declared by `autopar.ir.primitives.wire_bytes`. Some choices follow from what gloo does:
+Bytes on the wire are those declared by `autopar.ops.collectives`. Some choices follow from what gloo does:
 its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all; its all-gather refuses
 unequal parts, so those go through an all-to-all as well; neither is fast, so that large ones on CPU go in rounds of our
 own, in a ring where parts are alike (`exchange`); and the functional all-gather of torch 2.13 corrupts the heap where
@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from autopar.ir.primitives import EXACT_BYTES, alike
-from autopar.runtime.exchange import AllGather, AllToAll, ReduceScatter, in_rounds
-from autopar.runtime.served_sum import ServedSum
-from autopar.runtime.servers import mesh_named
+from autopar.backends.exchange import AllGather, AllToAll, ReduceScatter, in_rounds
+from autopar.backends.served_sum import ServedSum, mesh_named
+from autopar.ir.dtypes import EXACT_BYTES
 
 _functional = torch.ops._c10d_functional
 _STRIDED = "gloo sums strided memory wrongly, without an error: values are made contiguous before they are sent"
@@ -145,6 +144,12 @@ def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tens
     the mesh adds up."""
     assert x.is_contiguous(), _STRIDED
     return _registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
+
+
+def alike(sizes: Sequence[int]) -> bool:
+    """Whether parts differ by one element at most: then they may go around a ring, without the slow waiting for the
+    fast."""
+    return max(sizes) - min(sizes) <= 1
 
 
 def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:

@@ -18,9 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.ir.primitives import served_pieces
-from autopar.runtime.exchange import Exchange
+from autopar.backends.exchange import Exchange
 
+SERVED_PIECE_BYTES = 1 << 19
+"""Of a sum over serving hosts, what is added up and sent back at a time, over all that add up, while the next piece is
+on its way. [Empirical: four hosts at 1 Gbit/s and two servers at 2, torch 2.13. 16 MiB take 153 ms, in pieces of 256
+KiB or 1 MiB 162; an all-reduce takes 214]"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Of values that can be summed; a header names one by its place here."""
 END = -1
@@ -32,6 +35,28 @@ _AHEAD = 3
 _FOREVER, _FAREWELL = timedelta(days=365), timedelta(seconds=5)
 
 Wait = Callable[[], None]
+
+_meshes: dict[str, Mesh] = {}
+
+
+def served_pieces(size: int) -> int:
+    """How many pieces a served sum of so many bytes goes in."""
+    return max(1, -(-size // SERVED_PIECE_BYTES), min(4, size // (SERVED_PIECE_BYTES // 8)))
+
+
+def mesh_named(name: str) -> Mesh:
+    """What was kept under that name."""
+    return _meshes[name]
+
+
+def keep_mesh(name: str, mesh: Mesh) -> None:
+    """Makes a mesh known to the graphs that name it."""
+    _meshes[name] = mesh
+
+
+def drop_mesh(name: str) -> Mesh | None:
+    """Forgets it; returns it, where there is one."""
+    return _meshes.pop(name, None)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir.primitives import LARGE_BYTES
+from autopar.ops.base import Bytes, Call, Setting
 
+LARGE_BYTES = 1 << 25
+"""From here on, CPUs form what may be formed in pieces a few rows at a time: glibc gives memory of this size back to
+the system at once, and every new page costs."""
 PIECE_BYTES = 1 << 20
 """Of a piece. [Empirical: half a MiB to two are alike within a few per cent, four take 10 % longer]"""
 FROM_BYTES = LARGE_BYTES
@@ -40,3 +43,9 @@ def rows_of_piece(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cpu" or size < FROM_BYTES:
         return len(tensor)
     return max(1, PIECE_BYTES * len(tensor) // size)
+
+
+def formed_bytes(call: Call, setting: Setting) -> Bytes:
+    """Bytes that a gradient takes that is formed as a product: none, where it is large and may be formed in pieces."""
+    size = call.held_bytes(setting.world_size)
+    return size * (size < LARGE_BYTES) if call.op.in_pieces and setting.rounds else size

@@ -7,14 +7,27 @@ holds most.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.strategies.base import Group, Member
-from autopar.strategies.emitter import index_elements
+from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ir.training_graph import Parts
+from autopar.ops.base import Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.layouts import REPLICATE, Shard
+
+SORT_BYTES = 8 * 24
+"""Bytes that merging equal indices moves for each of them: a sort of 64-bit keys, in a dozen passes. [Empirical, of the
+right order]"""
+PART_KERNELS = 5
+"""Kernels for each gradient whose parts are counted, packed or put together: a sort, an addition by index, copies.
+[Empirical, of the right order]"""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Left and right part of one term: indices and values, or two factors."""
@@ -198,3 +211,136 @@ class Form(nn.Module):
         for indices, values in parts:  # one rank after the other, so that every rank adds in the same order
             whole.index_add_(0, indices.long(), values.to(self.dtype))
         return whole
+
+
+@dataclass(frozen=True, slots=True)
+class CountParts(Operation):
+    """How many rows each gradient's parts have on this rank, once equal ones are merged; to be gathered."""
+
+    name = "count"
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        assert group is not None
+        n, members = context.world_size, len(group.members)
+        return Value(n * members, "int64", Shard((members,) * n))
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        looked_up = sum(m.parts.rows for m in call.members if m.parts.kind == "rows")
+        return Work(moved_bytes=looked_up * SORT_BYTES, kernels=PART_KERNELS * len(call.members))
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        return None
+
+    def write(self, site: Site, call: Call) -> Any:
+        group = call.owner_group
+        looked_up: list[list[Any] | None] = []
+        rows: list[Any] = []
+        for member in group.members:
+            earlier = [left for left, _ in site.earlier_terms(member.slice.name)]
+            if member.parts.kind == "rows":
+                own = [site.computed(t.left) for t in member.parts.terms]
+                looked_up.append([*earlier, *own])
+                rows.append(0)
+            else:
+                looked_up.append(None)
+                rows.append(site.call(rows_of, (member.parts.rows, earlier)))
+        counted = site.notes(group)["counted"] = site.call(count, (looked_up, rows, site.device))
+        return site.call(getattr, (counted, "counts"))
+
+
+@dataclass(frozen=True, slots=True)
+class PackParts(Operation):
+    """What the group's gradients are made of on this rank, as one flat value, as many rows as the counts say; to be
+    gathered. Its elements are those expected from the batch that was captured."""
+
+    name = "parts"
+    forms_gradients = True
+    dtype: str
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        assert group is not None
+        n, own = context.world_size, self._elements(group)
+        return Value(n * own, self.dtype, Shard((own,) * n), expected=True)
+
+    def _elements(self, group: Group) -> int:
+        return sum(m.parts.distinct * (m.parts.row_width + index_elements(m.parts, self.dtype)) for m in group.members)
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        group = call.owner_group
+        read = sum(m.parts.rows * m.parts.row_width for m in group.members) * DTYPE_BYTES[group.dtype]
+        moved = 2 * read + self._elements(group) * DTYPE_BYTES[self.dtype]
+        return Work(moved_bytes=moved, kernels=PART_KERNELS * len(group.members))
+
+    def replaces(self, group: Group) -> Sequence[str]:
+        return [name for m in group.members for name in m.parts.replaced]
+
+    def captured_elements(self, call: Call, rank: int) -> int:
+        layout = Layout(call.members, call.torch_dtype)
+        return layout.elements([m.parts.distinct for m in call.members])
+
+    def write(self, site: Site, call: Call) -> Any:
+        group, dtype = call.owner_group, call.torch_dtype
+        pairs = [[*site.earlier_terms(n), *site.terms_of(n)] for n in group.names]
+        module = Pack(group, dtype, site.world_size)
+        counted, everyone = site.notes(group)["counted"], site.value_of(call.inputs[0])
+        return site.call_module(f"parts_{group.index}", module, (counted, pairs, everyone, site.rank, site.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class FormGradients(Operation):
+    """The gradients that all ranks' parts add up to; with `touched`, only the rows of tables that were looked up."""
+
+    name = "form"
+    touched: int | None = None
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        assert group is not None
+        return Value(group.elements, group.dtype, REPLICATE)
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        group, parts, n = call.owner_group, call.inputs[0], setting.world_size
+        width = DTYPE_BYTES[group.dtype]
+        touched = group.elements if self.touched is None else self.touched
+        return Work(
+            flops=sum(2 * n * m.parts.rows * m.elements for m in group.members if m.parts.kind == "factors"),
+            moved_bytes=parts.elements * (DTYPE_BYTES[parts.dtype] + 2 * width) + touched * width,
+            kernels=PART_KERNELS * len(group.members),
+        )
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        return (call.elements if self.touched is None else self.touched) * DTYPE_BYTES[call.dtype]
+
+    def passing_bytes(self, call: Call, setting: Setting) -> int:
+        """The factors of all ranks, once more, while a product is formed of them, of one member at a time."""
+        factors = [m.parts for m in call.members if m.parts.kind == "factors"]
+        most = max((setting.world_size * f.rows * f.row_width for f in factors), default=0)
+        return most * DTYPE_BYTES[call.dtype]
+
+    def write(self, site: Site, call: Call) -> Any:
+        group, parts, counts = call.owner_group, *call.inputs
+        module = Form(group, call.torch_dtype, parts.torch_dtype, site.world_size, self.touched is not None)
+        found = site.call_module(f"form_{group.index}", module, (site.value_of(parts), site.value_of(counts)))
+        return [site.call(operator.getitem, (found, i)) for i in range(len(group.members))]
+
+
+def touched_elements(group: Group, passes_over: Sequence[bool], world_size: int) -> int | None:
+    """Elements of a group's gradients that the rows of all ranks are expected to touch, where the optimizer passes over
+    the others of some members; `None` where it passes over none. All ranks must see alike whether it does, however many
+    rows each of them expects."""
+    each = zip(group.members, passes_over, strict=True)
+    total = sum(_touched(m, world_size) if passes else m.elements for m, passes in each)
+    return total if any(passes_over) else None
+
+
+def _touched(member: Member, world_size: int) -> int:
+    return min(member.elements, world_size * member.parts.distinct * member.parts.row_width)
+
+
+def index_elements(parts: Parts, dtype: str) -> int:
+    """How many elements of a flat value of this dtype hold the index of one row; factors have none."""
+    return 0 if parts.kind == "factors" else index_width(dtype)
+
+
+def index_width(dtype: str) -> int:
+    """How many elements of this dtype hold an index, of 32 bits or more."""
+    return max(1, 4 // DTYPE_BYTES[dtype])

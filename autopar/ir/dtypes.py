@@ -1,0 +1,15 @@
+"""Number formats, by the names that plans and graphs use."""
+
+from __future__ import annotations
+
+DTYPE_BYTES = {
+    "complex128": 16,
+    "complex64": 8,
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+}
+EXACT_BYTES = 4
+"""Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""

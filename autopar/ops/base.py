@@ -1,0 +1,407 @@
+"""What an operation is, a call of one in a step, and the site where it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.layouts import REPLICATE, Layout, Owned, Partial, held_elements, is_sharded, shard_sizes
+
+Bytes = int | npt.NDArray[np.int64]
+"""Of every rank, or by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The flat value that an operation makes."""
+
+    elements: int
+    """Over all ranks, where it is sharded."""
+    dtype: str
+    """As it lies in memory and on the wire."""
+    layout: Layout = REPLICATE
+    expected: bool = False
+    """Whether `elements` and the sizes of shards are only expected: the batch decides, and ranks may differ."""
+
+
+class Work(NamedTuple):
+    """What an operation does on a rank's device."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    """Read and written."""
+    updated_bytes: float = 0.0
+    """Read and written by an optimizer."""
+    kernels: float = 0.0
+    """Started one after the other; parts of one are Python's own time."""
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the cost of an operation may depend on besides itself."""
+
+    world_size: int
+    moved_tensors: int = 0
+    """That the optimizer reads and writes for each tensor that it updates."""
+    rounds: bool = False
+    """Whether the backend leaves large exchanges to rounds of our own, as gloo does on CPUs."""
+
+
+class Operation(ABC):
+    """One operation. Subclass it as a frozen dataclass whose fields are all that two calls on equal values may differ
+    in: prices are remembered by them."""
+
+    name: ClassVar[str]
+    """How timelines, messages and the comparison between ranks call it."""
+    reads_members: ClassVar[bool] = True
+    """Whether what it declares depends on more of the group's members than their number and dtype."""
+    is_collective: ClassVar[bool] = False
+    """Whether ranks do it together: it returns at once, and its value is there behind a `Wait`."""
+    updates: ClassVar[bool] = False
+    """Whether the optimizer runs in it; its value is the updated parameters."""
+    changes_parameters: ClassVar[bool] = False
+    """Whether it may run only when nothing reads the group's parameters any more, or hands its gradients over."""
+    takes_clip: ClassVar[bool] = False
+    """Whether its first input is what the global norm is taken of."""
+    takes_gradients: ClassVar[bool] = False
+    """Whether it takes the group's gradients up, which are not needed behind it."""
+    forms_gradients: ClassVar[bool] = False
+    """Whether it makes the group's gradients of what is sent in their place, so that no rank computes its own."""
+    touched: int | None = None
+    """How many elements of its value are expected to be touched, where the optimizer can pass over the others."""
+    in_pieces: bool = False
+    """Whether its value, where it is large, is formed only as it is used (`autopar.ops.products`)."""
+    keeps_shards: bool = False
+    """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
+
+    @abstractmethod
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        """What it makes."""
+
+    @abstractmethod
+    def write(self, site: Site, call: Call) -> Any:
+        """Runs it, or writes it into a graph, as `site` does; returns its value there."""
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        """What it does on a rank's device."""
+        return NO_WORK
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        """Bytes that it allocates for its value; `None` where that lies in the memory of its first input."""
+        return call.held_bytes(setting.world_size)
+
+    def captured_elements(self, call: Call, rank: int) -> int:
+        """Elements that a rank holds of its value, with the batch that was captured."""
+        return call.held_elements(rank)
+
+    def passes_through(self, call: Call) -> bool:
+        """Whether it takes one gradient as it is, which becomes its value."""
+        return False
+
+    def passing_bytes(self, call: Call, setting: Setting) -> int:
+        """Bytes that it allocates besides, while it runs."""
+        return 0
+
+    def freed_elements(self) -> int:
+        """Of its first input, elements that nobody reads behind it."""
+        return 0
+
+    def sender(self, call: Call) -> int | None:
+        """The rank that has its value already, before it is sent to the others, where one does."""
+        return None
+
+    def sends(self, call: Call) -> Call | None:
+        """The collective that it is, or that it does within itself; a call whose operation is a `Collective`."""
+        return call if self.is_collective else None
+
+    def waits_for(self, call: Call) -> Call | None:
+        """The collective that it completes."""
+        return None
+
+    def when_sent(self) -> Operation:
+        """The same, where a collective takes its value."""
+        return self
+
+    def replaces(self, group: Group) -> Sequence[str]:
+        """Nodes of the graph that need not be computed where it runs."""
+        return ()
+
+    def makes(self, group: Group) -> Sequence[str]:
+        """Of the nodes that it, or the operations beside it, replace: those whose values it makes in another way."""
+        return ()
+
+    def gathers(self, group: Group) -> Sequence[str]:
+        """Parameters that it makes whole for a pass that reads them."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """An operation in a step, with its inputs, its value, and when it runs. Strategies pass it on as that value."""
+
+    index: int
+    """Its place among all calls."""
+    op: Operation
+    inputs: tuple[Call, ...]
+    group: Group | None
+    """`None` where it belongs to the whole step."""
+    made: Value
+    stage: int
+    """0: as soon as its inputs are there, beside the backward pass. s > 0: after the backward pass, behind the s-th
+    wait of its group. Stages from `CLIP_STAGE` on also lie behind the global gradient norm. `FORWARD_STAGE`: as soon as
+    its inputs are there, beside the forward pass; one more: between the two passes."""
+    position: int | None = None
+    """The position in the graph's compute behind which it runs, where `stage` does not say it."""
+    deferred: bool = False
+    """Of a collective: begun as the step ends, and completed in the next one. Of a wait or a store: of what the step
+    before has begun, behind `position`."""
+
+    @property
+    def elements(self) -> int:
+        return self.made.elements
+
+    @property
+    def dtype(self) -> str:
+        return self.made.dtype
+
+    @property
+    def layout(self) -> Layout:
+        return self.made.layout
+
+    @property
+    def expected(self) -> bool:
+        return self.made.expected
+
+    @property
+    def bytes(self) -> int:
+        return self.made.elements * DTYPE_BYTES[self.made.dtype]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its value is there behind a `Wait` only."""
+        return self.op.is_collective
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether its value is a sum over all ranks, which they share, or what was made of such."""
+        return not isinstance(self.layout, Partial)
+
+    @property
+    def completes_step_before(self) -> bool:
+        return self.deferred and not self.op.is_collective
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return () if self.group is None else self.group.members
+
+    @property
+    def owner_group(self) -> Group:
+        assert self.group is not None, f"{self.op.name} belongs to a sync group"
+        return self.group
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.made.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no two ranks hold the same element."""
+        return is_sharded(self.made.layout)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements that each rank has, where it is sharded; else empty."""
+        return shard_sizes(self.made.layout)
+
+    def held_elements(self, rank: int) -> int:
+        return held_elements(self.made.layout, self.made.elements, rank)
+
+    def held_bytes(self, world_size: int) -> Bytes:
+        """Bytes that each rank holds, as one number where all hold as many."""
+        width, layout = DTYPE_BYTES[self.made.dtype], self.made.layout
+        if sizes := shard_sizes(layout):
+            return width * np.array(sizes, np.int64)
+        if isinstance(layout, Owned):
+            return np.where(np.arange(world_size) == layout.rank, self.bytes, 0)
+        return self.bytes
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Calls with equal keys cost the same: what an operation declares may depend on its fields, on its value, on
+        its inputs' operations and values, and on the group's members; the names of these tell a graph's apart."""
+        of_inputs = tuple((i.op, i.made) for i in self.inputs)
+        of_group: object = None
+        if self.group is not None:
+            members = self.group.names if self.op.reads_members else [len(self.group.members)]
+            of_group = (*members, self.group.dtype)
+        return self.op, self.made, of_inputs, of_group
+
+    def with_op(self, op: Operation) -> Self:
+        return self if op is self.op else replace(self, op=op)
+
+
+FORWARD_STAGE = -2
+CLIP_STAGE = 100
+
+
+class Site(ABC):
+    """Where operations run: a graph that is being written, or at once. Values there are nodes, or tensors."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    is_last: bool = True
+    """Whether the batch is the last, or only, one of its step."""
+    scale: Any = None
+    """What gradients are multiplied with as they are packed, where the backward pass did not scale them."""
+    parameters: dict[str, torch.nn.Parameter]
+    shards: dict[str, torch.Tensor]
+    """This rank's rows of the parameters that are sharded between steps."""
+    max_norm: float | None = None
+    clip: Any = None
+    """The clipping coefficient, once it is known."""
+
+    @abstractmethod
+    def value_of(self, call: Call) -> Any:
+        """What an earlier call has made."""
+
+    @abstractmethod
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Calls a function."""
+
+    @abstractmethod
+    def call_method(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Calls a method of the first argument."""
+
+    @abstractmethod
+    def call_module(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
+        """Calls a module, which is kept under that name."""
+
+    @abstractmethod
+    def module_of(self, name: str, make: Callable[[], torch.nn.Module]) -> Any:
+        """A module that several operations of a group share, made by the first of them."""
+
+    @abstractmethod
+    def notes(self, group: Group) -> dict[Any, Any]:
+        """What operations of a group tell the later ones of it, besides their values."""
+
+    @abstractmethod
+    def channel(self, subgroups: Any = None, communicator: int = 0) -> Any:
+        """The name of the process group in which this rank does a collective; of the one of all ranks by default."""
+
+    @abstractmethod
+    def computed(self, node: str) -> Any:
+        """The value of a node of the model's graph."""
+
+    @abstractmethod
+    def replace(self, node: str, value: Any) -> None:
+        """Puts a value in the place of a node of the model's graph, for those that read it behind here."""
+
+    @abstractmethod
+    def local_gradient(self, name: str) -> Any:
+        """This rank's gradient of a parameter, once it is complete."""
+
+    @abstractmethod
+    def gradient(self, name: str, value: Any) -> Any:
+        """A gradient with those of earlier micro-batches added."""
+
+    def instead(self, node: str, input_node: str) -> Any:
+        """What a node of the model's graph reads as one of its inputs."""
+        return self.computed(input_node)
+
+    def owns(self, name: str) -> bool:
+        """Whether a collective may overwrite a local gradient: nobody else reads its memory."""
+        return False
+
+    def has_earlier(self, name: str) -> bool:
+        """Whether a gradient of earlier micro-batches is added to this parameter's."""
+        return False
+
+    def earlier_terms(self, name: str) -> list[tuple[Any, Any]]:
+        """Of a structured gradient, the parts of earlier micro-batches."""
+        return []
+
+    def terms_of(self, name: str) -> list[tuple[Any, Any]]:
+        """Of a structured gradient, left and right part of each term."""
+        raise NotImplementedError("parts of gradients are found in a model's graph")
+
+    def product(self, call: Call, name: str, value: Any) -> Any:
+        """A gradient that is made as a `Product`: computed here, unless that may be done in pieces, as it is used."""
+        if call.op.in_pieces and self.is_last and not self.has_earlier(name):
+            return value
+        return self.gradient(name, self.call_method("whole", (value,)))
+
+    def deliver(self, call: Call, value: Any) -> Any:
+        """Hands a synchronized gradient over."""
+        raise NotImplementedError("only a program without an optimizer delivers gradients")
+
+    def part(self, group: int, pieces: Any) -> Any:
+        """The optimizer over fragments of a sync group, by its index."""
+        raise NotImplementedError("only a program with an optimizer updates parameters")
+
+    def stored(self, group: Group, sender: int | None) -> Any:
+        """What writes a group's received parameters into the model; `None` on the rank that has sent them."""
+        raise NotImplementedError("only a program with an optimizer updates parameters")
+
+    def clipped(self, call: Call) -> list[tuple[bool, Any]]:
+        """What this rank holds of the gradients that are clipped; for each, whether no other rank holds it."""
+        held = [i for i in call.inputs if i.held_elements(self.rank) and self.value_of(i) is not None]
+        return [(i.is_sharded, self.value_of(i)) for i in held]
+
+    def mesh(self) -> str:
+        """The name of what connects the ranks with the hosts that serve."""
+        raise NotImplementedError("nothing is sent without a process group")
+
+    def rows_of(self, name: str) -> Sequence[tuple[Any, Any]]:
+        """Of a table whose rows are sharded, left and right part of each term of its gradient."""
+        return ()
+
+    def look_up(self, node: str, rows: Any, places: Any) -> None:
+        """Has a lookup of the model's graph read other rows, by other indices."""
+        raise NotImplementedError("lookups are nodes of a model's graph")
+
+    def replace_parameter(self, names: Sequence[str], value: Any, views: bool) -> None:
+        """Puts a value in the place of a parameter, by all its names; with `views`, views of it are made again."""
+        raise NotImplementedError("parameters are read by a model's graph")
+
+    def strides(self, name: str) -> tuple[int, ...]:
+        """Of a whole parameter, as the graph was captured with it."""
+        return self.parameters[name].stride()
+
+    def begin_step_sum(self, of: str) -> Any:
+        """Begins to sum the batches' weights, or their parts of the loss, over ranks."""
+        raise NotImplementedError("a number of the whole step is summed within a step")
+
+    def end_step_sum(self, of: str, value: Any) -> Any:
+        """Completes it."""
+        raise NotImplementedError("a number of the whole step is summed within a step")
+
+    def deferred_of(self, call: Call) -> Any:
+        """Completes what the step before has begun."""
+        raise NotImplementedError("only a program with an optimizer has parameters on their way")
+
+    def sum_parts(self, wait: Call, parts: Any) -> Any:
+        """The sum of what a reduce-scatter has received."""
+        raise NotImplementedError
+
+    def empty(self, call: Call) -> Any:
+        """Memory for a call's whole value."""
+        return self.call(torch.empty, (call.elements,), {"dtype": call.torch_dtype, "device": self.device})
+
+    def message(self, call: Call) -> list[Any]:
+        """A flat value of parts for each rank, and how much of it goes to and comes from each."""
+        value = self.value_of(call)
+        assert isinstance(value, list), "a message is a flat value, with what goes to and comes from each rank"
+        return value

@@ -1,0 +1,86 @@
+"""What a strategy, and what it emits, may depend on besides the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.topology import Topology
+
+ALIKE = 1.05
+"""Rates whose greatest is at most so many times the smallest are taken as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A host that only serves."""
+
+    name: str
+    rate: float
+    """What it can send to the ranks, and receive from them, in units of what the fastest rank can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a strategy may depend on, besides the parameter."""
+
+    world_size: int
+    has_optimizer: bool = True
+    """False: the program leaves synchronized gradients on every rank, and updates nothing."""
+    elementwise_update: bool = True
+    """Whether the optimizer updates each element from that element's gradient and state alone, so that it can
+    run on slices."""
+    clips: bool = False
+    """Whether gradients are clipped by their global norm before the update."""
+    hosts: tuple[int, ...] = ()
+    """On which host each rank is; empty where every rank has one of its own."""
+    rates: tuple[float, ...] = ()
+    """What each rank can send to other hosts, and receive from them, in bytes a second; empty where all can the same,
+    or nothing is known."""
+    servers: tuple[Server, ...] = ()
+    """Hosts that only serve, in the cluster's order."""
+    late_parameters: bool = False
+    """Whether updated parameters may still be on their way between one step and the next."""
+    sparse_update: bool = False
+    """Whether the optimizer leaves an element alone whose gradient is zero, and can be given the others only."""
+
+    @property
+    def keeps_rows_together(self) -> str | None:
+        """Why rows of one parameter cannot be updated on different ranks; `None` where they can."""
+        if not self.has_optimizer:
+            return "the program needs the optimizer"
+        if not self.elementwise_update:
+            return "the optimizer's update is not elementwise, so it cannot run on some of the rows"
+        return None
+
+    def on(self, cluster: ClusterSpec) -> Context:
+        """The same on the hosts of a cluster."""
+        places = cluster.ranks
+        names = list(dict.fromkeys(p.host.name for p in places))
+        hosts = tuple(names.index(p.host.name) for p in places)
+        topology = Topology(cluster)
+        rates = _rates(topology, hosts)
+        fastest = max(rates, default=0.0)
+        alike = fastest <= ALIKE * min(rates, default=0.0)
+        servers = tuple(Server(s, _card(topology, s) / fastest) for s in topology.servers) if fastest else ()
+        return replace(self, hosts=hosts, rates=() if alike else rates, servers=servers)
+
+
+def _rates(topology: Topology, hosts: Sequence[int]) -> tuple[float, ...]:
+    """What each rank can send to other hosts and receive from them: by the best way there and back, the slower
+    direction, divided by the ranks that share the host's card. Where all ranks are on one host, the others serve."""
+    first = {host: hosts.index(host) for host in hosts}
+    shares = {}
+    for host, a in first.items():
+        others: Sequence[int | str] = [b for b in first.values() if b != a] or topology.servers
+        ways = [(topology.bandwidth_bytes_per_s(a, b), topology.bandwidth_bytes_per_s(b, a)) for b in others]
+        shares[host] = max(map(min, ways), default=0.0) / hosts.count(host)
+    return tuple(shares[host] for host in hosts)
+
+
+def _card(topology: Topology, server: str) -> float:
+    """What a host that serves can send to all ranks together and receive from them, the slower of the two."""
+    sent = max(topology.path(server, rank)[0].bandwidth_bytes_per_s for rank in range(topology.world_size))
+    received = max(topology.path(rank, server)[-1].bandwidth_bytes_per_s for rank in range(topology.world_size))
+    return min(sent, received)

@@ -1,0 +1,74 @@
+"""A sync group, with what is known of its parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.ir.training_graph import Parameter, Parts
+from autopar.spec.plan import ParameterSlice, SyncGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter, or a slice of one, in a sync group."""
+
+    slice: ParameterSlice
+    parameter: Parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.slice.shape(self.parameter.spec)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def parts(self) -> Parts:
+        """What the gradient is made of; only for a strategy that has asked for it in `applies`."""
+        assert self.parameter.parts is not None and self.slice.whole, f"the gradient of '{self.slice}' has no parts"
+        return self.parameter.parts
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements lie together in the parameter's memory."""
+        return self.slice.whole or self.slice.dim == 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A sync group of a plan, with its parameters looked up in the training graph."""
+
+    index: int
+    spec: SyncGroup
+    members: tuple[Member, ...]
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(m.elements for m in self.members)
+
+    @property
+    def names(self) -> list[str]:
+        """Of its parameters, in the order of its members."""
+        return [m.slice.name for m in self.members]
+
+    @property
+    def dtype(self) -> str:
+        return self.members[0].parameter.spec.dtype
+
+    @cached_property
+    def ready(self) -> int:
+        """Position in the graph's compute at which the last of the group's gradients is complete."""
+        return max(m.parameter.ready for m in self.members)
+
+    @property
+    def first_use(self) -> int:
+        """Position of the first node in the graph's compute that reads one of the parameters."""
+        return min(m.parameter.first_use for m in self.members)
+
+    @property
+    def known(self) -> int:
+        """Position at which the number of rows of all its parts is known."""
+        return max(m.parts.known for m in self.members)

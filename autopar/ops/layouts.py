@@ -1,0 +1,93 @@
+"""How a flat value lies on the ranks, in DTensor's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.ops.subgroups import Subgroups, all_subgroups
+
+Summed = tuple[frozenset[int], ...]
+"""By rank: the ranks over which its value is summed up so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank has all elements, and the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """Every rank has a value of its own, which says nothing of the others'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank r has `sizes[r]` elements, in the order of ranks, or of those of its subgroup; none is in two places."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One rank has all elements, the others none."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """What is laid out as `of`, still to be added up: rank r's value is the sum over the ranks `summed[r]`."""
+
+    summed: Summed
+    of: Replicate | Shard
+
+
+Layout = Replicate | Varying | Shard | Owned | Partial
+REPLICATE = Replicate()
+VARYING = Varying()
+
+
+@lru_cache(maxsize=64)
+def unsummed(world_size: int) -> Replicate | Partial:
+    """Of gradients that are each rank's own; with one rank, that is the sum."""
+    if world_size == 1:
+        return REPLICATE
+    return Partial(tuple(frozenset({r}) for r in range(world_size)), REPLICATE)
+
+
+def summed(layout: Layout, subgroups: Subgroups, of: Replicate | Shard) -> Layout:
+    """Behind a sum within subgroups that leaves values laid out as `of`: partial until all ranks are in it. No rank may
+    be counted twice."""
+    assert isinstance(layout, Partial), f"a sum takes values that are still to be added up, not {layout}"
+    return _summed(layout.summed, subgroups, of)
+
+
+@lru_cache(maxsize=1 << 12)
+def _summed(before: Summed, subgroups: Subgroups, of: Replicate | Shard) -> Layout:
+    found = list(before)
+    for team in all_subgroups(subgroups, len(before)):
+        joined = frozenset[int]().union(*(before[r] for r in team))
+        assert len(joined) == sum(len(before[r]) for r in team), f"a sum over ranks {team} counts some of them twice"
+        for rank in team:
+            found[rank] = joined
+    return of if all(len(ranks) == len(before) for ranks in found) else Partial(tuple(found), of)
+
+
+def shard_sizes(layout: Layout) -> tuple[int, ...]:
+    """Elements that each rank has, where the value is sharded; else empty."""
+    if isinstance(layout, Partial):
+        layout = layout.of
+    return layout.sizes if isinstance(layout, Shard) else ()
+
+
+def held_elements(layout: Layout, elements: int, rank: int) -> int:
+    """Of a value of so many elements, those that `rank` has."""
+    if sizes := shard_sizes(layout):
+        return sizes[rank]
+    return 0 if isinstance(layout, Owned) and rank != layout.rank else elements
+
+
+def is_sharded(layout: Layout) -> bool:
+    """Whether no two ranks have the same element."""
+    return bool(shard_sizes(layout)) or isinstance(layout, Owned)

@@ -1,0 +1,64 @@
+"""Server reduce: the sum over ranks that hosts which only serve help to make.
+
+Bytes sent by a rank: S - s_r to those that add up, and (n-1) s_r of what it adds up itself; it receives as many. A
+serving host that adds up s receives, and sends, n s. s_r is what rank r adds up, of S bytes over n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.backends import collectives
+from autopar.backends.served_sum import served_pieces
+from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ops.base import Bytes, Call, Setting, Site, Value
+from autopar.ops.collectives import Collective, RankBytes
+from autopar.ops.context import Context
+from autopar.ops.group import Group
+from autopar.ops.layouts import REPLICATE, summed
+from autopar.ops.links import Links, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReduce(Collective):
+    """The sum over ranks, on every rank: each rank and each serving host adds up its part, and sends it to all."""
+
+    name = "served_sum"
+    summed_by: tuple[int, ...] = ()
+    """Elements that each rank adds up, and behind those each serving host, in the cluster's order."""
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        assert len(self.summed_by) == context.world_size + len(context.servers), "one part for each that may add up"
+        assert sum(self.summed_by) == inputs[0].elements, "the parts must cover the value"
+        return replace(inputs[0].made, layout=summed(inputs[0].layout, (), REPLICATE))
+
+    def in_rounds(self, call: Call) -> bool:
+        return True
+
+    def pieces(self, call: Call) -> int:
+        return served_pieces(call.bytes)
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        return None
+
+    def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
+        n, width = len(subgroup), DTYPE_BYTES[call.dtype]
+        moved = [call.bytes + (n - 2) * self.summed_by[r] * width for r in subgroup]
+        return moved, moved
+
+    def served_bytes(self, call: Call, world_size: int) -> list[int]:
+        return [world_size * e * DTYPE_BYTES[call.dtype] for e in self.summed_by[world_size:]]
+
+    def phases(self, call: Call, links: Links) -> list[Phase]:
+        """Parts on their way to who adds them up, and sums on their way back, at the same time."""
+        ways = []
+        for summing, elements in enumerate(self.summed_by):
+            size = float(elements * DTYPE_BYTES[call.dtype])
+            for rank in range(links.world_size) if elements else ():
+                ways += [(rank, summing, size), (summing, rank, size)]
+        return [(self.name, links.along(ways))]
+
+    def write(self, site: Site, call: Call) -> Any:
+        return site.call(collectives.served_sum, (site.value_of(call.inputs[0]), self.summed_by, site.mesh()))

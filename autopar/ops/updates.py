@@ -1,0 +1,197 @@
+"""The optimizer's update of what a rank holds, and updated parameters on their way into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ops.base import NO_WORK, Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ops.collectives import copied
+from autopar.ops.context import Context
+from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
+from autopar.ops.gradients import MEMBER_START
+from autopar.ops.group import Group
+from autopar.ops.products import Product
+
+UPDATE_START = 1.0
+"""Of a kernel's start, for each parameter in an optimizer's step, which looks it up in Python. [Empirical: 5 to 10
+us]"""
+
+Observer = Callable[[Fragment, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Operation):
+    """Runs the optimizer on the elements that this rank holds, each in the parameter's own dtype. Its value is the
+    updated parameters, in the same layout."""
+
+    name = "update"
+    reads_members = False
+    updates = True
+    changes_parameters = True
+    takes_clip = True
+    keeps_shards: bool = False
+    """Whether the parameters' rows live with the rank that updates them, and nowhere else: rank r has rows r, r+n,
+    r+2n, ..."""
+    touched: int | None = None
+    sent: bool = False
+    """Whether the updated parameters are sent."""
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        assert group is not None
+        return Value(group.elements, group.dtype, inputs[0].layout)
+
+    def when_sent(self) -> Operation:
+        return replace(self, sent=True)
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        """The optimizer on what the rank holds; what is sent is packed again, unless it is one tensor."""
+        held, members = call.held_elements(rank), len(call.members)
+        if held == 0:
+            return NO_WORK
+        tensors = float(setting.moved_tensors)
+        if call.inputs[0].dtype != call.owner_group.dtype:
+            tensors += 1.5
+        if self.sent and members > 1:
+            tensors += 2
+        touched = max(1.0, members * held / call.elements)
+        if self.touched is not None:
+            held = min(held, self.touched)
+        updated = held * DTYPE_BYTES[call.owner_group.dtype] * tensors
+        return Work(updated_bytes=updated, kernels=1 + UPDATE_START * touched) if updated else NO_WORK
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        """What is packed, to be sent; one tensor is sent as it is."""
+        return call.held_bytes(setting.world_size) if self.sent and len(call.members) > 1 else 0
+
+    def write(self, site: Site, call: Call) -> Any:
+        group, held = call.owner_group, call.held_elements(site.rank)
+        if held == 0 and not (self.sent and call.sizes):
+            return site.empty(call) if self.sent and call.elements == 0 else None
+        begin = sum(call.sizes[: site.rank])
+        if self.keeps_shards:
+            pieces = own_rows(group, site.shards, site.rank, site.world_size)
+        else:
+            pieces = fragments(group, site.parameters, begin, begin + held)
+        module = Step(site.part(group.index, pieces), call.torch_dtype if self.sent else None)
+        value = site.value_of(call.inputs[0])
+        arguments = (value,) if site.max_norm is None else (value, site.clip)
+        return site.call_module(f"update_{group.index}", module, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Store(Operation):
+    """Writes received parameter values into the parameters."""
+
+    name = "store"
+    reads_members = False
+    changes_parameters = True
+    sender: int | None = None
+    """The rank that has them already: the owner, where the value came by broadcast."""
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        return inputs[0].made
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        if rank == self.sender:
+            return NO_WORK
+        return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members))
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        return None
+
+    def write(self, site: Site, call: Call) -> Any:
+        module = site.stored(call.owner_group, self.sender)
+        if module is None:
+            return None
+        return site.call_module(f"store_{call.owner_group.index}", module, (site.value_of(call.inputs[0]),))
+
+
+@dataclass(frozen=True, slots=True)
+class Free(Operation):
+    """Frees elements of a value. Nothing is done: a graph frees what is not read behind it."""
+
+    name = "free"
+    reads_members = False
+    elements: int = 0
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        return replace(inputs[0].made, elements=self.elements, expected=False)
+
+    def freed_elements(self) -> int:
+        return self.elements
+
+    def write(self, site: Site, call: Call) -> Any:
+        return None
+
+
+class OptimizerPart(Protocol):
+    """The optimizer over the fragments that a rank holds of a sync group."""
+
+    fragments: tuple[Fragment, ...]
+
+    def step(self, gradients: Sequence[Formed]) -> None:
+        """Updates the fragments."""
+
+
+class Step(nn.Module):
+    """Runs the optimizer on the fragments that this rank holds; returns them packed, to be sent, where asked to."""
+
+    def __init__(self, part: OptimizerPart, sent_as: torch.dtype | None) -> None:
+        super().__init__()
+        self.part = part
+        self.sent_as = sent_as
+        self.observer: Observer | None = None
+        """Is shown each fragment's synchronized gradient before the update; for verification."""
+
+    def forward(
+        self, gradients: torch.Tensor | Sequence[torch.Tensor | Product], clip: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """`gradients`: the flat value this rank holds, or one for each parameter."""
+        parts = self.part.fragments
+        views: list[Formed]
+        if isinstance(gradients, torch.Tensor):
+            views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
+        else:
+            views = of_fragments(parts, gradients)
+        if clip is not None and views:
+            tensors = [v for v in views if isinstance(v, torch.Tensor)]
+            assert len(tensors) == len(views), "gradients that are clipped are whole"
+            # Out of place: with one rank, two parameters may have one and the same gradient tensor.
+            views = list(torch._foreach_mul(tensors, clip.to(tensors[0].dtype)))
+        if self.observer is not None:
+            for fragment, view in zip(parts, views, strict=True):
+                formed = view if isinstance(view, torch.Tensor) else view()
+                self.observer(fragment, formed.to_dense() if formed.is_sparse else formed)
+        if views:
+            for fragment in parts:
+                fragment.read()
+            self.part.step(views)
+            for fragment in parts:
+                fragment.write()
+        if self.sent_as is None:
+            return None
+        if not parts:
+            return torch.empty(
+                0, dtype=self.sent_as, device=gradients.device if isinstance(gradients, torch.Tensor) else None
+            )
+        if len(parts) == 1 and parts[0].tensor.is_contiguous():
+            return parts[0].tensor.detach().view(-1)
+        return pack([f.tensor.detach() for f in parts], self.sent_as)
+
+
+class Received(nn.Module):
+    """Writes received parameter values into the parameters."""
+
+    def __init__(self, parts: Sequence[Fragment]) -> None:
+        super().__init__()
+        self.fragments = tuple(parts)
+
+    def forward(self, flat: torch.Tensor) -> None:
+        if self.fragments:
+            torch._foreach_copy_([f.now() for f in self.fragments], [f.of(flat) for f in self.fragments])
