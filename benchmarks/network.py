@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import click
 
 from autopar import ClusterSpec
-from autopar.ir.primitives import Kind, Primitive, wire_bytes
 from autopar.lab import Job, Lab, unavailable_reason
 from autopar.lab.host import Host, shell
+from autopar.ops.collectives import wire_bytes
+from autopar.ops.measured import collective_named
 from benchmarks.harness import Report, Spread, Target, options, publish
 
 HOSTS = 4
@@ -33,11 +34,11 @@ ROUNDS = 3
 GOODPUT = 1448 / 1514
 """Payload in a full Ethernet frame of TCP: 1500 bytes less 40 of headers and 12 of a timestamp, in 1514."""
 KINDS = {
-    "all-reduce": Kind.ALL_REDUCE,
-    "reduce-scatter": Kind.REDUCE_SCATTER,
-    "all-gather": Kind.ALL_GATHER,
-    "broadcast": Kind.BROADCAST,
-    "reduce": Kind.REDUCE,
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
 }
 
 
@@ -55,19 +56,7 @@ class Case:
 
     def link_bytes(self) -> int:
         """What passes the busiest direction of the busiest link, as the cost model has it."""
-        even = self.what in ("reduce-scatter", "all-gather")
-        primitive = Primitive(
-            index=0,
-            kind=KINDS[self.what],
-            group=0,
-            inputs=(),
-            stage=0,
-            elements=self.elements,
-            dtype="float32",
-            splits=(self.elements // HOSTS,) * HOSTS if even else (),
-            owner=0 if self.what in ("broadcast", "reduce") else None,
-        )
-        sent, received = wire_bytes(primitive, HOSTS)
+        sent, received = wire_bytes(collective_named(KINDS[self.what], self.elements, HOSTS), HOSTS)
         return max(*sent, *received)
 
 

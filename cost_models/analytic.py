@@ -20,8 +20,9 @@ from autopar.cost_models.optimizers import ADAMW, OptimizerCost
 from autopar.cost_models.price import Price
 from autopar.cost_models.simulate import Streams, simulate
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.base import Call, Setting
+from autopar.ops.base import Call
 from autopar.ops.context import Context
+from autopar.ops.values import Setting
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
 from autopar.spec.units import PROVENANCES, Provenance

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ops.base import Call, Setting
+from autopar.ops.base import Call
 from autopar.ops.layouts import Owned
+from autopar.ops.values import Setting
 
 Bytes = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.ops.base import Call
 from autopar.ops.collectives import Collective, wire_bytes
-from autopar.ops.measured import even_call
+from autopar.ops.measured import collective_named
 from autopar.ops.subgroups import Subgroups
 from autopar.spec.calibration import Calibration, CollectiveTimes
 
@@ -136,4 +136,4 @@ def host_bytes_per_s(calibration: Calibration, world_size: int) -> float | None:
 
 def measured(times: CollectiveTimes, size_bytes: int, world_size: int) -> Call:
     """What was measured at a size: even shares, and rank 0 as the owner where there is one."""
-    return even_call(times.kind, size_bytes // WIDTH, world_size, times.teams)
+    return collective_named(times.kind, size_bytes // WIDTH, world_size, times.teams)

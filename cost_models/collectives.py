@@ -239,7 +239,7 @@ class Network:
     def transfer(self, call: Call) -> Transfer:
         """The price of a collective."""
         computed = self._computed(call)
-        if self._calibrated is None or self.world_size == 1:
+        if self._calibrated is None:
             return computed
         wire_s = computed.seconds * max(computed.loads[: len(self.links)], default=0.0)
         seconds = self._calibrated.seconds(call, computed.seconds, wire_s)
@@ -259,8 +259,6 @@ class Network:
         op, n, backend = call.op, self.world_size, self.backend
         assert isinstance(op, Collective), f"{op.name} sends nothing"
         sent, received = wire_bytes(call, n)
-        if n == 1:
-            return Transfer(0.0, (), tuple(sent), tuple(received))
         phases = self.phases(call)
         wire_s = sum(float(np.max(traffic / self.bandwidth)) / backend.fraction[kind] for kind, traffic in phases)
         moved: Floats = np.array(sent, dtype=float) + np.array(received)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.base import Work
+from autopar.ops.values import Work
 from autopar.spec.calibration import DeviceRates
 from autopar.spec.machines import Device
 from autopar.spec.units import Figure, Provenance, guess, weakest

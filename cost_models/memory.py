@@ -17,9 +17,10 @@ from autopar.cost_models.buffers import Buffers, Bytes, Indices, buffers
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.base import Call, Setting
+from autopar.ops.base import Call
 from autopar.ops.context import Context
 from autopar.ops.group import Group
+from autopar.ops.values import Setting
 from autopar.strategies.lowering import Known, StepProgram
 
 

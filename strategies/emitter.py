@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Operation
-from autopar.ops.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Reduce, ReduceScatter, Wait
+from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
 from autopar.ops.context import Context
+from autopar.ops.exchanges import AllGather, ReduceScatter
 from autopar.ops.gradients import Deliver, Pack
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import Partial, Replicate, Varying
@@ -15,6 +16,7 @@ from autopar.ops.parts import CountParts, FormGradients, PackParts, touched_elem
 from autopar.ops.servers import ServerReduce
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import Free, Store, Update
+from autopar.ops.waits import Wait
 from autopar.strategies.base import WireDtype
 
 

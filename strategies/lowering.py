@@ -17,11 +17,12 @@ from pydantic import ValidationError
 
 from autopar.errors import PlanError, did_you_mean
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Value
-from autopar.ops.collectives import StepSum, StepWait
+from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call
 from autopar.ops.context import Context
 from autopar.ops.gradients import Clip
 from autopar.ops.group import Group, Member
+from autopar.ops.values import Value
+from autopar.ops.waits import StepSum, StepWait
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
 from autopar.strategies.base import Options, Strategy

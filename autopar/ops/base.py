@@ -5,58 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import REPLICATE, Layout, Owned, Partial, held_elements, is_sharded, shard_sizes
-
-Bytes = int | npt.NDArray[np.int64]
-"""Of every rank, or by rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """The flat value that an operation makes."""
-
-    elements: int
-    """Over all ranks, where it is sharded."""
-    dtype: str
-    """As it lies in memory and on the wire."""
-    layout: Layout = REPLICATE
-    expected: bool = False
-    """Whether `elements` and the sizes of shards are only expected: the batch decides, and ranks may differ."""
-
-
-class Work(NamedTuple):
-    """What an operation does on a rank's device."""
-
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-    """Read and written."""
-    updated_bytes: float = 0.0
-    """Read and written by an optimizer."""
-    kernels: float = 0.0
-    """Started one after the other; parts of one are Python's own time."""
-
-
-NO_WORK = Work()
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the cost of an operation may depend on besides itself."""
-
-    world_size: int
-    moved_tensors: int = 0
-    """That the optimizer reads and writes for each tensor that it updates."""
-    rounds: bool = False
-    """Whether the backend leaves large exchanges to rounds of our own, as gloo does on CPUs."""
+from autopar.ops.layouts import Layout, Owned, Partial, held_elements, is_sharded, shard_sizes
+from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 
 class Operation(ABC):

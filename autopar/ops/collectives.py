@@ -26,17 +26,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.backends import collectives
-from autopar.backends.exchange import ROUNDS_BYTES
-from autopar.ir.dtypes import DTYPE_BYTES, EXACT_BYTES
-from autopar.ops.base import NO_WORK, Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ops.base import Call, Operation, Site
 from autopar.ops.context import Context
 from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Owned, Partial, Shard, summed
 from autopar.ops.links import Links, Phase, Vector
-from autopar.ops.subgroups import Subgroups, all_subgroups, subgroup_of
+from autopar.ops.subgroups import Subgroups, all_subgroups
+from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 RankBytes = tuple[list[int], list[int]]
 """Sent and received, by place in a subgroup."""
@@ -119,8 +118,10 @@ class AllReduce(Collective):
         return ring, ring
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
-        others = _others(self.subgroups, links.world_size)
-        return [(self.name, links.ring(self.subgroups, 2 * others / (others + 1) * _held(call, links.world_size)))]
+        others = other_ranks(self.subgroups, links.world_size)
+        return [
+            (self.name, links.ring(self.subgroups, 2 * others / (others + 1) * held_by_rank(call, links.world_size)))
+        ]
 
     def rounds(self, size: int, phases: int, chains: bool) -> int:
         return 2 * (size - 1)
@@ -217,154 +218,6 @@ class Broadcast(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange(Collective):
-    """Of parts that ranks hold: each to each, or around a ring."""
-
-    def sizes_of(self, call: Call) -> tuple[int, ...]:
-        """Elements of each rank's part."""
-        raise NotImplementedError
-
-    def in_rounds(self, call: Call) -> bool:
-        return max(self.sizes_of(call), default=0) * DTYPE_BYTES[call.dtype] > ROUNDS_BYTES
-
-    def goes_around(self, call: Call, world_size: int) -> bool:
-        """Whether messages of our own go around a ring; or from each to each."""
-        return all(map(collectives.alike, self._parts(call, world_size)))
-
-    def _parts(self, call: Call, world_size: int) -> list[list[int]]:
-        """What each rank holds, by subgroup."""
-        sizes = self.sizes_of(call)
-        return [[sizes[r] for r in s] for s in all_subgroups(self.subgroups, world_size)]
-
-    def _is_ring(self, call: Call, links: Links) -> bool:
-        return not links.chains and self.in_rounds(call) and self.goes_around(call, links.world_size)
-
-    def _rest_and_share(self, call: Call, subgroup: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        sizes, width = self.sizes_of(call), DTYPE_BYTES[call.dtype]
-        rest = [call.bytes - sizes[r] * width for r in subgroup]
-        return rest, [(len(subgroup) - 1) * sizes[r] * width for r in subgroup]
-
-    def _around(self, call: Call, links: Links) -> list[Phase]:
-        n = links.world_size
-        held: Vector = np.array(self.sizes_of(call), float) * DTYPE_BYTES[call.dtype]
-        return [(self.name, links.ring(self.subgroups, _others(self.subgroups, n) * held))]
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatter(_Exchange):
-    """The sum over ranks; rank r keeps `sizes[r]` elements (0 is allowed), in the order of ranks."""
-
-    name = "reduce_scatter"
-    sizes: tuple[int, ...] = ()
-
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n, elements = context.world_size, inputs[0].elements
-        assert len(self.sizes) == n, "one part a rank"
-        for subgroup in all_subgroups(self.subgroups, n):
-            assert sum(self.sizes[r] for r in subgroup) == elements, "the parts of a subgroup must cover the value"
-        return replace(inputs[0].made, layout=summed(inputs[0].layout, self.subgroups, Shard(self.sizes)))
-
-    def sizes_of(self, call: Call) -> tuple[int, ...]:
-        return self.sizes
-
-    def goes_around(self, call: Call, world_size: int) -> bool:
-        """They add up on their way, so that narrow numbers would be rounded each time."""
-        return DTYPE_BYTES[call.dtype] >= EXACT_BYTES and _Exchange.goes_around(self, call, world_size)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        """A part of every rank; or, where it grows on its way around a ring, one for each rank that it comes by."""
-        size = len(all_subgroups(self.subgroups, setting.world_size)[0])
-        around = setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
-        return call.held_bytes(setting.world_size) * (size - 1 if around else size)
-
-    def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
-        return self._rest_and_share(call, subgroup)
-
-    def phases(self, call: Call, links: Links) -> list[Phase]:
-        if self._is_ring(call, links):
-            return self._around(call, links)
-        held: Vector = np.array(self.sizes, float) * DTYPE_BYTES[call.dtype]
-        return [(self.name, links.to_each(self.subgroups, held))]
-
-    def write(self, site: Site, call: Call) -> Any:
-        subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
-        value, place = site.value_of(call.inputs[0]), subgroup.index(site.rank)
-        if call.expected:
-            arguments = (value, len(subgroup), place, self.channel(site))
-            return site.call(collectives.reduce_scatter_equal, arguments)
-        sizes = [self.sizes[r] for r in subgroup]
-        return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site)))
-
-    def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
-        """The parts that came from all ranks are added up."""
-        parts = len(subgroup_of(rank, self.subgroups, setting.world_size))
-        width = parts * DTYPE_BYTES[wait.dtype] + DTYPE_BYTES[wait.owner_group.dtype]
-        return copied(wait.held_elements(rank) * width)
-
-    def finish_allocates(self, wait: Call, setting: Setting) -> Bytes | None:
-        call, n = wait.inputs[0], setting.world_size
-        if setting.rounds and self.in_rounds(call) and call.dtype == wait.dtype and self.goes_around(call, n):
-            return None
-        return wait.held_bytes(n)
-
-    def finish(self, site: Site, wait: Call, value: Any) -> Any:
-        return site.sum_parts(wait, value)
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather(_Exchange):
-    """Every rank's part of a sharded value, one after the other, on every rank."""
-
-    name = "all_gather"
-
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        layout = inputs[0].layout
-        if isinstance(layout, Partial):
-            return replace(inputs[0].made, layout=Partial(layout.summed, REPLICATE))
-        assert isinstance(layout, Shard), f"an all-gather takes what is sharded, not {layout}"
-        return replace(inputs[0].made, layout=REPLICATE)
-
-    def sizes_of(self, call: Call) -> tuple[int, ...]:
-        return call.inputs[0].sizes
-
-    def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        """Where parts are unequal, each is repeated for every receiver."""
-        subgroup, sizes = subgroup_of(rank, self.subgroups, setting.world_size), self.sizes_of(call)
-        if len({sizes[r] for r in subgroup}) == 1:
-            return NO_WORK
-        return copied((1 + len(subgroup)) * sizes[rank] * DTYPE_BYTES[call.dtype])
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        sizes = self.sizes_of(call)
-        if len(set(sizes)) == 1 or (setting.rounds and self.in_rounds(call)):
-            return call.bytes
-        repeated: npt.NDArray[np.int64] = np.array(sizes, np.int64) * DTYPE_BYTES[call.dtype] * setting.world_size
-        return repeated + call.bytes
-
-    def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
-        rest, share = self._rest_and_share(call, subgroup)
-        return share, rest
-
-    def phases(self, call: Call, links: Links) -> list[Phase]:
-        n = links.world_size
-        rounds = not links.chains and self.in_rounds(call)
-        equal = all(len(set(each)) == 1 for each in self._parts(call, n))
-        if self.goes_around(call, n) if rounds else equal:
-            return self._around(call, links)
-        held: Vector = np.array(self.sizes_of(call), float) * DTYPE_BYTES[call.dtype]
-        return [(ReduceScatter.name, links.from_each(self.subgroups, held))]
-
-    def write(self, site: Site, call: Call) -> Any:
-        subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
-        value = site.value_of(call.inputs[0])
-        if call.expected:
-            return site.call(collectives.all_gather_equal, (value, len(subgroup), self.channel(site)))
-        sizes = [self.sizes_of(call)[r] for r in subgroup]
-        arguments = (value, sizes, subgroup.index(site.rank), self.channel(site))
-        return site.call(collectives.all_gather, arguments)
-
-
-@dataclass(frozen=True, slots=True)
 class AllToAll(Collective):
     """What each rank has for every other one, of a value that is each rank's own; as much again is expected."""
 
@@ -379,69 +232,11 @@ class AllToAll(Collective):
         return [h - h // n for h in held], [(call.bytes - h) // n for h in held]
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
-        others = _others(self.subgroups, links.world_size)
-        return [(self.name, links.from_each(self.subgroups, _held(call, links.world_size) / (others + 1)))]
+        others = other_ranks(self.subgroups, links.world_size)
+        return [(self.name, links.from_each(self.subgroups, held_by_rank(call, links.world_size) / (others + 1)))]
 
     def write(self, site: Site, call: Call) -> Any:
         return site.call(collectives.all_to_all, (*site.message(call.inputs[0]), self.channel(site)))
-
-
-@dataclass(frozen=True, slots=True)
-class Wait(Operation):
-    """Completes a collective."""
-
-    name = "wait"
-    reads_members = False
-    sent: bool = False
-    """Whether its value is sent on."""
-
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return inputs[0].made
-
-    def when_sent(self) -> Operation:
-        return replace(self, sent=True)
-
-    def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        return _collective(call).finish_work(call, rank, setting)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return _collective(call).finish_allocates(call, setting)
-
-    def waits_for(self, call: Call) -> Call | None:
-        return call.inputs[0]
-
-    def summed_as(self, call: Call) -> str:
-        """The dtype of a sum that is taken here: the wire's where it is sent on, else the parameters'."""
-        return call.dtype if self.sent else call.owner_group.dtype
-
-    def write(self, site: Site, call: Call) -> Any:
-        if call.deferred:
-            return site.deferred_of(call)
-        done = site.call(collectives.wait, (site.value_of(call.inputs[0]),))
-        return _collective(call).finish(site, call, done)
-
-
-@dataclass(frozen=True, slots=True)
-class StepSum(AllReduce):
-    """The sum over ranks of a number of the whole step: of the batches' weights, or of their parts of the loss."""
-
-    of: str = "weight"
-
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return Value(1, "float64")
-
-    def write(self, site: Site, call: Call) -> Any:
-        return site.begin_step_sum(self.of)
-
-
-@dataclass(frozen=True, slots=True)
-class StepWait(Wait):
-    """Completes a `StepSum`."""
-
-    def write(self, site: Site, call: Call) -> Any:
-        source = call.inputs[0].op
-        assert isinstance(source, StepSum)
-        return site.end_step_sum(source.of, site.value_of(call.inputs[0]))
 
 
 def copied(moved_bytes: float, kernels: float = 1.0) -> Work:
@@ -483,18 +278,12 @@ def broadcast_children(rank: int, world_size: int) -> list[int]:
     return [rank + (1 << i) for i in range(first, world_size.bit_length()) if rank + (1 << i) < world_size]
 
 
-def _collective(wait: Call) -> Collective:
-    op = wait.inputs[0].op
-    assert isinstance(op, Collective), f"there is nothing to wait for in {op.name}"
-    return op
-
-
-def _held(call: Call, world_size: int) -> Vector:
+def held_by_rank(call: Call, world_size: int) -> Vector:
     """Bytes that each rank holds."""
     return np.array([call.held_elements(r) for r in range(world_size)], float) * DTYPE_BYTES[call.dtype]
 
 
-def _others(subgroups: Subgroups, world_size: int) -> Vector:
+def other_ranks(subgroups: Subgroups, world_size: int) -> Vector:
     """By rank: how many other ranks there are in its subgroup."""
     found = np.zeros(world_size)
     for subgroup in all_subgroups(subgroups, world_size):

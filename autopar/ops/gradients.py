@@ -11,12 +11,14 @@ from torch import nn
 
 from autopar.backends.collectives import all_reduce, wait
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Bytes, Call, Operation, Setting, Site, Value, Work
-from autopar.ops.collectives import StepSum, copied
+from autopar.ops.base import Call, Operation, Site
+from autopar.ops.collectives import copied
 from autopar.ops.context import Context
 from autopar.ops.fragments import pack
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import unsummed
+from autopar.ops.values import Bytes, Setting, Value, Work
+from autopar.ops.waits import StepSum
 
 MEMBER_START = 0.2
 """Of a kernel's start, for each tensor in a for-each copy. [Empirical: 1 to 2 us on a CPU]"""

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Layer
-from autopar.ops.base import Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ops.base import Call, Operation, Site
 from autopar.ops.context import Context
 from autopar.ops.group import Group
 from autopar.ops.layouts import VARYING, Shard, unsummed
@@ -23,6 +23,7 @@ from autopar.ops.parts import PART_KERNELS
 from autopar.ops.products import Product, formed_bytes
 from autopar.ops.samples import agreed, apart, hand_back, padded, sample_count
 from autopar.ops.shares import row_shares
+from autopar.ops.values import Bytes, Setting, Value, Work
 
 
 class LayerShard(nn.Module):

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ops.base import Call, Operation, Site, Value
-from autopar.ops.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Reduce, ReduceScatter
-from autopar.ops.context import Context
+from autopar.ops.base import Call, Operation, Site
+from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
+from autopar.ops.context import Context, Server
+from autopar.ops.exchanges import AllGather, ReduceScatter
 from autopar.ops.group import Group
 from autopar.ops.layouts import Layout, Owned, Shard, unsummed
+from autopar.ops.servers import ServerReduce
 from autopar.ops.subgroups import Subgroups, subgroup_of
+from autopar.ops.values import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +31,37 @@ class Given(Operation):
         return site.empty(call)
 
 
-def given(elements: int, dtype: str, layout: Layout) -> Call:
+def _given(elements: int, dtype: str, layout: Layout) -> Call:
     """A call of it."""
     made = Value(elements, dtype, layout)
     return Call(0, Given(made), (), None, made, stage=0)
 
 
-def alone(op: Collective, source: Call, world_size: int) -> Call:
-    """A collective on a value, outside of any step."""
-    return Call(1, op, (source,), None, op.value(None, (source,), Context(world_size)), stage=0)
-
-
-def even_call(
-    name: str, elements: int, world_size: int, subgroups: Subgroups = (), dtype: str = "float32", owner: int = 0
+def collective_named(
+    name: str,
+    elements: int,
+    world_size: int,
+    subgroups: Subgroups = (),
+    *,
+    dtype: str = "float32",
+    owner: int = 0,
+    sizes: Sequence[int] | None = None,
 ) -> Call:
-    """A collective by its name, on a value in even shares."""
-    sizes = tuple(elements // len(subgroup_of(r, subgroups, world_size)) for r in range(world_size))
-    own, shard = unsummed(world_size), Shard(sizes)
-    op, layout = _collectives(subgroups, sizes, owner, own, shard)[name]
-    return alone(op, given(elements, dtype, layout), world_size)
-
-
-def _collectives(
-    subgroups: Subgroups, sizes: tuple[int, ...], owner: int, own: Layout, shard: Shard
-) -> dict[str, tuple[Collective, Layout]]:
-    return {
+    """A collective by its name, outside of any step. `sizes`: elements of each rank's part, or of what each adds up,
+    by default in even shares; `owner`: the rank that a reduce goes to, or a broadcast comes from."""
+    even = [elements // len(subgroup_of(r, subgroups, world_size)) for r in range(world_size)]
+    parts = tuple(even if sizes is None else sizes)
+    own, shard = unsummed(world_size), Shard(parts)
+    known: dict[str, tuple[Collective, Layout]] = {
         "all_reduce": (AllReduce(subgroups), own),
         "reduce": (Reduce(subgroups, owner=owner), own),
         "broadcast": (Broadcast(subgroups), Owned(owner)),
-        "reduce_scatter": (ReduceScatter(subgroups, sizes=sizes), own),
+        "reduce_scatter": (ReduceScatter(subgroups, sizes=parts), own),
         "all_gather": (AllGather(subgroups), shard),
         "all_to_all": (AllToAll(subgroups), shard),
+        "served_sum": (ServerReduce(subgroups, summed_by=parts), own),
     }
+    op, layout = known[name]
+    context = Context(world_size, servers=(Server("server", 1.0),) * (len(parts) - world_size))
+    source = _given(elements, dtype, layout)
+    return Call(1, op, (source,), None, op.value(None, (source,), context), stage=0)

@@ -17,10 +17,11 @@ from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Parts
-from autopar.ops.base import Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ops.base import Call, Operation, Site
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import REPLICATE, Shard
+from autopar.ops.values import Bytes, Setting, Value, Work
 
 SORT_BYTES = 8 * 24
 """Bytes that merging equal indices moves for each of them: a sort of 64-bit keys, in a dozen passes. [Empirical, of the

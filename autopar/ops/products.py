@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ops.base import Bytes, Call, Setting
+from autopar.ops.base import Call
+from autopar.ops.values import Bytes, Setting
 
 LARGE_BYTES = 1 << 25
 """From here on, CPUs form what may be formed in pieces a few rows at a time: glibc gives memory of this size back to

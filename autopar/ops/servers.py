@@ -13,12 +13,13 @@ from typing import Any
 from autopar.backends import collectives
 from autopar.backends.served_sum import served_pieces
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Bytes, Call, Setting, Site, Value
+from autopar.ops.base import Call, Site
 from autopar.ops.collectives import Collective, RankBytes
 from autopar.ops.context import Context
 from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, summed
 from autopar.ops.links import Links, Phase
+from autopar.ops.values import Bytes, Setting, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ops.base import Call, Operation, Site
 from autopar.ops.context import Context
 from autopar.ops.fragments import pack, rows_of_rank
 from autopar.ops.group import Group
@@ -19,6 +19,7 @@ from autopar.ops.layouts import REPLICATE, Shard, unsummed
 from autopar.ops.parts import PART_KERNELS
 from autopar.ops.samples import uneven_micro_batches
 from autopar.ops.shares import row_shares
+from autopar.ops.values import Bytes, Setting, Value, Work
 
 
 class ParameterShards(nn.Module):

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import NO_WORK, Bytes, Call, Operation, Setting, Site, Value, Work
+from autopar.ops.base import Call, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.context import Context
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
 from autopar.ops.group import Group
 from autopar.ops.products import Product
+from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 UPDATE_START = 1.0
 """Of a kernel's start, for each parameter in an optimizer's step, which looks it up in Python. [Empirical: 5 to 10
@@ -91,14 +92,14 @@ class Store(Operation):
     name = "store"
     reads_members = False
     changes_parameters = True
-    sender: int | None = None
+    sent_by: int | None = None
     """The rank that has them already: the owner, where the value came by broadcast."""
 
     def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
         return inputs[0].made
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        if rank == self.sender:
+        if rank == self.sent_by:
             return NO_WORK
         return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members))
 
@@ -106,7 +107,7 @@ class Store(Operation):
         return None
 
     def write(self, site: Site, call: Call) -> Any:
-        module = site.stored(call.owner_group, self.sender)
+        module = site.stored(call.owner_group, self.sent_by)
         if module is None:
             return None
         return site.call_module(f"store_{call.owner_group.index}", module, (site.value_of(call.inputs[0]),))

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from autopar.backends.collectives import may_fail
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.group import Group as SyncGroup
 from autopar.ops.updates import Observer
 from autopar.runtime.eager import owners_of
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
-from autopar.ops.group import Group as SyncGroup
 
 
 @dataclass(frozen=True)

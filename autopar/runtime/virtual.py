@@ -33,7 +33,8 @@ from autopar.cost_models.analytic import StepPricer
 from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
-from autopar.ops.collectives import Wait
+from autopar.ops.group import Group as SyncGroup
+from autopar.ops.waits import Wait
 from autopar.runtime.late import LateParameters
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
@@ -201,7 +202,7 @@ class VirtualWriter(StepWriter):
     def clipped(self, call: Call) -> list[tuple[bool, Any]]:
         return []
 
-    def stored(self, group: Group, sender: int | None) -> None:
+    def stored(self, group: SyncGroup, sender: int | None) -> None:
         return None
 
 

@@ -21,11 +21,11 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import Term, TrainingGraph
 from autopar.ops import parts
 from autopar.ops.base import Call, Site
-from autopar.ops.collectives import Wait
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import OptimizerPart, Received
+from autopar.ops.waits import Wait
 from autopar.runtime.late import Late
 from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.lowering import StepProgram

@@ -13,6 +13,8 @@ ORDER = [
     "errors",
     "spec",
     "ir",
+    "backends",
+    "ops",
     "strategies",
     "cost_models",
     "search",

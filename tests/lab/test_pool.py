@@ -11,11 +11,11 @@ import pytest
 from autopar import ClusterSpec, Plan
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.ir.primitives import wire_bytes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.lab import Lab, unavailable_reason
 from autopar.lab.pool import Limits, Pool
 from autopar.lab.trial import RealCompute, TrialResult, TrialSpec, VirtualCompute
+from autopar.ops.collectives import wire_bytes
 from autopar.search import build_plan
 from autopar.spec.plan import ModelFingerprint
 from autopar.strategies import Context
@@ -56,7 +56,7 @@ def test_real_and_virtual_compute_send_the_declared_bytes(pool: Pool, graph: Tra
     real = _trial(pool, graph, name=name)
     virtual = pool.trial(TrialSpec(_plan(graph, name), VirtualCompute(graph), steps=STEPS))
     program = lower_plan(_plan(graph, name).groups, graph, CONTEXT)
-    declared = [sum(wire_bytes(p, RANKS)[0][r] for p in program.primitives) for r in range(RANKS)]
+    declared = [sum(wire_bytes(c, RANKS)[0][r] for c in program.calls) for r in range(RANKS)]
     for result in (real, virtual):
         assert result.status == "ok", result.error
         assert result.order_hash == program.order_hash

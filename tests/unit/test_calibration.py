@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.calibrated import measured
 from autopar.cost_models.collectives import Network
 from autopar.errors import SpecError
-from autopar.ir.primitives import Kind
+from autopar.ops.measured import collective_named
 from autopar.search import build_plan
 from autopar.spec.calibration import Calibration, CollectiveTimes, DeviceRates, LinkTimes
 from autopar.spec.topology import Topology
@@ -59,42 +58,38 @@ def test_what_was_measured_is_believed_and_carried_over(size: int) -> None:
     """To sizes between and beyond, and to collectives that were not measured."""
     plain, known = Network(Topology(CLUSTER)), Network(Topology(CLUSTER), calibration=calibration(1.5))
     assert known.provenance == "measured" != plain.provenance
-    for kind in (Kind.ALL_REDUCE, Kind.BROADCAST):
-        primitive = replace(
-            measured(calibration().collectives[0], size, 4),
-            kind=kind,
-            owner=0 if kind is Kind.BROADCAST else None,
-        )
-        ratio = known.transfer(primitive).seconds / plain.transfer(primitive).seconds
+    for kind in ("all_reduce", "broadcast"):
+        call = collective_named(kind, size // 4, 4)
+        ratio = known.transfer(call).seconds / plain.transfer(call).seconds
         assert ratio == pytest.approx(1.5, rel=1e-6)
-        assert known.transfer(primitive).loads == pytest.approx(plain.transfer(primitive).loads)
+        assert known.transfer(call).loads == pytest.approx(plain.transfer(call).loads)
 
 
 def test_bytes_take_their_time_on_a_link_whatever_was_slow_where_it_was_measured() -> None:
     """Half of what the figures say may be true of what a processor held up; of what a link does only if links are as
     much faster."""
-    primitive = measured(calibration().collectives[0], 16 << 20, 4)
-    plain_s = Network(Topology(CLUSTER)).transfer(primitive).seconds
+    call = measured(calibration().collectives[0], 16 << 20, 4)
+    plain_s = Network(Topology(CLUSTER)).transfer(call).seconds
     quick = calibration(0.5)
-    bounded_s = Network(Topology(CLUSTER), calibration=quick).transfer(primitive).seconds
+    bounded_s = Network(Topology(CLUSTER), calibration=quick).transfer(call).seconds
     assert 0.9 * plain_s < bounded_s < plain_s
     declared = min(link.bandwidth_bytes_per_s for link in Topology(CLUSTER).path(0, 1))
     links = (LinkTimes(sender=0, receiver=1, bytes_per_s=2 * declared, latency_s=1e-5),)
     faster = quick.model_copy(update={"links": links})
-    assert Network(Topology(CLUSTER), calibration=faster).transfer(primitive).seconds == pytest.approx(0.5 * plain_s)
+    assert Network(Topology(CLUSTER), calibration=faster).transfer(call).seconds == pytest.approx(0.5 * plain_s)
 
 
 @pytest.mark.parametrize("part_of_rate", [1.0, 0.5, 0.1])
 def test_what_is_slow_over_fast_links_leaves_room_on_them(part_of_rate: float) -> None:
     """Not so on links that were found to be slow themselves; nor on processors."""
-    primitive = measured(calibration().collectives[0], 16 << 20, 4)
+    call = measured(calibration().collectives[0], 16 << 20, 4)
     plain = Network(Topology(CLUSTER))
-    alone = plain.transfer(primitive).loads
+    alone = plain.transfer(call).loads
     declared = min(link.bandwidth_bytes_per_s for link in Topology(CLUSTER).path(0, 1))
     ways = [way for r in (1, 2, 3) for way in ((0, r), (r, 0))]
     links = tuple(LinkTimes(sender=a, receiver=b, bytes_per_s=part_of_rate * declared, latency_s=1e-5) for a, b in ways)
     known = calibration(2.0).model_copy(update={"links": links})
-    loads = Network(Topology(CLUSTER), calibration=known).transfer(primitive).loads
+    loads = Network(Topology(CLUSTER), calibration=known).transfer(call).loads
     count = len(plain.links)
     filled = [min(1.0, load / 2 / part_of_rate) for load in alone[:count]]
     assert loads[:count] == pytest.approx(filled, rel=1e-6)

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from autopar.errors import PlanError
-from autopar.ir.primitives import COLLECTIVES, wire_bytes
 from autopar.ir.training_graph import ComputeNode, Parameter, TrainingGraph
+from autopar.ops.collectives import wire_bytes
 from autopar.ops.context import Context
 from autopar.spec.plan import ModelFingerprint, ParameterSlice, ParameterSpec, SyncGroup
 from autopar.strategies import STRATEGIES
@@ -49,19 +49,19 @@ def _lower(strategy: str, world_size: int, graph: TrainingGraph | None = None, *
 
 
 def _sent(program: StepProgram, world_size: int) -> list[int]:
-    each = [wire_bytes(p, world_size)[0] for p in program.primitives if p.group == 0 and p.kind in COLLECTIVES]
+    each = [wire_bytes(c, world_size)[0] for c in program.calls if c.group is not None and c.is_pending]
     return [sum(rank) for rank in zip(*each, strict=True)]
 
 
 def test_it_emits_what_it_says() -> None:
     program = _lower("two_phase", 4)
-    kinds = [p.kind.value for p in program.primitives if p.group == 0]
+    kinds = [c.op.name for c in program.calls if c.group is not None]
     assert kinds == ["pack", "reduce_scatter", "wait", "all_gather", "wait", "update"]
-    assert program.primitives[1].splits == (3, 3, 2, 2)
+    assert program.calls[1].sizes == (3, 3, 2, 2)
 
 
 def test_its_option_moves_the_remainder() -> None:
-    assert _lower("two_phase", 4, first_rank=3).primitives[1].splits == (3, 2, 2, 3)
+    assert _lower("two_phase", 4, first_rank=3).calls[1].sizes == (3, 2, 2, 3)
 
 
 def test_it_sends_in_all_what_an_all_reduce_sends() -> None:
@@ -69,7 +69,7 @@ def test_it_sends_in_all_what_an_all_reduce_sends() -> None:
 
 
 def test_with_one_rank_nothing_is_sent() -> None:
-    kinds = [p.kind.value for p in _lower("two_phase", 1).primitives]
+    kinds = [c.op.name for c in _lower("two_phase", 1).calls]
     assert kinds == ["pack", "update"]
 
 

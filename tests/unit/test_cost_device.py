@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost_models import ADAMW, AnalyticCostModel, optimizer_cost
 from autopar.cost_models.compute import FLOPS_FRACTION, MEMORY_FRACTION, Rates, node_times
-from autopar.ir.primitives import Kind
+from autopar.ops.values import Work
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
@@ -17,8 +17,8 @@ RATES = Rates(flops_per_s=1e9, bytes_per_s=1e8, start_s=1e-3, update_bytes_per_s
 
 
 def test_a_node_takes_the_longer_of_arithmetic_and_memory() -> None:
-    assert RATES.node_s(flops=2e9, bytes_moved=1e8) == pytest.approx(2.001)
-    assert RATES.node_s(flops=1e9, bytes_moved=3e8) == pytest.approx(3.001)
+    assert RATES.seconds(Work(2e9, 1e8, kernels=1)) == pytest.approx(2.001)
+    assert RATES.seconds(Work(1e9, 3e8, kernels=1)) == pytest.approx(3.001)
 
 
 def test_rates_are_fractions_of_the_peaks() -> None:
@@ -78,8 +78,8 @@ def update_s(strategy: str, rank: int, options: dict[str, int] | None = None) ->
     group = SyncGroup(strategy=strategy, members=(ParameterSlice(name="w"),), options=dict(options or {}))
     program = lower_plan([group], graph, Context(4))
     pricer = AnalyticCostModel().pricer(graph, Topology(cpu_hosts(4)))
-    update = next(p for p in program.primitives if p.kind is Kind.UPDATE)
-    return pricer.price(update, program).device_s[rank]
+    update = next(c for c in program.calls if c.op.updates)
+    return pricer.price(update).device_s[rank]
 
 
 def test_a_rank_updates_what_it_holds() -> None:
@@ -98,5 +98,5 @@ def test_one_pricer_tells_gradients_that_are_cast_from_those_that_are_not() -> N
     ]
     program = lower_plan(groups, graph, Context(4))
     pricer = AnalyticCostModel().pricer(graph, Topology(cpu_hosts(4)))
-    cast, as_it_is = (pricer.price(p, program).device_s[0] for p in program.primitives if p.kind is Kind.PACK)
+    cast, as_it_is = (pricer.price(c).device_s[0] for c in program.calls if c.op.takes_gradients)
     assert cast > as_it_is == 0

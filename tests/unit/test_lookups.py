@@ -13,14 +13,13 @@ from torch import nn
 from autopar.errors import PlanError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.ir.primitives import Kind
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import Table, TrainingGraph
-from autopar.ops.tables import RowShards
+from autopar.ops.row_shards import RowShards
+from autopar.ops.waves import waves
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan, resolve
-from autopar.strategies.row_exchange import waves
 
 ROWS, WIDTH, WORDS = 11, 6, 5
 
@@ -102,7 +101,7 @@ def test_indices_that_follow_from_a_lookup_need_an_exchange_of_their_own() -> No
     assert first.known < first.entries[0][1].position <= second.known < second.entries[0][1].position
     rest = SyncGroup(strategy="all_reduce", members=tuple(ParameterSlice(name=n) for n in ("out.weight", "out.bias")))
     program = lower_plan((group.spec, rest), graph, Context(3))
-    assert [p.kind for p in program.primitives].count(Kind.ALL_TO_ALL) == 6  # indices, rows, gradients; of each
+    assert [c.op.name for c in program.calls].count("all_to_all") == 6  # indices, rows, gradients; of each
 
 
 def test_equal_indices_are_exchanged_once() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from autopar.cost_models import AnalyticCostModel
-from autopar.ir.primitives import Kind
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
@@ -32,7 +31,7 @@ def _program(early: float, first: int = len(GRAPH.parameters), **context: bool) 
 
 
 def _updates(program: StepProgram) -> list[int]:
-    return [p.position for p in program.placed if p.primitive.kind is Kind.UPDATE]
+    return [p.position for p in program.placed if p.call.op.updates]
 
 
 def test_slices_are_updated_when_so_much_of_the_backward_pass_has_gone_by() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.errors import VerificationError
 from autopar.ir import reuse
+from autopar.ops.updates import Step
 from autopar.runtime import step_writer
 
 aten = torch.ops.aten
@@ -158,15 +159,15 @@ def test_the_node_where_it_begins_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Update.forward
+    original = Step.forward
 
-    def forward(self: Update, *args: Any) -> Any:
+    def forward(self: Step, *args: Any) -> Any:
         done = original(self, *args)
         with torch.no_grad():
             self.part.fragments[0].tensor.mul_(1.001)
         return done
 
-    monkeypatch.setattr(Update, "forward", forward)
+    monkeypatch.setattr(Step, "forward", forward)
     with pytest.raises(VerificationError, match=r"the updated 'first\.weight'"):
         _program(_Net()).step((X, Y))
 

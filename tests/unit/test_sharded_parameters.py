@@ -9,7 +9,9 @@ import pytest
 from autopar.cost_models import optimizer_cost
 from autopar.cost_models.memory import MemoryModel
 from autopar.errors import PlanError
-from autopar.ir.primitives import Kind, Primitive, wire_bytes
+from autopar.ops.collectives import wire_bytes
+from autopar.ops.exchanges import AllGather, ReduceScatter
+from autopar.ops.shards import WholeParameters
 from autopar.search import build_plan, search
 from autopar.search.base import Budget
 from autopar.spec.cluster import ClusterSpec
@@ -37,8 +39,10 @@ def _lowered(names: list[list[str]], options: dict[str, Any] | None = None, **co
 def _placed(program: StepProgram, group: int) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for p in program.placed:
-        if p.primitive.group == group:
-            found.setdefault(p.primitive.work or p.primitive.kind.value, []).append(p.position)
+        if p.call.group is not None and p.call.group.index == group:
+            op = p.call.op
+            which = (".backward" if op.backward else ".forward") if isinstance(op, WholeParameters) else ""
+            found.setdefault(op.name + which, []).append(p.position)
     return found
 
 
@@ -53,7 +57,7 @@ def test_a_group_is_whole_while_a_pass_reads_it() -> None:
         p, placed = graph.by_name[name], _placed(program, index)
         assert placed["shards.whole.forward"] == [p.first_use - 1]
         assert placed["shards.whole.backward"] == [p.first_backward - 1]
-        assert placed["let_go"] == [p.last_forward, p.last_use]
+        assert placed["free"] == [p.last_forward, p.last_use]
         assert placed["shards.pack"] == [p.ready] == placed["reduce_scatter"]
         assert placed["update"] == placed["shards.gradient"]
         assert placed["update"][0] == min(max(p.ready + 1, p.last_use), len(graph.compute) - 1)
@@ -61,13 +65,13 @@ def test_a_group_is_whole_while_a_pass_reads_it() -> None:
             assert begun < placed[f"shards.whole.{which}"][0] or begun == -1
 
 
-def test_a_group_is_let_go_of_as_it_is_read() -> None:
+def test_a_group_is_freed_as_it_is_read() -> None:
     """By two weights of eight at a time, each behind its last reader, while gradients take their place."""
     group = [name for (name,) in EACH]
     program = _lowered([group], {"keep": True})
-    let_go = [(p.position, p.primitive.elements) for p in program.placed if p.primitive.kind is Kind.LET_GO]
+    freed = [(p.position, p.call.elements) for p in program.placed if p.call.op.freed_elements()]
     by_name = training_graph(MLP).by_name
-    assert let_go == [(by_name[name].last_use, 2 << 20) for name in group[1::2]]
+    assert freed == [(by_name[name].last_use, 2 << 20) for name in group[1::2]]
     graph = training_graph(MLP, live_bytes=10**9)
     peaks = MemoryModel(graph).peaks(program, optimizer_cost("SGD"))
     # Its share, a quarter; then all that was gathered and one gradient, never all of both.
@@ -83,7 +87,7 @@ def test_what_the_backward_pass_reads_at_once_is_kept() -> None:
 
 def test_what_is_gathered_twice_takes_three_halves_of_an_all_reduce() -> None:
     def sent(program: StepProgram, group: int) -> float:
-        return sum(wire_bytes(p, 4)[0][0] for p in program.primitives if p.group == group)
+        return sum(wire_bytes(c, 4)[0][0] for c in program.calls if c.group is program.groups[group])
 
     size = 4 << 20
     assert sent(_lowered(EACH), 4) == pytest.approx(3 * 3 / 4 * size, rel=1e-4)
@@ -102,12 +106,9 @@ def test_nothing_lies_behind_the_end_of_the_graph() -> None:
 
 
 def test_gradients_and_parameters_do_not_queue_behind_one_another() -> None:
-    lanes: dict[Kind, set[int]] = {}
-    p: Primitive
-    for p in _lowered(EACH).primitives:
-        if p.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
-            lanes.setdefault(p.kind, set()).add(p.lane)
-    assert lanes == {Kind.ALL_GATHER: {1}, Kind.REDUCE_SCATTER: {0}}
+    ops = [c.op for c in _lowered(EACH).calls]
+    assert {op.communicator for op in ops if isinstance(op, AllGather)} == {1}
+    assert {op.communicator for op in ops if isinstance(op, ReduceScatter)} == {0}
 
 
 def _devices_of(memory: str, bandwidth: str = "1 Gbit/s") -> ClusterSpec:

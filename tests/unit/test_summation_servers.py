@@ -7,7 +7,8 @@ import pytest
 from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.collectives import Network
 from autopar.errors import PlanError
-from autopar.ir.primitives import Kind, Primitive, served_bytes, wire_bytes
+from autopar.ops.collectives import served_bytes, wire_bytes
+from autopar.ops.measured import collective_named
 from autopar.search import build_plan, search
 from autopar.search.base import Budget
 from autopar.spec.cluster import ClusterSpec
@@ -71,7 +72,7 @@ def test_a_host_with_devices_is_no_server() -> None:
 def test_links_carry_the_bytes_that_are_declared() -> None:
     network = Network(Topology(TWO_STRONG))
     split = (100_000, 0, 50_000, 30_000, 500_000, 320_000)
-    p = Primitive(0, Kind.SERVED_SUM, 0, (), sum(split), "float32", 0, summed_by=split)
+    p = collective_named("served_sum", sum(split), 4, sizes=split)
     on_link = dict(zip((link.id for link in network.links), network.phases(p)[0][1], strict=True))
     sent, received = wire_bytes(p, 4)
     for rank in range(4):

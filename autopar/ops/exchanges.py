@@ -1,0 +1,170 @@
+"""Collectives of parts that ranks hold: reduce-scatter and all-gather, from each to each, or around a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.backends import collectives
+from autopar.backends.exchange import ROUNDS_BYTES
+from autopar.ir.dtypes import DTYPE_BYTES, EXACT_BYTES
+from autopar.ops.base import Call, Site
+from autopar.ops.collectives import Collective, RankBytes, copied, other_ranks
+from autopar.ops.context import Context
+from autopar.ops.group import Group
+from autopar.ops.layouts import REPLICATE, Partial, Shard, summed
+from autopar.ops.links import Links, Phase, Vector
+from autopar.ops.subgroups import all_subgroups, subgroup_of
+from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange(Collective):
+    """Of parts that ranks hold: each to each, or around a ring."""
+
+    def sizes_of(self, call: Call) -> tuple[int, ...]:
+        """Elements of each rank's part."""
+        raise NotImplementedError
+
+    def in_rounds(self, call: Call) -> bool:
+        return max(self.sizes_of(call), default=0) * DTYPE_BYTES[call.dtype] > ROUNDS_BYTES
+
+    def goes_around(self, call: Call, world_size: int) -> bool:
+        """Whether messages of our own go around a ring; or from each to each."""
+        return all(map(collectives.alike, self._parts(call, world_size)))
+
+    def _parts(self, call: Call, world_size: int) -> list[list[int]]:
+        """What each rank holds, by subgroup."""
+        sizes = self.sizes_of(call)
+        return [[sizes[r] for r in s] for s in all_subgroups(self.subgroups, world_size)]
+
+    def _is_ring(self, call: Call, links: Links) -> bool:
+        return not links.chains and self.in_rounds(call) and self.goes_around(call, links.world_size)
+
+    def _rest_and_share(self, call: Call, subgroup: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        sizes, width = self.sizes_of(call), DTYPE_BYTES[call.dtype]
+        rest = [call.bytes - sizes[r] * width for r in subgroup]
+        return rest, [(len(subgroup) - 1) * sizes[r] * width for r in subgroup]
+
+    def _around(self, call: Call, links: Links) -> list[Phase]:
+        n = links.world_size
+        held: Vector = np.array(self.sizes_of(call), float) * DTYPE_BYTES[call.dtype]
+        return [(self.name, links.ring(self.subgroups, other_ranks(self.subgroups, n) * held))]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(_Exchange):
+    """The sum over ranks; rank r keeps `sizes[r]` elements (0 is allowed), in the order of ranks."""
+
+    name = "reduce_scatter"
+    sizes: tuple[int, ...] = ()
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        n, elements = context.world_size, inputs[0].elements
+        assert len(self.sizes) == n, "one part a rank"
+        for subgroup in all_subgroups(self.subgroups, n):
+            assert sum(self.sizes[r] for r in subgroup) == elements, "the parts of a subgroup must cover the value"
+        return replace(inputs[0].made, layout=summed(inputs[0].layout, self.subgroups, Shard(self.sizes)))
+
+    def sizes_of(self, call: Call) -> tuple[int, ...]:
+        return self.sizes
+
+    def goes_around(self, call: Call, world_size: int) -> bool:
+        """They add up on their way, so that narrow numbers would be rounded each time."""
+        return DTYPE_BYTES[call.dtype] >= EXACT_BYTES and _Exchange.goes_around(self, call, world_size)
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        """A part of every rank; or, where it grows on its way around a ring, one for each rank that it comes by."""
+        size = len(all_subgroups(self.subgroups, setting.world_size)[0])
+        around = setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
+        return call.held_bytes(setting.world_size) * (size - 1 if around else size)
+
+    def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
+        return self._rest_and_share(call, subgroup)
+
+    def phases(self, call: Call, links: Links) -> list[Phase]:
+        if self._is_ring(call, links):
+            return self._around(call, links)
+        held: Vector = np.array(self.sizes, float) * DTYPE_BYTES[call.dtype]
+        return [(self.name, links.to_each(self.subgroups, held))]
+
+    def write(self, site: Site, call: Call) -> Any:
+        subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
+        value, place = site.value_of(call.inputs[0]), subgroup.index(site.rank)
+        if call.expected:
+            arguments = (value, len(subgroup), place, self.channel(site))
+            return site.call(collectives.reduce_scatter_equal, arguments)
+        sizes = [self.sizes[r] for r in subgroup]
+        return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site)))
+
+    def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
+        """The parts that came from all ranks are added up."""
+        parts = len(subgroup_of(rank, self.subgroups, setting.world_size))
+        width = parts * DTYPE_BYTES[wait.dtype] + DTYPE_BYTES[wait.owner_group.dtype]
+        return copied(wait.held_elements(rank) * width)
+
+    def finish_allocates(self, wait: Call, setting: Setting) -> Bytes | None:
+        call, n = wait.inputs[0], setting.world_size
+        if setting.rounds and self.in_rounds(call) and call.dtype == wait.dtype and self.goes_around(call, n):
+            return None
+        return wait.held_bytes(n)
+
+    def finish(self, site: Site, wait: Call, value: Any) -> Any:
+        return site.sum_parts(wait, value)
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(_Exchange):
+    """Every rank's part of a sharded value, one after the other, on every rank."""
+
+    name = "all_gather"
+
+    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+        layout = inputs[0].layout
+        if isinstance(layout, Partial):
+            return replace(inputs[0].made, layout=Partial(layout.summed, REPLICATE))
+        assert isinstance(layout, Shard), f"an all-gather takes what is sharded, not {layout}"
+        return replace(inputs[0].made, layout=REPLICATE)
+
+    def sizes_of(self, call: Call) -> tuple[int, ...]:
+        return call.inputs[0].sizes
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        """Where parts are unequal, each is repeated for every receiver."""
+        subgroup, sizes = subgroup_of(rank, self.subgroups, setting.world_size), self.sizes_of(call)
+        if len({sizes[r] for r in subgroup}) == 1:
+            return NO_WORK
+        return copied((1 + len(subgroup)) * sizes[rank] * DTYPE_BYTES[call.dtype])
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        sizes = self.sizes_of(call)
+        if len(set(sizes)) == 1 or (setting.rounds and self.in_rounds(call)):
+            return call.bytes
+        repeated: npt.NDArray[np.int64] = np.array(sizes, np.int64) * DTYPE_BYTES[call.dtype] * setting.world_size
+        return repeated + call.bytes
+
+    def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
+        rest, share = self._rest_and_share(call, subgroup)
+        return share, rest
+
+    def phases(self, call: Call, links: Links) -> list[Phase]:
+        n = links.world_size
+        rounds = not links.chains and self.in_rounds(call)
+        equal = all(len(set(each)) == 1 for each in self._parts(call, n))
+        if self.goes_around(call, n) if rounds else equal:
+            return self._around(call, links)
+        held: Vector = np.array(self.sizes_of(call), float) * DTYPE_BYTES[call.dtype]
+        return [(ReduceScatter.name, links.from_each(self.subgroups, held))]
+
+    def write(self, site: Site, call: Call) -> Any:
+        subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
+        value = site.value_of(call.inputs[0])
+        if call.expected:
+            return site.call(collectives.all_gather_equal, (value, len(subgroup), self.channel(site)))
+        sizes = [self.sizes_of(call)[r] for r in subgroup]
+        arguments = (value, sizes, subgroup.index(site.rank), self.channel(site))
+        return site.call(collectives.all_gather, arguments)

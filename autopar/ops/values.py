@@ -1,0 +1,53 @@
+"""What operations declare: their values, and what they take of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.ops.layouts import REPLICATE, Layout
+
+Bytes = int | npt.NDArray[np.int64]
+"""Of every rank, or by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The flat value that an operation makes."""
+
+    elements: int
+    """Over all ranks, where it is sharded."""
+    dtype: str
+    """As it lies in memory and on the wire."""
+    layout: Layout = REPLICATE
+    expected: bool = False
+    """Whether `elements` and the sizes of shards are only expected: the batch decides, and ranks may differ."""
+
+
+class Work(NamedTuple):
+    """What an operation does on a rank's device."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    """Read and written."""
+    updated_bytes: float = 0.0
+    """Read and written by an optimizer."""
+    kernels: float = 0.0
+    """Started one after the other; parts of one are Python's own time."""
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the cost of an operation may depend on besides itself."""
+
+    world_size: int
+    moved_tensors: int = 0
+    """That the optimizer reads and writes for each tensor that it updates."""
+    rounds: bool = False
+    """Whether the backend leaves large exchanges to rounds of our own, as gloo does on CPUs."""
