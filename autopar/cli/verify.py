@@ -33,7 +33,13 @@ MAX_PROCESSES = 256
 @click.option("--strategy", metavar="NAME", help="Or a hand-written plan (ddp, ...). Default: search one.")
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks. Default: the plan's, else 4.")
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Optimizer steps.")
-@click.option("--dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["both", "float64", "float32", "own"]),
+    default="both",
+    show_default=True,
+    help="What the model computes in; 'own': as it was built; 'both': float64, then own.",
+)
 @json_option
 @standard_options
 def command(
@@ -47,8 +53,9 @@ def command(
 ) -> None:
     """Train MODEL with several gloo ranks and with one process, and compare.
 
-    Both see the same global batches, drawn from the example inputs. Loss, every gradient and every parameter are
-    compared after each step. Exits with 4 where they differ by more than rounding explains.
+    Both see the same global batches, drawn from the example inputs. Loss, every gradient, every parameter and every
+    buffer are compared after each step: in float64, which shows the smallest faults, and in the model's own dtypes, in
+    which it will be trained. Exits with 4 where they differ by more than rounding explains.
     """
     if plan_file is not None and strategy is not None:
         raise click.UsageError("give either --plan or --strategy, not both")
@@ -70,16 +77,44 @@ def command(
             plan.check_model(model_fingerprint(made, loss_fn))
         from autopar.verification import verify
 
-        progress(f"training {model} on {n} gloo ranks and in one process, {steps} steps in {dtype}")
-        try:
-            found = verify(make, plan=plan, strategy=strategy, world_size=n, steps=steps, dtype=dtype)
-        except Exception as e:
-            raise cause(e) from e
+        dtypes, said = _dtypes(dtype, make)
+        for sentence in said:
+            progress(sentence)
+        found = []
+        for one in dtypes:
+            progress(f"training {model} on {n} gloo ranks and in one process, {steps} steps in {_in_words(one)}")
+            try:
+                found.append(verify(make, plan=plan, strategy=strategy, world_size=n, steps=steps, dtype=one))
+            except Exception as e:
+                raise cause(e) from e
+            if not as_json:
+                _show(found[-1])
     if as_json:
-        result_json(asdict(found) | {"passed": found.passed})
+        each = [asdict(f) | {"passed": f.passed} for f in found]
+        result_json({"passed": all(f.passed for f in found), "comparisons": each, "notes": said})
     else:
-        _show(found)
-    found.raise_if_failed()
+        for sentence in said:
+            result(f"note: {sentence}")
+    for f in found:
+        f.raise_if_failed()
+
+
+def _dtypes(wanted: str, make: Remake) -> tuple[list[str], list[str]]:
+    """In which dtypes to compare, and, in sentences, why not in others."""
+    from autopar.verification import refusal
+
+    if wanted == "own":
+        return ["own"], []
+    why = refusal(make, "float64" if wanted == "both" else wanted)
+    if why is None:
+        return (["float64", "own"] if wanted == "both" else [wanted]), []
+    if wanted != "both":
+        raise errors.SpecError(f"the model does not run in {wanted} ({why}); --dtype own compares it in its own dtypes")
+    return ["own"], [f"the model does not run in float64 ({why}), so it is compared in its own dtypes alone"]
+
+
+def _in_words(dtype: str) -> str:
+    return "the model's own dtypes" if dtype == "own" else dtype
 
 
 @dataclass(frozen=True)
@@ -106,13 +141,14 @@ def cause(error: Exception) -> Exception:
 
 
 def _show(found: Verification) -> None:
-    rows = [(str(s.step), f"{s.loss:.1e}", f"{s.gradient:.1e}", f"{s.parameter:.1e}", s.worst) for s in found.steps]
-    result_table(("step", "loss", "gradient", "parameter", "most in"), rows, "rrrrl")
-    largest = max(max(s.loss, s.gradient, s.parameter) for s in found.steps)
+    rows = [
+        (str(s.step), *(f"{x:.1e}" for x in (s.loss, s.gradient, s.parameter, s.buffer)), s.worst) for s in found.steps
+    ]
+    result_table(("step", "loss", "gradient", "parameter", "buffer", "most in"), rows, "rrrrrl")
     verdict = "equal" if found.passed else "DIFFERENT"
     result(
-        f"{verdict}: largest difference {largest:.1e}, allowed {found.tolerance:.1e} "
-        f"({found.world_size} ranks, {found.dtype}, relative to the largest value of the tensor or to 1)"
+        f"{verdict}: largest difference {max(s.largest for s in found.steps):.1e}, allowed {found.tolerance:.1e} "
+        f"({found.world_size} ranks, {_in_words(found.dtype)}, computed in {found.computed_in})"
     )
     for note in found.notes:
         result(f"note: {note}")

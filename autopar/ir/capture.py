@@ -81,7 +81,8 @@ class _Step(nn.Module):
         before = [getattr(module, key) for module, key in held]
         result = self._result(*tensors)
         for (module, key), buffer in zip(held, before, strict=True):
-            buffer.copy_(getattr(module, key).detach())
+            if getattr(module, key) is not buffer:  # the module's others are as they were, perhaps in expanded memory
+                buffer.copy_(getattr(module, key).detach())
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:

@@ -307,3 +307,27 @@ def test_measured_compute_of_a_model_with_constants(tmp_path: Any, monkeypatch: 
     constant = torch.arange(6.0)
     for _ in range(2):  # the second time, all operators are known
         train(Calls(lambda y: (y * constant * torch.tensor([2.0])).pow(2).mean()), inputs(), measure_compute=True)
+
+
+class AssignsOne(nn.Module):
+    """Assigns to one buffer, and multiplies by another that it leaves as it is; a third lies in expanded memory."""
+
+    calls: torch.Tensor
+    scale: torch.Tensor
+    positions: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.register_buffer("positions", torch.arange(3).expand(2, -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores: torch.Tensor = self.layer(x) * self.scale + self.positions[0]
+        return scores.square().mean()
+
+
+def test_buffers_beside_one_that_is_assigned_are_left_alone() -> None:
+    train(AssignsOne(), [torch.randn(5, 4) for _ in range(2)])

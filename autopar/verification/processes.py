@@ -1,0 +1,38 @@
+"""How the processes of a verification are started, and how they wait for each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable
+
+from autopar.errors import VerificationError
+
+IMPORTED_ONCE = ["torch._dynamo", "torch._functorch.aot_autograd", "autopar.api"]
+_PATIENCE_S = 600.0
+
+
+def start_method() -> str:
+    """How processes are started: forked from one that has imported torch and nothing more, as that takes each of them
+    seconds; where there is no fork, spawned."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+    return "forkserver"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; raises `VerificationError` where it does not in ten minutes."""
+    end = time.monotonic() + _PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise VerificationError("a process of the verification did not come forward in time")
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
