@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from autopar.ops.base import Call
-from autopar.ops.collectives import Collective, wire_bytes
+from autopar.ops.collectives import collective_of, wire_bytes
 from autopar.ops.measured import collective_named
 from autopar.ops.subgroups import Subgroups
 from autopar.spec.calibration import Calibration, CollectiveTimes
@@ -103,8 +103,7 @@ class Calibrated:
         """Of a collective that would take `computed_s`, of which its bytes take `wire_s` on the fullest link: what was
         measured may have been slow for another reason, and tells of links only by how fast they were. Subgroups that
         were not measured are taken for all ranks together, collectives that were not for an all-reduce."""
-        op = call.op
-        assert isinstance(op, Collective), f"{op.name} sends nothing"
+        op = collective_of(call)
         for key in ((op.name, op.subgroups), (op.name, ()), ("all_reduce", ())):
             if key in self._tables:
                 least_s = FASTER * wire_s / self._faster_links

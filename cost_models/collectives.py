@@ -25,7 +25,7 @@ from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
 from autopar.cost_models.price import Transfer
 from autopar.ops.base import Call
-from autopar.ops.collectives import Collective, wire_bytes
+from autopar.ops.collectives import collective_of, wire_bytes
 from autopar.ops.links import Phase, Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups, subgroup_of
 from autopar.spec.calibration import Calibration
@@ -226,8 +226,7 @@ class Network:
     def phases(self, call: Call) -> list[Phase]:
         """Bytes on each of `links`, for the parts of a collective that follow one another; and the name of the
         collective whose fraction of the bandwidth each part reaches."""
-        assert isinstance(call.op, Collective), f"{call.op.name} puts nothing on links"
-        return call.op.phases(call, self)
+        return collective_of(call).phases(call, self)
 
     def _path(self, a: int | str, b: int | str) -> list[int]:
         return [self._index[link.id] for link in self._topology.path(a, b)]
@@ -256,8 +255,7 @@ class Network:
 
     def _computed(self, call: Call) -> Transfer:
         """By the figures of the cluster and of the backend."""
-        op, n, backend = call.op, self.world_size, self.backend
-        assert isinstance(op, Collective), f"{op.name} sends nothing"
+        op, n, backend = collective_of(call), self.world_size, self.backend
         sent, received = wire_bytes(call, n)
         phases = self.phases(call)
         wire_s = sum(float(np.max(traffic / self.bandwidth)) / backend.fraction[kind] for kind, traffic in phases)

@@ -350,8 +350,8 @@ class Site(ABC):
         """Completes what the step before has begun."""
         raise NotImplementedError("only a program with an optimizer has parameters on their way")
 
-    def sum_parts(self, wait: Call, parts: Any) -> Any:
-        """The sum of what a reduce-scatter has received."""
+    def sum_parts(self, wait: Call, parts: Any, dtype: torch.dtype) -> Any:
+        """The sum, in `dtype`, of what a reduce-scatter has received."""
         raise NotImplementedError
 
     def empty(self, call: Call) -> Any:

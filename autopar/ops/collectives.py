@@ -80,8 +80,8 @@ class Collective(Operation):
         """Bytes that its wait allocates."""
         return None
 
-    def finish(self, site: Site, wait: Call, value: Any) -> Any:
-        """The value, once it was waited for."""
+    def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
+        """The value, once it was waited for. `sent`: whether it is sent on."""
         return value
 
     def channel(self, site: Site) -> Any:
@@ -296,3 +296,9 @@ def _all_but(last: int, n: int, size: int) -> Vector:
     sent = np.full(n, float(size))
     sent[last] = 0.0
     return sent
+
+
+def collective_of(call: Call) -> Collective:
+    """A call's operation, which must be one that ranks do together."""
+    assert isinstance(call.op, Collective), f"{call.op.name} sends nothing"
+    return call.op

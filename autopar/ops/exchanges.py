@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from autopar.backends import collectives
 from autopar.backends.exchange import ROUNDS_BYTES
@@ -113,8 +114,10 @@ class ReduceScatter(_Exchange):
             return None
         return wait.held_bytes(n)
 
-    def finish(self, site: Site, wait: Call, value: Any) -> Any:
-        return site.sum_parts(wait, value)
+    def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
+        """The sum is taken in the wire's dtype where it is sent on, else in the parameters'."""
+        dtype = wait.dtype if sent else wait.owner_group.dtype
+        return site.sum_parts(wait, value, getattr(torch, dtype))
 
 
 @dataclass(frozen=True, slots=True)

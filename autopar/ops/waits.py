@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.backends import collectives
 from autopar.ops.base import Call, Operation, Site
-from autopar.ops.collectives import AllReduce, Collective
+from autopar.ops.collectives import AllReduce, collective_of
 from autopar.ops.context import Context
 from autopar.ops.group import Group
 from autopar.ops.values import Bytes, Setting, Value, Work
@@ -30,23 +30,19 @@ class Wait(Operation):
         return replace(self, sent=True)
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        return _collective(call).finish_work(call, rank, setting)
+        return collective_of(call.inputs[0]).finish_work(call, rank, setting)
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return _collective(call).finish_allocates(call, setting)
+        return collective_of(call.inputs[0]).finish_allocates(call, setting)
 
     def waits_for(self, call: Call) -> Call | None:
         return call.inputs[0]
-
-    def summed_as(self, call: Call) -> str:
-        """The dtype of a sum that is taken here: the wire's where it is sent on, else the parameters'."""
-        return call.dtype if self.sent else call.owner_group.dtype
 
     def write(self, site: Site, call: Call) -> Any:
         if call.deferred:
             return site.deferred_of(call)
         done = site.call(collectives.wait, (site.value_of(call.inputs[0]),))
-        return _collective(call).finish(site, call, done)
+        return collective_of(call.inputs[0]).finish(site, call, done, self.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +66,3 @@ class StepWait(Wait):
         source = call.inputs[0].op
         assert isinstance(source, StepSum)
         return site.end_step_sum(source.of, site.value_of(call.inputs[0]))
-
-
-def _collective(wait: Call) -> Collective:
-    op = wait.inputs[0].op
-    assert isinstance(op, Collective), f"there is nothing to wait for in {op.name}"
-    return op

@@ -34,7 +34,6 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.group import Group as SyncGroup
-from autopar.ops.waits import Wait
 from autopar.runtime.late import LateParameters
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
@@ -195,9 +194,8 @@ class VirtualWriter(StepWriter):
     def empty(self, call: Call) -> torch.fx.Node:
         return self._view(call.elements, call.dtype)
 
-    def sum_parts(self, wait: Call, parts: Any) -> torch.fx.Node:
-        assert isinstance(wait.op, Wait)
-        return self._view(wait.held_elements(self.rank), wait.op.summed_as(wait))
+    def sum_parts(self, wait: Call, parts: Any, dtype: torch.dtype) -> torch.fx.Node:
+        return self._on_device(Device.view, wait.held_elements(self.rank), dtype)
 
     def clipped(self, call: Call) -> list[tuple[bool, Any]]:
         return []

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,14 +26,14 @@ from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import OptimizerPart, Received
-from autopar.ops.waits import Wait
 from autopar.runtime.late import Late
 from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.lowering import StepProgram
 
 NARROW = (torch.float16, torch.bfloat16)
 
-Written = torch.fx.Node | list[torch.fx.Node] | None
+CALL = "autopar_call"
+"""Under this, nodes that a call has written keep it, and whether their value is the call's."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ class Writer(Site):
         """Writes a call behind what was written so far."""
         if call.deferred and call.op.changes_parameters:  # its wait writes it
             return
+        before = len(self.graph.nodes)
         self.values[call.index] = self.run(call)
+        for node in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+            node.meta[CALL] = call, node is self.values[call.index]
         if call.deferred and call.is_pending:
             late = self._late(call)
             self.call_module(f"late_{call.owner_group.index}", late, (self.values[call.index],))
@@ -232,9 +236,8 @@ class Writer(Site):
     def rows_of(self, name: str) -> Sequence[tuple[Any, Any]]:
         return self._rows.get(name, ())
 
-    def sum_parts(self, wait: Call, parts: Any) -> torch.fx.Node:
-        assert isinstance(wait.op, Wait)
-        return self.call(collectives.sum_parts, (parts, getattr(torch, wait.op.summed_as(wait))))
+    def sum_parts(self, wait: Call, parts: Any, dtype: torch.dtype) -> torch.fx.Node:
+        return self.call(collectives.sum_parts, (parts, dtype))
 
     def part(self, group: int, pieces: tuple[Fragment, ...]) -> OptimizerPart:
         return self.target.part(group, pieces)

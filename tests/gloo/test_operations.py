@@ -1,0 +1,50 @@
+"""Every operation, run: what it declares of its value, its memory and its arithmetic is what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+import autopar
+from autopar import ClusterSpec, Plan
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.operations import Net, batch, differences
+from tests.gloo.ranks import run_ranks
+
+NAMES = ("table.weight", "inner.weight", "inner.bias", "head.weight", "head.bias")
+PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
+    "replicas": [
+        ("sparse_rows", ("table.weight",), {}),
+        ("sufficient_factors", ("inner.weight",), {}),
+        ("all_reduce", ("inner.bias", "head.weight"), {"wire": "bfloat16"}),
+        ("parameter_server", ("head.bias",), {"owner": 1}),
+    ],
+    "shards": [
+        ("row_sharded_table", ("table.weight",), {}),
+        ("column_parallel_linear", ("inner.weight",), {}),
+        ("class_sharded_head", ("head.weight", "head.bias"), {}),
+        ("partitioned_parameter_server", ("inner.bias",), {}),
+    ],
+    "gathered": [("sharded_parameters", NAMES, {})],
+}
+
+
+def plan_of(groups: list[tuple[str, tuple[str, ...], dict[str, Any]]], n: int) -> str:
+    made = autopar.plan(Net(), ClusterSpec.local(n), example_inputs=batch(0), loss_fn=F.cross_entropy, strategy="ddp")
+    chosen = tuple(
+        SyncGroup(strategy=s, members=tuple(ParameterSlice(name=name) for name in names), options=options)
+        for s, names, options in groups
+    )
+    plan: Plan = made.model_copy(update={"groups": chosen, "fidelity": "rounded"})
+    return plan.model_dump_json()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_operations_do_what_they_declare(name: str) -> None:
+    n = 2
+    for rank, found in enumerate(run_ranks(n, differences, plan_of(PLANS[name], n))):
+        *wrong, ran = found
+        assert not wrong, f"rank {rank}: {wrong}"
+        assert len(ran.split(",")) > 3
