@@ -12,8 +12,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from autopar.backends.base import Backend
 from autopar.cost_models.base import CostModel, Estimate
-from autopar.cost_models.collectives import GLOO, Backend, Network
+from autopar.cost_models.network import Network
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.memory import MemoryModel
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
@@ -88,7 +89,7 @@ class StepPricer:
         self.topology = topology
         self.optimizer = optimizer
         self.network = network or Network(topology)
-        rounds = self.network.backend.name == GLOO.name
+        rounds = self.network.backend.rounds
         self.memory = MemoryModel(graph, rounds=rounds)
         self._setting = Setting(topology.world_size, optimizer.moved_tensors, rounds)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))

@@ -10,9 +10,10 @@ from typing import Self
 
 import numpy as np
 
+from autopar.backends.gloo import GLOO
+from autopar.backends.nccl import NCCL
 from autopar.cost_models.analytic import AnalyticCostModel, NodeTimes, StepPricer
 from autopar.cost_models.base import CostModel, Estimate, Observation
-from autopar.cost_models.collectives import GLOO, NCCL
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost

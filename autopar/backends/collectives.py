@@ -3,25 +3,26 @@
 All are issued from one thread, in graph order. PyTorch's functional collectives are used where they exist; the
 others are asynchronous `torch.distributed` calls whose work is registered, so that one `wait` serves all.
 
-Bytes on the wire are those declared by `autopar.ops.collectives`. Some choices follow from what gloo does:
-its reduce-scatter moves as much as a whole all-reduce, so the sum is taken after an all-to-all; its all-gather refuses
-unequal parts, so those go through an all-to-all as well; neither is fast, so that large ones on CPU go in rounds of our
-own, in a ring where parts are alike (`exchange`); and the functional all-gather of torch 2.13 corrupts the heap where
-several are under way ("double free", a fault in malloc, within seconds of small messages), so it is not used.
+Each is executed by the library that the process group has for the value's device (`gloo`, `nccl`). The functional
+all-gather of torch 2.13 corrupts the heap where several are under way ("double free", a fault in malloc, within seconds
+of small messages), so it is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from autopar.backends.exchange import AllGather, AllToAll, ReduceScatter, in_rounds
+from autopar.backends.base import Backend
+from autopar.backends.gloo import GLOO
+from autopar.backends.nccl import NCCL
 from autopar.backends.served_sum import ServedSum, mesh_named
-from autopar.ir.dtypes import EXACT_BYTES
 
 _functional = torch.ops._c10d_functional
 _STRIDED = "gloo sums strided memory wrongly, without an error: values are made contiguous before they are sent"
@@ -56,9 +57,8 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 @may_fail()
 def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """The sum over ranks, in place, valid on rank `owner` of the group."""
-    assert x.is_contiguous(), _STRIDED
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    return _registered(x, dist.reduce(x, group_dst=owner, group=pg, async_op=True))
+    backend, pg = _library(x, group)
+    return _registered(*backend.reduce(x, owner, pg))
 
 
 def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -69,26 +69,16 @@ def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
 @may_fail()
 def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """Rank `owner`'s value, in place."""
-    assert x.is_contiguous(), _STRIDED
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    return _registered(x, dist.broadcast(x, group_src=owner, group=pg, async_op=True))
+    backend, pg = _library(x, group)
+    return _registered(*backend.broadcast(x, owner, pg))
 
 
 @may_fail()
 def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
     """Sends part r of `x` to rank r. The result, once waited for, is what `sum_parts` takes: what came from each rank,
     [ranks, elements], or its sum, where it was added up on its way."""
-    assert x.is_contiguous(), _STRIDED
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    mine = splits[rank]
-    if in_rounds(x, splits) and alike(splits) and x.element_size() >= EXACT_BYTES:
-        out = x.new_empty(mine)
-        return _registered(out, ReduceScatter(torch.split(x, list(splits)), out, rank, pg).begin())
-    out = x.new_empty(len(splits), mine)
-    if in_rounds(x, splits):
-        return _registered(out, AllToAll(torch.split(x, list(splits)), out.unbind(), rank, pg).begin())
-    work = dist.all_to_all_single(out.view(-1), x, [mine] * len(splits), list(splits), group=pg, async_op=True)
-    return _registered(out, work)
+    backend, pg = _library(x, group)
+    return _registered(*backend.reduce_scatter(x, splits, rank, pg))
 
 
 def reduce_scatter_equal(x: torch.Tensor, world_size: int, rank: int, group: str) -> torch.Tensor:
@@ -104,39 +94,23 @@ def sum_parts(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @may_fail()
 def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
     """Every rank's part, one after the other."""
-    if len(set(splits)) == 1:
-        return all_gather_equal(x, len(splits), group)
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    out = x.new_empty(sum(splits))
-    if in_rounds(x, splits) and alike(splits):
-        return _registered(out, AllGather(x, torch.split(out, list(splits)), rank, pg).begin())
-    if in_rounds(x, splits):
-        return _registered(out, AllToAll([x] * len(splits), torch.split(out, list(splits)), rank, pg).begin())
-    sent = x.repeat(len(splits))
-    work = dist.all_to_all_single(out, sent, list(splits), [x.numel()] * len(splits), group=pg, async_op=True)
-    return _registered(out, work)
+    if not any(splits):
+        return x
+    backend, pg = _library(x.reshape(-1), group)
+    return _registered(*backend.all_gather(x.reshape(-1), splits, rank, pg))
 
 
-@may_fail()
 def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     """Every rank's value, flat, one after the other; all are as long as this rank's."""
-    if x.numel() == 0:
-        return x
     pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    out = x.new_empty(world_size * x.numel())
-    if in_rounds(x, [x.numel()] * world_size):
-        return _registered(out, AllGather(x.reshape(-1), out.chunk(world_size), pg.rank(), pg).begin())
-    return _registered(out, dist.all_gather_single(out, x.reshape(-1), group=pg, async_op=True))
+    return all_gather(x, [x.numel()] * world_size, pg.rank(), group)
 
 
 @may_fail()
 def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
     """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long."""
-    assert x.is_contiguous(), _STRIDED
-    pg = _resolve_process_group(group)  # type: ignore[arg-type]
-    out = x.new_empty(sum(received))
-    work = dist.all_to_all_single(out, x, list(received), list(sent), group=pg, async_op=True)
-    return _registered(out, work)
+    backend, pg = _library(x, group)
+    return _registered(*backend.all_to_all(x, sent, received, pg))
 
 
 def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
@@ -146,10 +120,18 @@ def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tens
     return _registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
 
 
-def alike(sizes: Sequence[int]) -> bool:
-    """Whether parts differ by one element at most: then they may go around a ring, without the slow waiting for the
-    fast."""
-    return max(sizes) - min(sizes) <= 1
+def _library(x: torch.Tensor, group: str) -> tuple[Backend, Any]:
+    """What carries a value of this device in a process group, and the group."""
+    assert x.is_contiguous(), _STRIDED
+    pg = _resolve_process_group(group)  # type: ignore[arg-type]
+    return _backend_named(str(dist.get_backend_config(pg)), x.device.type), pg
+
+
+@cache
+def _backend_named(name: str, device: str) -> Backend:
+    """By what a process group says of itself: a library, or one for each type of device, as in `cpu:gloo,cuda:nccl`."""
+    of_devices = dict(part.split(":") for part in name.split(",") if ":" in part)
+    return NCCL if of_devices.get(device, name) == NCCL.name else GLOO
 
 
 def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:

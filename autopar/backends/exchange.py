@@ -30,6 +30,12 @@ def in_rounds(x: torch.Tensor, splits: Sequence[int]) -> bool:
     return x.device.type == "cpu" and len(splits) > 1 and max(splits) * x.element_size() > ROUNDS_BYTES
 
 
+def alike(sizes: Sequence[int]) -> bool:
+    """Whether parts differ by one element at most: then they may go around a ring, without the slow waiting for the
+    fast."""
+    return max(sizes) - min(sizes) <= 1
+
+
 def has_failed(channel: str) -> bool:
     """Whether the last exchange of a channel has ended with an error."""
     return channel in _latest and _latest[channel]._error is not None

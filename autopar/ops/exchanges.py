@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from autopar.backends import collectives
-from autopar.backends.exchange import ROUNDS_BYTES
+from autopar.backends.exchange import ROUNDS_BYTES, alike
 from autopar.ir.dtypes import DTYPE_BYTES, EXACT_BYTES
 from autopar.ops.base import Call, Site
 from autopar.ops.collectives import Collective, RankBytes, copied, other_ranks
@@ -36,7 +36,7 @@ class _Exchange(Collective):
 
     def goes_around(self, call: Call, world_size: int) -> bool:
         """Whether messages of our own go around a ring; or from each to each."""
-        return all(map(collectives.alike, self._parts(call, world_size)))
+        return all(map(alike, self._parts(call, world_size)))
 
     def _parts(self, call: Call, world_size: int) -> list[list[int]]:
         """What each rank holds, by subgroup."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autopar.cost_models.collectives import GLOO, Backend
+from autopar.backends.base import Backend
+from autopar.backends.gloo import GLOO
 from autopar.errors import did_you_mean
 from autopar.spec.cluster import ClusterSpec, DeviceSpec, DuplexSpec, HostSpec, NetworkSpec
 from autopar.spec.units import Figure

@@ -13,7 +13,7 @@ import autopar
 from autopar import Calibration, ClusterSpec
 from autopar.calibration import KINDS, calibrate
 from autopar.cost_models.calibrated import measured
-from autopar.cost_models.collectives import Network
+from autopar.cost_models.network import Network
 from autopar.spec.topology import Topology
 from tests.gloo.ranks import run_ranks
 

@@ -7,6 +7,7 @@ import torch
 
 from autopar.backends import collectives
 from autopar.backends.exchange import in_rounds
+from autopar.backends.nccl import NCCL
 from autopar.runtime.process_group import join
 from tests.gloo.ranks import run_ranks
 
@@ -46,3 +47,22 @@ def test_sums_and_parts_are_right_with_several_on_their_way(n: int) -> None:
     for found in run_ranks(n, exchange, list(SHARES)):
         assert set(found) == set(SHARES)
         assert all(e < 1e-9 for errors in found.values() for e in errors), found
+
+
+def library_sums(rank: int, n: int) -> list[float]:
+    """Errors of NCCL's reduce-scatter of equal parts, of narrow numbers and of unequal parts, as a process group of
+    gloo does what NCCL is asked to do."""
+    pg = join(60.0).pg
+    errors = []
+    for sizes, dtype in (((5, 5), torch.float32), ((5, 5), torch.bfloat16), ((7, 3), torch.float32)):
+        values = torch.arange(20).view(n, 10).to(dtype)
+        out, work = NCCL.reduce_scatter(values[rank].clone(), sizes, rank, pg)
+        assert work is not None
+        work.wait()
+        expected = torch.split(values.sum(0), list(sizes))[rank]
+        errors.append((collectives.sum_parts(out, dtype) - expected).abs().max().item())
+    return errors
+
+
+def test_nccls_own_reduce_scatter_gives_the_same_sums() -> None:
+    assert run_ranks(2, library_sums) == [[0.0] * 3] * 2

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.calibrated import measured
-from autopar.cost_models.collectives import Network
+from autopar.cost_models.network import Network
 from autopar.errors import SpecError
 from autopar.ops.measured import collective_named
 from autopar.search import build_plan

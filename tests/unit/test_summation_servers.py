@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.cost_models import AnalyticCostModel
-from autopar.cost_models.collectives import Network
+from autopar.cost_models.network import Network
 from autopar.errors import PlanError
 from autopar.ops.collectives import served_bytes, wire_bytes
 from autopar.ops.measured import collective_named

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.backends.base import COLLECTIVES
 from autopar.backends.exchange import ROUNDS_BYTES
-from autopar.cost_models.collectives import COLLECTIVES, GLOO, NCCL, Host, Network, backend_of
+from autopar.backends.gloo import GLOO
+from autopar.backends.nccl import NCCL
+from autopar.cost_models.network import Host, Network, backend_of
 from autopar.ops.base import Call
 from autopar.ops.collectives import wire_bytes
 from autopar.ops.measured import collective_named

@@ -21,6 +21,9 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 
+from autopar.backends.base import Backend
+from autopar.backends.gloo import GLOO
+from autopar.backends.nccl import NCCL
 from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
 from autopar.cost_models.price import Transfer
@@ -34,77 +37,6 @@ from autopar.spec.topology import Link, Topology
 from autopar.spec.units import PROVENANCES, Provenance
 
 Floats = npt.NDArray[np.float64]
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "served_sum")
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """What a communication library adds to, and takes from, the network."""
-
-    name: str
-    """Also the name of its channel in the timeline."""
-    call_s: float
-    """For a collective to begin, on all ranks."""
-    hop_s: float
-    """For a round of it, beside the latency of the links."""
-    issue_s: float
-    """On the compute stream, to hand a collective over."""
-    fraction: dict[str, float]
-    """Of the bandwidth of links that a collective reaches, by its name."""
-    device_taken: float = 0.0
-    """Part of an accelerator that a collective takes from the compute beside it."""
-    chains: bool = False
-    """Whether reduce and broadcast pass the message along a chain in pieces, so that all its links work at once."""
-    host_bytes_per_s: float = float("inf")
-    """Bytes, sent and received together, that one processor core moves for it."""
-    host_threads: int = 1
-    """Cores that it can use for one collective."""
-    at_once: int = 1
-    """Collectives of one process group that it runs at the same time; exchanges in rounds follow one another."""
-    served_call_s: float = 0.0
-    """For a sum that hosts which serve help to make to begin, beside `call_s`: they are told first what comes."""
-
-
-GLOO = Backend(
-    "gloo",
-    # An all-reduce of 4 bytes takes 0.1 to 0.4 ms over 2 to 4 ranks of one machine, torch 2.13. [Empirical]
-    call_s=60e-6,
-    hop_s=20e-6,
-    issue_s=100e-6,
-    # Four hosts, each with 0.2 or 1 Gbit/s, messages from 1 MB, torch 2.13. [Empirical] All-reduce: 0.955 of the line
-    # rate; all-gather, and the rounds that a reduce-scatter is made of, 0.92; an all-to-all 0.56, as all senders meet
-    # at a receiver.
-    fraction={
-        "all_reduce": 0.955,
-        "all_gather": 0.92,
-        "reduce_scatter": 0.92,
-        "all_to_all": 0.56,
-        "reduce": 0.955,
-        "broadcast": 0.955,
-        "served_sum": 0.92,
-    },
-    # Sockets of one machine, copied in and out of the kernel and added up. [Empirical, of the right order]
-    host_bytes_per_s=2e9,
-    # The thread that runs the collective, and the one that reads and writes the sockets.
-    host_threads=2,
-    # The threads of a process group, unless its options say otherwise (ProcessGroupGloo, torch 2.13).
-    at_once=2,
-    # What 1 to 64 MiB over four hosts and two servers take longer than their bytes. [Empirical]
-    served_call_s=3e-3,
-)
-
-NCCL = Backend(
-    "nccl",
-    # Ring, simple protocol: 8.4 us, and 2.7 to 14 us a step over a network (NCCL 2.x, src/graph/tuning.cc).
-    call_s=8.4e-6,
-    hop_s=3e-6,
-    issue_s=10e-6,
-    # NCCL's own model takes 0.92 of the bus for its LL128 protocol; its reduce and broadcast are a single ring.
-    fraction=dict.fromkeys(COLLECTIVES, 0.92),
-    # Compute beside a collective takes 1.1256 times as long on A100 (Galvatron's shipped overlap coefficient).
-    device_taken=1 - 1 / 1.1256,
-    chains=True,
-)
 
 
 def backend_of(topology: Topology) -> Backend:
