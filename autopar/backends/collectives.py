@@ -58,7 +58,7 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """The sum over ranks, in place, valid on rank `owner` of the group."""
     backend, pg = _library(x, group)
-    return _registered(*backend.reduce(x, owner, pg))
+    return registered(*backend.reduce(x, owner, pg))
 
 
 def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -70,7 +70,7 @@ def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
 def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """Rank `owner`'s value, in place."""
     backend, pg = _library(x, group)
-    return _registered(*backend.broadcast(x, owner, pg))
+    return registered(*backend.broadcast(x, owner, pg))
 
 
 @may_fail()
@@ -78,7 +78,7 @@ def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str
     """Sends part r of `x` to rank r. The result, once waited for, is what `sum_parts` takes: what came from each rank,
     [ranks, elements], or its sum, where it was added up on its way."""
     backend, pg = _library(x, group)
-    return _registered(*backend.reduce_scatter(x, splits, rank, pg))
+    return registered(*backend.reduce_scatter(x, splits, rank, pg))
 
 
 def reduce_scatter_equal(x: torch.Tensor, world_size: int, rank: int, group: str) -> torch.Tensor:
@@ -97,7 +97,7 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) ->
     if not any(splits):
         return x
     backend, pg = _library(x.reshape(-1), group)
-    return _registered(*backend.all_gather(x.reshape(-1), splits, rank, pg))
+    return registered(*backend.all_gather(x.reshape(-1), splits, rank, pg))
 
 
 def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
@@ -110,14 +110,14 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
 def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
     """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long."""
     backend, pg = _library(x, group)
-    return _registered(*backend.all_to_all(x, sent, received, pg))
+    return registered(*backend.all_to_all(x, sent, received, pg))
 
 
 def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
     """The sum over ranks, in place, with the help of servers. `adds_up`: elements that each rank and each server of
     the mesh adds up."""
     assert x.is_contiguous(), _STRIDED
-    return _registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
+    return registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
 
 
 def _library(x: torch.Tensor, group: str) -> tuple[Backend, Any]:
@@ -134,7 +134,8 @@ def _backend_named(name: str, device: str) -> Backend:
     return NCCL if of_devices.get(device, name) == NCCL.name else GLOO
 
 
-def _registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+def registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+    """A value that is being received: `wait` blocks until the work is done."""
     assert work is not None, "an asynchronous collective returns its work"
     torch._C._distributed_c10d._register_work(x, work)
     return x

@@ -93,8 +93,8 @@ class Exchange(dist.Work):
         raise NotImplementedError
 
 
-class _Between(Exchange):
-    """Messages between the ranks of a process group."""
+class Messages(Exchange):
+    """Messages between the ranks of a process group; a subclass says which, in `_messages`."""
 
     def __init__(self, rank: int, pg: dist.ProcessGroup) -> None:
         super().__init__(pg.group_name)
@@ -107,7 +107,7 @@ class _Between(Exchange):
         return dist.isend(piece, group_dst=to, group=self._pg, tag=tag) if piece.numel() else None
 
 
-class AllToAll(_Between):
+class AllToAll(Messages):
     """Sends `sent[r]` to rank r of the group, and fills `received[r]` with what r sends; parts may be empty. Rank r
     sends to rank r+1, then to r+2, and so on, so that no two of equal speed meet; a slow receiver holds up those alone
     that send to it."""
@@ -133,7 +133,7 @@ class AllToAll(_Between):
         self._sent, self._received = (), ()
 
 
-class _Ring(_Between):
+class _Ring(Messages):
     """Rounds in which a rank sends to the next one what it had from the one before."""
 
     def _around(self, first: torch.Tensor, into: Sequence[torch.Tensor], added: Sequence[torch.Tensor] = ()) -> None:

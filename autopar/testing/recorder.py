@@ -9,18 +9,7 @@ import torch.fx
 
 from autopar.backends import collectives
 from autopar.ops.gradients import Norm
-
-COLLECTIVES = (
-    collectives.all_reduce,
-    collectives.all_gather,
-    collectives.all_gather_equal,
-    collectives.all_to_all,
-    collectives.broadcast,
-    collectives.reduce,
-    collectives.reduce_scatter,
-    collectives.reduce_scatter_equal,
-    collectives.all_reduce_copy,
-)
+from autopar.runtime.writer import CALL
 
 
 class Recorder(torch.fx.Interpreter):
@@ -31,15 +20,18 @@ class Recorder(torch.fx.Interpreter):
         self.calls: list[str] = []
         self._messages: list[Any] = []
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        result = super().call_function(target, args, kwargs)
-        if target is collectives.all_to_all:
-            self._messages.append(result)
-        if target in COLLECTIVES or target is collectives.wait:
-            shown = [f"{tuple(a.shape)} {a.dtype}" if isinstance(a, torch.Tensor) else repr(a) for a in args]
+    def run_node(self, n: torch.fx.Node) -> Any:
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        result = super().run_node(n)
+        call, is_value = n.meta.get(CALL, (None, False))
+        if (is_value and call.is_pending) or n.target is collectives.wait:
             # How much of a message goes to whom, the batch decides: virtual compute knows what is expected.
-            ragged = target is collectives.all_to_all or any(args[0] is m for m in self._messages)
-            self.calls.append(f"{target.__name__} {args[0].dtype if ragged else ' '.join(shown)}")
+            ragged = n.target is collectives.all_to_all or any(args[0] is m for m in self._messages)
+            if n.target is collectives.all_to_all:
+                self._messages.append(result)
+            shown = [f"{tuple(a.shape)} {a.dtype}" if isinstance(a, torch.Tensor) else repr(a) for a in args]
+            name = getattr(n.target, "__name__", str(n.target))
+            self.calls.append(f"{name} {args[0].dtype if ragged else ' '.join(shown)}")
         return result
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

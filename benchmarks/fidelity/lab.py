@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.cost_models.network import Host, Network
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.learning import learn
+from autopar.cost_models.network import Host, Network
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
