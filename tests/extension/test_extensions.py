@@ -54,5 +54,5 @@ def test_a_library_of_ones_own_is_planned_for_and_simulated() -> None:
             for some in groups
         ]
         program = lower_plan(specs, graph, Context(4))
-        times.append(model.predict(graph, program, Topology(cpu_hosts(4))).step_time_s)
+        times.append(model.predict(graph, program, Topology(cpu_hosts(4))).communication_s)
     assert times[0] - times[1] == pytest.approx((len(MLP) - 1) * FIXED_S, rel=0.2)
