@@ -18,17 +18,12 @@ from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
 from autopar.ir.dtypes import EXACT_BYTES
-from autopar.ir.empty_batches import keep_nothing_finite
 from autopar.ir.heads import find_heads
-from autopar.ir.hoist import hoist_indices
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
-from autopar.ir.recompute import recompute_activations
-from autopar.ir.rematerialize import rematerialize_products
-from autopar.ir.reuse import reuse_memory, views_where_they_can_be
+from autopar.ir.passes import EVERY, Capture, Passes, run_passes
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
-from autopar.ir.weights import batch_weight
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 Unused = Literal["error", "freeze"]
@@ -41,8 +36,9 @@ def training_graph(
     mode: Mode = "step",
     unused: Unused = "error",
     recompute: Recompute = "none",
+    passes: Passes = EVERY,
 ) -> TrainingGraph:
-    """Captures `model`'s training step on `batch`.
+    """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
     `recompute`: what of the forward pass is computed again in the backward pass; only of a whole step. `unused`: what
     to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what eager PyTorch does
@@ -50,14 +46,9 @@ def training_graph(
     """
     with _without_collector():
         joint = capture_joint(model, batch, loss_fn, mode)
-    if mode == "step":
-        joint = replace(joint, weight=batch_weight(joint, batch.size))
-        keep_nothing_finite(joint, batch.size)
+    capture = Capture(mode, batch.size, recompute)
+    joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
-    hoist_indices(joint.module.graph, [n for (kind, _), n in inputs.items() if kind in ("batch", "buffer")])
-    if mode == "step":
-        rematerialize_products(joint.module.graph)
-        recompute_activations(joint.module.graph, recompute)
     fingerprint = model_fingerprint(model, loss_fn)
     order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(order)}
@@ -67,9 +58,7 @@ def training_graph(
     parameters = tuple(_parameter(p, joint, inputs, position, example, start) for p in trainable)
     parameters = _with_readers(parameters, joint, inputs, position, example)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
-    if mode == "step":
-        reuse_memory(joint.module.graph)
-    views_where_they_can_be(joint.module.graph)
+    joint, done_behind = run_passes(passes.behind(), joint, capture)
     joint.module.recompile()
     return TrainingGraph(
         model=fingerprint,
@@ -80,6 +69,7 @@ def training_graph(
         buffer_bytes=sum(_bytes(n.meta["val"]) for n in buffers),
         input_bytes=sum(_bytes(t) for t in batch.tensors),
         recompute=recompute if mode == "step" else "none",
+        passes=(*done, *done_behind),
         joint=joint,
     )
 

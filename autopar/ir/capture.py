@@ -26,7 +26,6 @@ from autopar.ir.observers import Observers
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
-from autopar.ir.simplify import simplify
 from autopar.ir.untraceable import Distributions, masks_as_they_are
 from autopar.ir.weights import BatchWeight
 
@@ -126,12 +125,9 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from output_tensors(getattr(output, one.name))
 
 
-def capture_joint(
-    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", rewritten: bool = True
-) -> JointGraph:
-    """Captures one training step on `batch`. `rewritten`: whether what autograd's tracing leaves behind is simplified.
-    Raises `CaptureError` with the line that stands in the way, and `SignatureError` where the model's `forward` does
-    not take such a batch."""
+def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
+    """Captures one training step on `batch`, as autograd's tracing leaves it. Raises `CaptureError` with the line that
+    stands in the way, and `SignatureError` where the model's `forward` does not take such a batch."""
     step = _Step(model, loss_fn, batch, mode)
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
@@ -153,8 +149,6 @@ def capture_joint(
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    if rewritten:
-        simplify(module.graph)
     return replace(_describe(module, mode), guards=guards)
 
 

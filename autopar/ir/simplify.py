@@ -1,17 +1,14 @@
 """Simplifications of the joint graph: what autograd's tracing leaves behind and a run need not pay for.
 
-Each is `graph -> None`, changes no value, and is listed in `PASSES` in the order in which they run.
+Each is `graph -> None` and changes no value. `autopar.ir.passes` lists them in the order in which they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
-
-from autopar.ir.recurrent import keep_workspaces
 
 aten = torch.ops.aten
 
@@ -111,24 +108,6 @@ def eager_dropout(graph: torch.fx.Graph) -> None:
 def dropout_noise(like: torch.Tensor, p: float) -> torch.Tensor:
     """0 with probability p, else 1 / (1 - p): drawn as `torch.nn.functional.dropout` draws it."""
     return torch.empty_like(like).bernoulli_(1 - p).div_(1 - p)
-
-
-PASSES: tuple[Callable[[torch.fx.Graph], None], ...] = (
-    remove_identities,
-    fold_views,
-    share_views,
-    fold_views,
-    eager_dropout,
-    keep_workspaces,
-    remove_dead_code,
-)
-
-
-def simplify(graph: torch.fx.Graph) -> None:
-    """Runs every pass, in place, and checks the graph after each."""
-    for graph_pass in PASSES:
-        graph_pass(graph)
-        graph.lint()
 
 
 def _has_effect(node: torch.fx.Node) -> bool:

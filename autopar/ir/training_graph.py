@@ -212,6 +212,20 @@ class ComputeNode:
     """Position of the last node that needs what it allocates; -1 where that is not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a pass has done to a graph, in nodes."""
+
+    name: str
+    what: str
+    added: int
+    removed: int
+    changed: int
+    """That call something else, or read something else."""
+    moved: int
+    """That have another place in the order."""
+
+
 @dataclass(frozen=True)
 class TrainingGraph:
     """The joint forward and backward graph of a model's training step on one rank's batch."""
@@ -229,6 +243,8 @@ class TrainingGraph:
     input_bytes: int
     recompute: Recompute = "none"
     """What of the forward pass is computed again in the backward pass."""
+    passes: tuple[Done, ...] = field(default=(), compare=False, repr=False)
+    """What each pass has done to the graph."""
     joint: JointGraph | None = field(default=None, compare=False, repr=False)
     """The graph itself; absent where only a plan is to be priced."""
 

@@ -35,7 +35,7 @@ def first_difference(
     `arguments`: of the joint graph's placeholders, in order. The model is captured once more, without any rewriting.
     """
     flat = batch if isinstance(batch, Batch) else flatten(batch)
-    raw = capture_joint(model, flat, loss_fn, mode, rewritten=False)
+    raw = capture_joint(model, flat, loss_fn, mode)
     if raw.inputs != joint.inputs or any(is_random(n) for n in raw.module.graph.nodes):
         return "Where it begins was not looked for, as the model draws random numbers"
     with torch.no_grad():

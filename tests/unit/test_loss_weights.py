@@ -15,6 +15,7 @@ from torch import nn
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.capture import JointGraph, capture_joint
+from autopar.ir.passes import EVERY, Capture, run_passes
 from autopar.ir.weights import BatchWeight, batch_weight
 
 CLASSES, LENGTH = 5, 3
@@ -182,7 +183,8 @@ class Losses(nn.Module):
 
 @lru_cache
 def captured(kind: str, which: int) -> JointGraph:
-    return capture_joint(Losses(LOSSES[kind]), flatten(PARTS[which]), mode="module")
+    joint = capture_joint(Losses(LOSSES[kind]), flatten(PARTS[which]), mode="module")
+    return run_passes(EVERY.before(), joint, Capture("module", None))[0]
 
 
 def weight_of(kind: str, name: str, which: int) -> BatchWeight:

@@ -1,0 +1,178 @@
+"""The passes that lead from what tracing has captured to the graph that is planned for and run, in their order.
+
+A pass takes a joint graph and returns it, rewritten in place. Those that are optional change no value, and can be left
+out by name (`Passes.without`); a pass of one's own (`Passes.also`) runs behind those that make the graph smaller, and
+before the table of parameters is read off it. All ranks must use the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx
+
+from autopar.errors import PlanError, did_you_mean
+from autopar.ir import simplify
+from autopar.ir.capture import JointGraph, Mode
+from autopar.ir.empty_batches import keep_nothing_finite
+from autopar.ir.hoist import hoist_indices
+from autopar.ir.recompute import recompute_activations
+from autopar.ir.recurrent import keep_workspaces
+from autopar.ir.rematerialize import rematerialize_products
+from autopar.ir.reuse import reuse_memory, views_where_they_can_be
+from autopar.ir.training_graph import Done
+from autopar.ir.weights import batch_weight
+from autopar.spec.plan import Recompute
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a pass may depend on besides the graph."""
+
+    mode: Mode
+    """`step`: the graph runs as a whole; `module`: its two halves run by themselves."""
+    batch_size: int | None
+    recompute: Recompute = "none"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass."""
+
+    name: str
+    what: str
+    """What it does, in one line for people."""
+    run: Callable[[JointGraph, Capture], JointGraph]
+    optional: bool = False
+    modes: tuple[Mode, ...] = ("step", "module")
+    """Of which captures it is a part."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Which passes run."""
+
+    without: tuple[str, ...] = ()
+    """Names of optional ones that are left out."""
+    also: tuple[Pass, ...] = ()
+    """Of one's own."""
+
+    def __post_init__(self) -> None:
+        optional = [p.name for p in (*BEFORE, *BEHIND) if p.optional]
+        for name in self.without:
+            if name not in optional:
+                raise PlanError(
+                    f"no pass '{name}' can be left out{did_you_mean(name, optional)} optional: {', '.join(optional)}"
+                )
+
+    def before(self) -> tuple[Pass, ...]:
+        """Those that run before the table of parameters is read off the graph."""
+        return (*self._kept(BEFORE), *self.also)
+
+    def behind(self) -> tuple[Pass, ...]:
+        """Those that run behind that."""
+        return self._kept(BEHIND)
+
+    def _kept(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+        return tuple(p for p in passes if p.name not in self.without)
+
+
+def run_passes(passes: Sequence[Pass], joint: JointGraph, capture: Capture) -> tuple[JointGraph, tuple[Done, ...]]:
+    """Runs those passes that are part of such a capture, and checks the graph behind each."""
+    done = []
+    for one in passes:
+        if capture.mode not in one.modes:
+            continue
+        before, results = _nodes(joint), _results(joint)
+        joint = _following(one.run(joint, capture), results)
+        joint.module.graph.lint()
+        after = _nodes(joint)
+        same = before.keys() & after.keys()
+        changed = sum(before[n] != after[n] for n in same)
+        moved = sum(a is not b for a, b in zip(*([n for n in x if n in same] for x in (before, after)), strict=True))
+        done.append(Done(one.name, one.what, len(after) - len(same), len(before) - len(same), changed, moved))
+    return joint, tuple(done)
+
+
+def _results(joint: JointGraph) -> list[torch.fx.Node | None]:
+    return list(joint.module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _following(joint: JointGraph, before: Sequence[torch.fx.Node | None]) -> JointGraph:
+    """The joint graph with the nodes that are its results now, where others were `before`."""
+    now = {old: new for old, new in zip(before, _results(joint), strict=True) if old is not None and new is not None}
+    if all(old is new for old, new in now.items()):
+        return joint
+    return replace(
+        joint,
+        mutations=tuple((name, now[n]) for name, n in joint.mutations),
+        outputs=tuple(now[n] for n in joint.outputs),
+        gradients={name: now[n] for name, n in joint.gradients.items()},
+        input_gradients={i: now[n] for i, n in joint.input_gradients.items()},
+    )
+
+
+def _nodes(joint: JointGraph) -> dict[torch.fx.Node, tuple[object, object, object]]:
+    return {n: (n.target, n.args, n.kwargs) for n in joint.module.graph.nodes}
+
+
+def _on_graph(change: Callable[[torch.fx.Graph], None]) -> Callable[[JointGraph, Capture], JointGraph]:
+    def run(joint: JointGraph, capture: Capture) -> JointGraph:
+        change(joint.module.graph)
+        return joint
+
+    return run
+
+
+def _read_weights(joint: JointGraph, capture: Capture) -> JointGraph:
+    return replace(joint, weight=batch_weight(joint, capture.batch_size))
+
+
+def _keep_finite(joint: JointGraph, capture: Capture) -> JointGraph:
+    keep_nothing_finite(joint, capture.batch_size)
+    return joint
+
+
+def _hoist(joint: JointGraph, capture: Capture) -> JointGraph:
+    inputs = zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True)
+    hoist_indices(joint.module.graph, [n for (kind, _), n in inputs if kind in ("batch", "buffer")])
+    return joint
+
+
+def _recompute(joint: JointGraph, capture: Capture) -> JointGraph:
+    recompute_activations(joint.module.graph, capture.recompute)
+    return joint
+
+
+BEFORE: tuple[Pass, ...] = (
+    Pass("identities", "removes detach and alias", _on_graph(simplify.remove_identities), optional=True),
+    Pass("folded views", "folds views of views", _on_graph(simplify.fold_views), optional=True),
+    Pass("shared views", "makes one node of equal views", _on_graph(simplify.share_views), optional=True),
+    Pass("views folded again", "folds what has become a view of a view", _on_graph(simplify.fold_views), optional=True),
+    Pass("dropout", "draws dropout's masks as eager PyTorch does", _on_graph(simplify.eager_dropout)),
+    Pass("workspaces", "keeps what recurrent layers save", _on_graph(keep_workspaces)),
+    Pass("dead code", "removes what nobody reads", _on_graph(simplify.remove_dead_code), optional=True),
+    Pass("weights", "reads off the loss how much a batch counts", _read_weights, modes=("step",)),
+    Pass("empty batches", "keeps means over nothing finite", _keep_finite, modes=("step",)),
+    Pass("indices first", "computes the indices of lookups first", _hoist, optional=True),
+    Pass(
+        "products again",
+        "forms products anew whose factors are kept",
+        _on_graph(rematerialize_products),
+        optional=True,
+        modes=("step",),
+    ),
+    Pass("recomputation", "computes activations again, as the plan says", _recompute, modes=("step",)),
+)
+BEHIND: tuple[Pass, ...] = (
+    Pass(
+        "memory reused",
+        "writes over inputs that are read for the last time",
+        _on_graph(reuse_memory),
+        optional=True,
+        modes=("step",),
+    ),
+    Pass("views that may copy", "lets views copy where memory lies otherwise", _on_graph(views_where_they_can_be)),
+)
+EVERY = Passes()
