@@ -10,10 +10,10 @@ import torch
 import torch.fx
 
 from autopar.ir.batch import Batch
+from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weights import BatchWeight
 from autopar.strategies.lowering import StepProgram
 
 Weight = Callable[[Any], float] | None
