@@ -18,6 +18,7 @@ ORDER = [
     "cost_models",
     "search",
     "runtime",
+    "planning",
     "api",
     "calibration",
     "verification",

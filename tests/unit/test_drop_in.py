@@ -35,6 +35,14 @@ def test_what_comes_before_gets_its_gradient() -> None:
     F.mse_loss(module(before(X).detach()), Y).backward()
 
 
+def test_the_capture_of_optimize_serves_the_first_batch() -> None:
+    module = autopar.optimize(_net(), example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+    module(X[:, :3])
+    assert len(list(module.program._compiled)) == 1
+    module(X[:, :3].clone().requires_grad_())  # its gradient is another output
+    assert len(list(module.program._compiled)) == 2
+
+
 def test_a_second_derivative_is_refused() -> None:
     module = autopar.optimize(_net(), example_inputs=torch.zeros(5, 3, dtype=torch.float64))
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
