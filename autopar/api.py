@@ -15,6 +15,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.planning import Planner, Progress, Training
 from autopar.runtime.compiled import Check, LossFn, Settings, Weight
+from autopar.runtime.eager import owners_of
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
@@ -66,7 +67,7 @@ def plan(
         mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
     )
     settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters)
-    training = Training.of(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
+    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
     return planner.plan(training, cluster)
 
@@ -198,7 +199,7 @@ def optimize(
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     settings = Settings(loss_fn if mode == "step" else None, clip_grad_norm, weight, unused_parameters, check)
-    training = Training.of(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
+    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)
     if plan is None:
@@ -239,9 +240,8 @@ def _check_unwrapped(model: nn.Module) -> None:
 def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
     """The cluster of this job: as it is given, or what `ClusterSpec.detect()` sees. Raises `PlanMismatchError` where it
     has another number of ranks."""
-    if given is None:  # one process is one rank, however many devices the machine has
-        given = ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect()
-    cluster = given
+    # One process is one rank, however many devices the machine has.
+    cluster = given or (ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect())
     if cluster.world_size != group.world_size:
         raise PlanMismatchError(
             f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "
@@ -271,6 +271,5 @@ def _check_alike(model: nn.Module, loss_fn: Any, group: Group, settings: str, pl
 
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:
     """Rank 0's parameters and buffers, on every rank."""
-    owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    tensors = [t for owner in owners for t in (*owner.parameters(), *owner.buffers())]
+    tensors = [t for owner in owners_of(model, loss_fn).values() for t in (*owner.parameters(), *owner.buffers())]
     take_from_rank_0(tensors, group, "making the ranks' models equal")

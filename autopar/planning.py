@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import InfeasibleError
-from autopar.ir.batch import Batch, example_batch, flatten, inputs_and_target, module_batch
+from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
 from autopar.ir.build import training_graph
 from autopar.ir.capture import Mode
 from autopar.ir.training_graph import TrainingGraph
@@ -31,39 +31,34 @@ Progress = Callable[[str, int, float], None]
 """Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
 
 
-@dataclass(frozen=True)
 class Training:
     """What is planned for: a model that is trained on batches like one of a rank's."""
 
-    model: nn.Module
-    batch: Batch
-    settings: Settings
-    optimizer: Optimizer | None
-    """`None` in mode `step`: one that is not known yet, and costs what AdamW does."""
-    scope: Scope
-    mode: Mode
-    """Whether the program runs the whole `step`, or only the passes of the `module`."""
-    _graphs: dict[Recompute, TrainingGraph] = field(default_factory=dict, compare=False, repr=False)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: nn.Module,
         example_inputs: Any,
         settings: Settings,
         optimizer: Optimizer | None,
         mode: Mode,
         acts_on: Scope | None = None,
-    ) -> Training:
-        """`example_inputs`: one rank's batch, as a training loop would pass it to the program, or with the target where
-        there is a loss; `None` for the model's own. Raises `SignatureError` where it cannot be used, and
-        `OptimizerError` where `acts_on` is needed."""
+    ) -> None:
+        """`example_inputs`: one rank's batch, with its target where there is a `loss_fn`; `None`: the model's own.
+        `optimizer`: `None` in mode "step" where it is not known yet; then it costs what AdamW does. `mode`: whether the
+        program runs the whole step, or only the passes of a drop-in module. `acts_on`: as in `optimizer_scope`.
+
+        Raises `SignatureError` where the batch cannot be used, and `OptimizerError` where `acts_on` is needed."""
         batch = example_batch(model) if example_inputs is None else example_inputs
         if mode == "module":  # which is given no target
-            flat = module_batch(model, inputs_and_target(batch, settings.loss_fn is not None)[0])
+            self.batch = module_batch(model, inputs_and_target(batch, settings.loss_fn is not None)[0])
         else:
-            flat = flatten(batch)
-        return cls(model, flat, settings, optimizer, optimizer_scope(optimizer, acts_on), mode)
+            self.batch = flatten(batch)
+        self.model = model
+        self.settings = settings
+        self.optimizer = optimizer
+        self.mode = mode
+        self._scope = optimizer_scope(optimizer, acts_on)
+        self._graphs: dict[Recompute, TrainingGraph] = {}
 
     def graph(self, recompute: Recompute = "none") -> TrainingGraph:
         """The captured step or module; captured once. Raises `CaptureError`."""
@@ -76,7 +71,7 @@ class Training:
     def context(self, world_size: int, late_parameters: bool) -> Context:
         """What strategies may depend on."""
         clip, updates = self.settings.clip_grad_norm, self.mode == "step"
-        return context_for(world_size, self.optimizer, self.scope, clip, updates, late_parameters)
+        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters)
 
     def cost_model(
         self, cluster: ClusterSpec, calibration: Calibration | None, nodes: dict[str, float] | None = None

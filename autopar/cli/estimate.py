@@ -27,7 +27,7 @@ def estimate(
 
     chosen = chosen_optimizer(made, optimizer)
     mode: Mode = "step" if chosen is not None else "module"
-    training = Training.of(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
+    training = Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
     graph = training.graph(plan.recompute)
     plan.check_model(graph.model)
     cluster = plan.cluster.cluster

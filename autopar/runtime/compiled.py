@@ -74,15 +74,9 @@ class Compiled:
         device: torch.device,
     ) -> list[torch.Tensor]:
         """The graphs' arguments, less the tangents. `tensors`: the batch's, which are moved to `device`."""
-        found: list[torch.Tensor] = []
-        for kind, key in self.joint.inputs:
-            if kind == "parameter":
-                found.append(parameters[str(key)])
-            elif kind == "buffer":
-                found.append(buffers[str(key)])
-            elif kind == "batch":
-                found.append(tensors[int(key)].to(device, non_blocking=True))
-        return found
+        moved = [t.to(device, non_blocking=True) for t in tensors]
+        of: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "batch": moved}
+        return [of[kind][key] for kind, key in self.joint.inputs if kind != "tangent"]
 
     def tangent(self, seed: float, device: torch.device) -> torch.Tensor:
         """What the backward pass of a step starts from."""

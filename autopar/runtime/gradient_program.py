@@ -121,13 +121,13 @@ class GradientProgram(BaseProgram):
         tangents = [torch.randn(v.shape, generator=draw, device=self._device).to(v.dtype) for v in likes]
         own = leaves(batch)
         given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
+        names = [*(f"the gradient of '{n}'" for n in parameters), *given]
 
         def eagerly() -> Ran:
             with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
                 outputs = list(output_tensors(self.model(**own.rebuild(own.tensors))))
                 into = [*parameters.values(), *given.values()]
                 found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
-            names = [*(f"the gradient of '{n}'" for n in parameters), *given]
             return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
 
         def by_graph() -> Ran:
@@ -135,17 +135,11 @@ class GradientProgram(BaseProgram):
             count = len(joint.outputs)
             with torch.no_grad():
                 found = self.written(c, "local backward")(*values[count:], *tangents)
-            names = [*(f"the gradient of '{n}'" for n in parameters), *given]
             return Ran(_numbered(values[:count]), dict(zip(names, found, strict=True)), _called(self._buffers))
 
-        def snapshot() -> Callable[[], None]:
-            tensors, stream = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
-
-            def put_back() -> None:
-                tensors()
-                stream()
-
-            return put_back
+        def snapshot() -> Callable[[], object]:
+            kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
+            return lambda: [put_back() for put_back in kept]
 
         prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
         c.proved = True

@@ -44,7 +44,7 @@ def prove_locally(
     eagerly: Callable[[], Ran],
     by_graph: Callable[[], Ran],
     parameters: Mapping[str, nn.Parameter],
-    snapshot: Callable[[], Callable[[], None]],
+    snapshot: Callable[[], Callable[[], object]],
     tolerance: float,
     where: str,
 ) -> None:

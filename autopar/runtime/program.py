@@ -257,10 +257,8 @@ class Program(BaseProgram):
         """How much of the global batch each micro-batch is. By all ranks together."""
         if self.world_size == 1 and len(batches) == 1:
             return [1.0]
-        each = zip(compiled, batches, originals, strict=True)
-        weights = [self._meaning.weigh(c.weight, b, o) for c, b, o in each]
         with self._group.guard("the proof of the first step"):
-            return self._shares(torch.stack(weights)).tolist()
+            return self._shares(compiled, batches, originals).tolist()
 
     def _snapshot(self) -> Callable[[], None]:
         """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
@@ -296,8 +294,7 @@ class Program(BaseProgram):
                 "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
                 "compute it from float32 values, as in cross_entropy(logits.float(), target)"
             )
-        weights = [self._meaning.weigh(c.weight, b, o) for c, b, o in zip(compiled, batches, originals, strict=True)]
-        shares = self._shares(torch.stack(weights))
+        shares = self._shares(compiled, batches, originals)
         earlier: dict[str, Any] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for c, b, share in zip(compiled[:-1], batches[:-1], shares[:-1], strict=True):
@@ -328,8 +325,10 @@ class Program(BaseProgram):
                 into[name] = gradient.clone(memory_format=torch.contiguous_format)
         return loss  # type: ignore[no-any-return]
 
-    def _shares(self, weights: torch.Tensor) -> torch.Tensor:
-        """Of each of this rank's micro-batches in the global batch, from how much they count."""
+    def _shares(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
+        """The share of each of this rank's micro-batches in the global batch, float64, by how much they count."""
+        each = zip(compiled, batches, originals, strict=True)
+        weights = torch.stack([self._meaning.weigh(c.weight, b, o) for c, b, o in each])
         if self._meaning.is_sum:
             return torch.ones_like(weights)
         total = weights.sum()
