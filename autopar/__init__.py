@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.calibration import calibrate as calibrate
     from autopar.errors import AutoparError as AutoparError
     from autopar.errors import AutoparWarning as AutoparWarning
+    from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
     from autopar.spec.calibration import Calibration as Calibration
     from autopar.spec.cluster import ClusterSpec as ClusterSpec
@@ -32,6 +33,7 @@ _HOMES = {
     "ClusterSpec": "autopar.spec.cluster",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
+    "SyncedModule": "autopar.runtime.module",
     "Verification": "autopar.verification",
     "calibrate": "autopar.calibration",
     "optimize": "autopar.api",
@@ -47,6 +49,7 @@ __all__ = [
     "ClusterSpec",
     "Plan",
     "Program",
+    "SyncedModule",
     "Verification",
     "calibrate",
     "optimize",

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, get_args, overload
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from autopar.errors import CaptureError, InfeasibleError, PlanMismatchError
-from autopar.ir.batch import example_batch, flatten
-from autopar.ir.build import Unused, model_fingerprint, named_parameters, training_graph
-from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.context import Context
-from autopar.runtime.captures import signature_key
-from autopar.runtime.compiled import Check, Settings
-from autopar.runtime.module import SyncedModule, module_batch
-from autopar.runtime.optimizer import Scope, check_optimizer, context_for, described, optimizer_scope
+from autopar.errors import CaptureError, PlanMismatchError, SpecError, did_you_mean
+from autopar.ir.build import Unused, model_fingerprint, named_parameters
+from autopar.ir.capture import Mode
+from autopar.planning import Planner, Progress, Training
+from autopar.runtime.compiled import Check, LossFn, Settings, Weight
+from autopar.runtime.eager import owners_of
+from autopar.runtime.gradient_program import GradientProgram
+from autopar.runtime.module import SyncedModule
+from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
-from autopar.runtime.profile import node_seconds
 from autopar.runtime.program import Program
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import Fidelity, Plan, Recompute
-from autopar.spec.topology import Topology
+from autopar.spec.plan import Fidelity, Plan
 
-if TYPE_CHECKING:
-    from autopar.cost_models import CostModel
-
-Progress = Callable[[str, int, float], None]
-"""Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
+_CHOICES: dict[str, Any] = {
+    "mode": Mode,
+    "fidelity": Fidelity,
+    "unused_parameters": Unused,
+    "optimizer_acts_on": Scope,
+    "check": Check,
+}
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
 """The environment variable in which `autopar run` hands a plan's path to the script."""
@@ -42,9 +42,9 @@ def plan(
     cluster: ClusterSpec,
     *,
     example_inputs: Any = None,
-    loss_fn: Any = None,
+    loss_fn: LossFn | None = None,
     optimizer: Optimizer | None = None,
-    mode: Literal["step", "module"] = "step",
+    mode: Mode = "step",
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
@@ -63,41 +63,73 @@ def plan(
     `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. The other arguments are those of
     `optimize`.
     """
-    batch = example_batch(model) if example_inputs is None else example_inputs
-    flat = module_batch(model, batch) if mode == "module" and loss_fn is None else flatten(batch)
-    scope = optimizer_scope(optimizer, optimizer_acts_on)
-    context = context_for(cluster.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
-
-    def make(recompute: Recompute) -> Plan:
-        graph = training_graph(model, flat, loss_fn, mode, unused_parameters, recompute)
-        nodes = node_seconds(graph, model, flat, loss_fn) if measure_compute else None
-        cost_model = _cost_model(cluster, optimizer, calibration, nodes)
-        return _plan(graph, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
-
-    return _that_fits(make, mode == "step")
+    _check_choices(
+        mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
+    )
+    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters)
+    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
+    planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
+    return planner.plan(training, cluster)
 
 
 @overload
 def optimize(
-    model: nn.Module, cluster_spec: ClusterSpec | None = None, *, optimizer: Optimizer, **settings: Any
-) -> Program: ...
-@overload
-def optimize(
-    model: nn.Module, cluster_spec: ClusterSpec | None = None, *, optimizer: None = None, **settings: Any
-) -> SyncedModule: ...
-def optimize(  # type: ignore[misc]  # the overloads say which result, this says which settings
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
+    optimizer: Optimizer,
     example_inputs: Any = None,
-    loss_fn: Any = None,
-    optimizer: Optimizer | None = None,
+    loss_fn: LossFn | None = None,
     plan: Plan | None = None,
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
-    weight: Callable[[Any], float] | None = None,
+    weight: Weight | None = None,
+    unused_parameters: Unused = "error",
+    optimizer_acts_on: Scope | None = None,
+    calibration: Calibration | None = None,
+    measure_compute: bool = False,
+    time_budget_s: float = 10.0,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    check: Check = "first",
+    progress: Progress | None = None,
+) -> Program: ...
+@overload
+def optimize(
+    model: nn.Module,
+    cluster_spec: ClusterSpec | None = None,
+    *,
+    optimizer: None = None,
+    example_inputs: Any = None,
+    plan: Plan | None = None,
+    strategy: str | None = None,
+    fidelity: Fidelity = "exact",
+    clip_grad_norm: float | None = None,
+    weight: Weight | None = None,
+    unused_parameters: Unused = "error",
+    calibration: Calibration | None = None,
+    measure_compute: bool = False,
+    time_budget_s: float = 10.0,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+    check: Check = "first",
+    progress: Progress | None = None,
+) -> SyncedModule: ...
+def optimize(
+    model: nn.Module,
+    cluster_spec: ClusterSpec | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    example_inputs: Any = None,
+    loss_fn: LossFn | None = None,
+    plan: Plan | None = None,
+    strategy: str | None = None,
+    fidelity: Fidelity = "exact",
+    late_parameters: bool = False,
+    clip_grad_norm: float | None = None,
+    weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
     calibration: Calibration | None = None,
@@ -118,7 +150,9 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         cluster_spec: what to plan for; by default the plan's cluster, or what `ClusterSpec.detect()` sees.
         example_inputs: one batch of this rank: a dict of keyword inputs, a tuple of positional inputs, or a tensor;
             by default the model's own (`example_input_array`, Hugging Face's `dummy_inputs`).
-        loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss.
+        optimizer: of this model's parameters. Its settings may change between steps, as learning-rate schedulers do.
+        loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss. Without
+            `optimizer`, the loss is computed outside, and neither it nor `late_parameters` has an effect.
         plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
         strategy: a plan by name instead of a search.
         fidelity: what the search may choose from; "rounded" allows 16-bit gradients on the wire.
@@ -135,12 +169,18 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
             devices of this kind do; else they are computed from what the devices reach.
         check: which steps are compared with the model run eagerly: the "first", "always", or "never".
         timeout_s: how long a collective may wait for a late rank.
+        time_budget_s, seed: how long the search may take, and the seed of what it draws.
+        progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
     Raises:
         CaptureError: the model cannot be captured as one graph; the message has the line.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
+        SpecError: an option has a value that is not one of its choices.
     """
+    _check_choices(
+        fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on, check=check
+    )
     _check_unwrapped(model)
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
@@ -157,38 +197,34 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
     _check_alike(model, loss_fn, group, said, plan)
-    batch = example_batch(model) if example_inputs is None else example_inputs
-    mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
-    flat = module_batch(model, batch) if mode == "module" else flatten(batch)
+    mode: Mode = "step" if optimizer is not None else "module"
+    settings = Settings(loss_fn if mode == "step" else None, clip_grad_norm, weight, unused_parameters, check)
+    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
-
-    def capture(recompute: Recompute) -> TrainingGraph:
-        return training_graph(model, flat, loss_fn if mode == "step" else None, mode, unused_parameters, recompute)
-
-    graph = capture("none" if plan is None else plan.recompute)
-    scope = optimizer_scope(optimizer, optimizer_acts_on)
-    context = context_for(group.world_size, optimizer, scope, clip_grad_norm, mode == "step", late_parameters)
+    graph = training.graph("none" if plan is None else plan.recompute)
     if plan is None:
-
-        def make(recompute: Recompute) -> Plan:
-            seen = graph if recompute == "none" else capture(recompute)
-            cluster = job_cluster(cluster_spec, group)
-            nodes = node_seconds(seen, model, flat, loss_fn) if measure_compute else None
-            cost_model = _cost_model(cluster, optimizer, calibration, nodes)
-            return _plan(seen, cluster, context, cost_model, strategy, fidelity, time_budget_s, seed, progress)
-
-        plan = _plan_on_rank_0(group, lambda: _that_fits(make, mode == "step"))
-        if plan.recompute != "none":
-            graph = capture(plan.recompute)
-    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters, check)
-    key = signature_key(model, flat)
+        planner = Planner(
+            strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+        )
+        plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
+        graph = training.graph(plan.recompute)
+    context = training.context(group.world_size, late_parameters)
     if optimizer is None:
-        module = SyncedModule(model, plan, group, settings, context)
-        module.adopt(key, graph, flat)
-        return module
+        passes = GradientProgram(model, plan, group, settings, context)
+        passes.adopt(graph, training.batch)
+        return SyncedModule(passes)
     program = Program(model, plan, group, optimizer, settings, context)
-    program.adopt(key, graph)
+    program.adopt(graph, training.batch)
     return program
+
+
+def _check_choices(**given: str | None) -> None:
+    """Raises `SpecError` where an option has a value that is not one of its choices."""
+    for name, value in given.items():
+        choices: tuple[str, ...] = get_args(_CHOICES[name])
+        if value is not None and value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise SpecError(f"{name} is {value!r}, expected one of {known}{did_you_mean(str(value), choices)}")
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -204,68 +240,14 @@ def _check_unwrapped(model: nn.Module) -> None:
 def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
     """The cluster of this job: as it is given, or what `ClusterSpec.detect()` sees. Raises `PlanMismatchError` where it
     has another number of ranks."""
-    if given is None:  # one process is one rank, however many devices the machine has
-        given = ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect()
-    cluster = given
+    # One process is one rank, however many devices the machine has.
+    cluster = given or (ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect())
     if cluster.world_size != group.world_size:
         raise PlanMismatchError(
             f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "
             f"{group.world_size} ranks: start one rank a device, with torchrun, or describe the cluster that is used"
         )
     return cluster
-
-
-def _cost_model(
-    cluster: ClusterSpec, optimizer: Optimizer | None, calibration: Calibration | None, nodes: dict[str, float] | None
-) -> CostModel:
-    """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind."""
-    from autopar.cost_models import ADAMW, cost_model_for, optimizer_cost
-
-    if calibration is not None:
-        calibration.check_cluster(cluster.fingerprint)
-    updates = ADAMW if optimizer is None else optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
-    measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
-    return cost_model_for(updates, measured_s, calibration)
-
-
-def _that_fits(make: Callable[[Recompute], Plan], may_recompute: bool) -> Plan:
-    """A plan that keeps all activations; where none fits, one that computes some of them again, or most."""
-    try:
-        return make("none")
-    except InfeasibleError:
-        if not may_recompute:
-            raise
-    try:
-        return make("selective")
-    except InfeasibleError:
-        return make("full")
-
-
-def _plan(
-    graph: TrainingGraph,
-    cluster: ClusterSpec,
-    context: Context,
-    cost_model: CostModel,
-    strategy: str | None,
-    fidelity: Fidelity,
-    time_budget_s: float,
-    seed: int,
-    progress: Progress | None,
-) -> Plan:
-    from autopar.search import Budget, build_plan, search
-
-    if strategy is not None:
-        return build_plan(strategy, graph, cluster, context, fidelity=fidelity, cost_model=cost_model)
-    return search(
-        graph,
-        cluster,
-        context,
-        fidelity=fidelity,
-        budget=Budget(time_s=time_budget_s),
-        seed=seed,
-        cost_model=cost_model,
-        progress=progress,
-    )
 
 
 def _plan_on_rank_0(group: Group, make: Callable[[], Plan]) -> Plan:
@@ -289,6 +271,5 @@ def _check_alike(model: nn.Module, loss_fn: Any, group: Group, settings: str, pl
 
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:
     """Rank 0's parameters and buffers, on every rank."""
-    owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    tensors = [t for owner in owners for t in (*owner.parameters(), *owner.buffers())]
+    tensors = [t for owner in owners_of(model, loss_fn).values() for t in (*owner.parameters(), *owner.buffers())]
     take_from_rank_0(tensors, group, "making the ranks' models equal")

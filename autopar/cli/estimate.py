@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar.cli.model_argument import ModelArgument
     from autopar.cost_models.base import Estimate
+    from autopar.ir.capture import Mode
     from autopar.spec.calibration import Calibration
     from autopar.spec.plan import Plan
 
@@ -19,28 +20,17 @@ def estimate(
     Raises `PlanMismatchError` where the model is another one, `SpecError` where the calibration is of another cluster.
     """
     from autopar.cli.model_argument import chosen_optimizer
-    from autopar.cost_models import cost_model_for, optimizer_cost
-    from autopar.ir.batch import example_batch, flatten
-    from autopar.ir.build import training_graph
-    from autopar.ir.capture import Mode
-    from autopar.runtime.module import module_batch
-    from autopar.runtime.optimizer import context_for, optimizer_scope
+    from autopar.planning import Training
+    from autopar.runtime.compiled import Settings
     from autopar.spec.topology import Topology
     from autopar.strategies.lowering import lower_plan
 
     chosen = chosen_optimizer(made, optimizer)
-    inputs = example_batch(made.model) if made.example_inputs is None else made.example_inputs
-    without = chosen is None
-    batch = module_batch(made.model, inputs) if without and made.loss_fn is None else flatten(inputs)
-    mode: Mode = "module" if without else "step"
-    graph = training_graph(made.model, batch, made.loss_fn, mode, recompute=plan.recompute)
+    mode: Mode = "step" if chosen is not None else "module"
+    training = Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
+    graph = training.graph(plan.recompute)
     plan.check_model(graph.model)
-    scope = optimizer_scope(chosen)
-    context = context_for(plan.cluster.world_size, chosen, scope, None, not without, late_parameters=True)
     cluster = plan.cluster.cluster
+    context = training.context(plan.cluster.world_size, late_parameters=True)
     program = lower_plan(plan.groups, graph, context.on(cluster))
-    cost = optimizer_cost(type(chosen).__name__, chosen.param_groups[0]) if chosen else optimizer_cost("AdamW")
-    if calibration is not None:
-        calibration.check_cluster(cluster.fingerprint)
-    model = cost_model_for(cost, calibration=calibration)
-    return model.predict(graph, program, Topology(cluster), timeline=True)
+    return training.cost_model(cluster, calibration).predict(graph, program, Topology(cluster), timeline=True)

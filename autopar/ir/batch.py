@@ -131,13 +131,26 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return named
 
 
+def module_batch(model: torch.nn.Module, inputs: Any) -> Batch:
+    """A batch as a drop-in module's `forward` sees it: all inputs by keyword. Raises `SignatureError`."""
+    if isinstance(inputs, dict) or hasattr(inputs, "keys"):
+        return flatten(bind(model, (), dict(inputs)))
+    return flatten(bind(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}))
+
+
+def inputs_and_target(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
+    """What of a batch the model is given, and what its loss function; raises `SignatureError` for a tuple that is not
+    both. A batch of one piece is both."""
+    if not (has_loss_fn and isinstance(batch, (tuple, list))):
+        return batch, batch
+    if len(batch) != 2:
+        raise SignatureError(f"with loss_fn, a tuple batch is (inputs, target); this one has {len(batch)} elements")
+    return batch[0], batch[1]
+
+
 def call_model(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
     """Calls the model on a batch; returns its output and the target for the loss function."""
-    inputs, target = batch, batch
-    if has_loss_fn and isinstance(batch, (tuple, list)):
-        if len(batch) != 2:
-            raise SignatureError(f"with loss_fn, a tuple batch is (inputs, target); this one has {len(batch)} elements")
-        inputs, target = batch
+    inputs, target = inputs_and_target(batch, has_loss_fn)
     if isinstance(inputs, Mapping):
         return model(**inputs), target
     if isinstance(inputs, (tuple, list)):

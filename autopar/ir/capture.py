@@ -19,15 +19,14 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, call_model, misfit
+from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.effects import remove_tokens
-from autopar.ir.empty_batches import traceable_means
 from autopar.ir.guards import Guards, guards_of, seen_effects
 from autopar.ir.observers import Observers
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
-from autopar.ir.untraceable import Distributions, masks_as_they_are
-from autopar.ir.weights import BatchWeight
+from autopar.ir.untraceable import Distributions, masks_as_they_are, traceable_means
 
 Mode = Literal["step", "module"]
 

@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx
 
-if TYPE_CHECKING:
-    from autopar.ir.capture import JointGraph
+from autopar.ir.capture import JointGraph
 
 aten = torch.ops.aten
-
-_LOSSES = (
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.huber_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
-)
-
-
-@contextlib.contextmanager
-def traceable_means(is_empty: bool) -> Iterator[None]:
-    """While it is open, for an empty batch, the gradient of a mean over no elements is traced as an empty tensor:
-    PyTorch's shape rules for these losses divide by the number of elements in Python, and fail, where its operators
-    do not."""
-    from torch._subclasses.fake_impls import op_implementations_dict as rules
-
-    if not is_empty:
-        yield
-        return
-    decompositions: dict[Any, Any] = torch._decomp.decomposition_table  # they would be asked first
-    before = {op: decompositions[op] for op in _LOSSES if op in decompositions}
-    try:
-        for op in before:
-            decompositions[op] = _guarded(before[op])
-        rules.update(dict.fromkeys(_LOSSES, _gradient))
-        yield
-    finally:
-        decompositions.update(before)
-        for op in _LOSSES:
-            rules.pop(op, None)
-
-
-def _gradient(mode: Any, op: Any, gradient: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
-    if values.numel():
-        return NotImplemented
-    with mode:
-        return values * gradient
-
-
-def _guarded(rule: Any) -> Any:
-    def guarded(gradient: torch.Tensor, values: torch.Tensor, *rest: Any, **settings: Any) -> Any:
-        return rule(gradient, values, *rest, **settings) if values.numel() else values * gradient
-
-    return guarded
 
 
 def keep_nothing_finite(joint: JointGraph, batch_size: int | None) -> None:

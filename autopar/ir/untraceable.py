@@ -1,4 +1,4 @@
-"""What PyTorch's own modules do that its tracing cannot: written otherwise for the time of a capture."""
+"""What PyTorch's own modules and operators do that its tracing cannot: done otherwise for the time of a capture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributions import Distribution, kl
@@ -13,6 +14,16 @@ from torch.nn.modules import transformer
 
 from autopar.errors import AutoparWarning
 from autopar.ir.refusals import is_rank_0, stack_files
+
+aten = torch.ops.aten
+
+_LOSS_GRADIENTS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
 
 
 @contextlib.contextmanager
@@ -67,3 +78,40 @@ class Distributions:
                 stacklevel=2,
             )
         return True
+
+
+@contextlib.contextmanager
+def traceable_means(is_empty: bool) -> Iterator[None]:
+    """While it is open, for an empty batch, the gradient of a mean over no elements is traced as an empty tensor:
+    PyTorch's shape rules for these losses divide by the number of elements in Python, and fail, where its operators
+    do not."""
+    from torch._subclasses.fake_impls import op_implementations_dict as rules
+
+    if not is_empty:
+        yield
+        return
+    decompositions: dict[Any, Any] = torch._decomp.decomposition_table  # they would be asked first
+    before = {op: decompositions[op] for op in _LOSS_GRADIENTS if op in decompositions}
+    try:
+        for op in before:
+            decompositions[op] = _guarded(before[op])
+        rules.update(dict.fromkeys(_LOSS_GRADIENTS, _empty_gradient))
+        yield
+    finally:
+        decompositions.update(before)
+        for op in _LOSS_GRADIENTS:
+            rules.pop(op, None)
+
+
+def _empty_gradient(mode: Any, op: Any, gradient: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+    if values.numel():
+        return NotImplemented
+    with mode:
+        return values * gradient
+
+
+def _guarded(rule: Any) -> Any:
+    def guarded(gradient: torch.Tensor, values: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        return rule(gradient, values, *rest, **settings) if values.numel() else values * gradient
+
+    return guarded

@@ -36,7 +36,6 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.lab import memory
 from autopar.lab.host import Host
 from autopar.lab.job import serve
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for, optimizer_scope
 from autopar.runtime.process_group import Group, join
@@ -238,8 +237,7 @@ class Rank:
             memory.release()
             self._base_bytes = memory.resident_bytes() - _bytes(model)
             program = Program(model, plan, self.group, optimizer, Settings(workload.loss_fn, clip), context)
-            key = signature_key(model, flatten(workload.batch(0, self.group.rank)))
-            program.adopt(key, held.graph)
+            program.adopt(held.graph, workload.batch(0, self.group.rank))
 
             def step(number: int) -> Callable[[], torch.Tensor]:
                 batch = workload.batch(number, self.group.rank)

@@ -74,8 +74,9 @@ class Captures(Generic[Compiled]):
 
 
 def signature_key(model: nn.Module, batch: Batch) -> Hashable:
-    """What a captured graph is valid for, besides its guards: the batch's signature and PyTorch's global state."""
-    key = (batch.signature, model.training, global_state())
+    """What a captured graph is valid for, besides its guards: the batch's signature, which of its tensors require a
+    gradient, and PyTorch's global state."""
+    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, global_state())
     try:
         hash(key)
     except TypeError as e:

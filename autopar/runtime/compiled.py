@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.fx
 
-from autopar.ir.batch import Batch
+from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weights import BatchWeight
 from autopar.strategies.lowering import StepProgram
 
-Weight = Callable[[Any], float] | None
+LossFn = Callable[..., Any]
+"""`loss_fn(output, target)`."""
+Weight = Callable[[Any], float]
+"""From a batch to how much it counts in the global mean."""
 Check = Literal["first", "always", "never"]
 """Which steps are compared with the model run eagerly."""
 
@@ -25,28 +27,27 @@ Check = Literal["first", "always", "never"]
 class Settings:
     """What a program computes, besides what the plan says."""
 
-    loss_fn: Any = None
+    loss_fn: LossFn | None = None
+    """`None`: the model computes its loss, or a drop-in module, which does not see it."""
     clip_grad_norm: float | None = None
-    weight: Weight = None
-    """From a batch to how much it counts in the global mean; `None`: read off the loss."""
+    weight: Weight | None = None
+    """`None`: read off the loss."""
     unused_parameters: Unused = "error"
     check: Check = "never"
 
 
 @dataclass(eq=False)
-class CompiledStep:
-    """One batch signature's graphs."""
+class Compiled:
+    """One capture of a model, lowered by a plan, and the graphs that were written from it."""
 
     graph: TrainingGraph
     program: StepProgram
-    weight: BatchWeight
     shared_buffers: tuple[str, ...]
-    """Of the buffers, those that the step both reads and writes."""
-    step: torch.fx.GraphModule
-    finish: torch.fx.GraphModule | None = None
-    """The step's last micro-batch, written when first needed."""
-    local: torch.fx.GraphModule | None = None
-    """Another micro-batch, likewise."""
+    """Of the buffers, those that the forward pass both reads and writes."""
+    output: Any = None
+    """The model's output with fake tensors, in which a drop-in module returns the real ones; `None` of a step."""
+    graphs: dict[str, torch.fx.GraphModule] = field(default_factory=dict)
+    """By their names in `BaseProgram.writers`."""
     proved: bool = False
     """Whether it was compared with the model run eagerly."""
 
@@ -56,25 +57,28 @@ class CompiledStep:
         return self.graph.joint
 
     @property
+    def weight(self) -> BatchWeight:
+        """How much a batch counts in the global loss of a step."""
+        assert self.joint.weight is not None, "a drop-in module does not see the loss"
+        return self.joint.weight
+
+    @property
     def loss_dtype(self) -> torch.dtype:
         return self.joint.outputs[0].meta["val"].dtype  # type: ignore[no-any-return]
 
     def arguments(
-        self, batch: Batch, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+        self,
+        tensors: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        device: torch.device,
     ) -> list[torch.Tensor]:
-        """Of the graphs, less what stands in for the tangent; the batch is moved to where the parameters are."""
-        device = next(iter(parameters.values())).device
-        found: list[torch.Tensor] = []
-        for kind, key in self.joint.inputs:
-            if kind == "parameter":
-                found.append(parameters[str(key)])
-            elif kind == "buffer":
-                found.append(buffers[str(key)])
-            elif kind == "batch":
-                found.append(batch.tensors[int(key)].to(device, non_blocking=True))
-        return found
+        """The graphs' arguments, less the tangents. `tensors`: the batch's, which are moved to `device`."""
+        moved = [t.to(device, non_blocking=True) for t in tensors]
+        of: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "batch": moved}
+        return [of[kind][key] for kind, key in self.joint.inputs if kind != "tangent"]
 
     def tangent(self, seed: float, device: torch.device) -> torch.Tensor:
-        """What the backward pass starts from."""
+        """What the backward pass of a step starts from."""
         like = self.joint.outputs[0].meta["val"]  # a fake tensor: its shape and dtype alone
         return torch.full(tuple(like.shape), seed, dtype=like.dtype, device=device)

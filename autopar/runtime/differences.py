@@ -43,10 +43,6 @@ class Expected:
     strangers: list[str] = field(default_factory=list)
     """Parameters with a gradient that the captured graph has none for."""
 
-    def largest(self, probes: Mapping[str, Probe]) -> float:
-        """The root mean square of the gradient that has the greatest."""
-        return max((float(s.norm) / math.sqrt(max(1, probes[n].numel)) for n, s in self.seen.items()), default=0.0)
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -57,6 +53,32 @@ class Difference:
     """How many times what is allowed."""
 
 
+class GradientRule:
+    """How far the probes of a gradient may lie from what is expected of them: `tolerance` times the gradient's size."""
+
+    def __init__(self, probes: Mapping[str, Probe], expected: Mapping[str, Seen], tolerance: float) -> None:
+        self._expected = expected
+        self._tolerance = tolerance
+        self._root_numel = {n: math.sqrt(max(1, probes[n].numel)) for n in expected}
+        rms = {n: float(seen.norm) / self._root_numel[n] for n, seen in expected.items()}
+        floor = FLOOR * max(rms.values(), default=0.0)
+        self._size = {n: max(rms[n], float(_largest(seen.elements)), floor) for n, seen in expected.items()}
+
+    def elements(
+        self, name: str, found: torch.Tensor, factor: float = 1.0, which: torch.Tensor | slice = slice(None)
+    ) -> float:
+        """How many times what is allowed sampled elements differ. `factor`: what clipping has multiplied gradients
+        with. `which`: the sampled elements that `found` has."""
+        off = float(_largest(found - factor * self._expected[name].elements[which]))
+        return times(off, self._size[name] * self._tolerance)
+
+    def projections(self, name: str, found: torch.Tensor, factor: float = 1.0) -> float:
+        """How many times what is allowed projections differ. A projection's standard deviation is the gradient's norm,
+        at most the gradient's size times the root of its number of elements; three of them are taken."""
+        off = float(_largest(found - factor * self._expected[name].projections))
+        return times(off, 3 * self._root_numel[name] * self._size[name] * self._tolerance)
+
+
 class Comparison:
     """Compares what a rank has seen of one step with what is expected of it."""
 
@@ -64,14 +86,7 @@ class Comparison:
         self.of = subject
         self.expected = expected
         self.tolerance = tolerance
-        self._largest = expected.largest(subject.probes)
-
-    def scale(self, name: str) -> float:
-        """How large a difference in a gradient's elements is taken to be, as a whole."""
-        probe, seen = self.of.probes[name], self.expected.seen[name]
-        rms = float(seen.norm) / math.sqrt(max(1, probe.numel))
-        most = float(seen.elements.abs().max()) if len(seen.elements) else 0.0
-        return max(rms, most, FLOOR * self._largest)
+        self.rule = GradientRule(subject.probes, expected.seen, tolerance)
 
     def gradients(self, held: Held) -> tuple[dict[str, torch.Tensor], list[Difference]]:
         """The sampled elements of the gradients that were updated with, and what differs in them. By all ranks
@@ -90,22 +105,19 @@ class Comparison:
         elements, square, begin = {}, 0.0, 2
         for name, row in rows.items():
             row.flat, begin = packed[begin : begin + len(row.flat)], begin + len(row.flat)
-            probe, seen = of.probes[name], seen_of[name]
+            probe = of.probes[name]
             copies = row.held / max(1, probe.numel)
             elements[name] = row.elements
             if probe.numel and (copies < 1 or copies != round(copies)):
                 found.append(Difference(f"the gradient of '{name}', which {copies:g} ranks hold", math.inf))
             elif probe.numel:
                 square += row.square / copies
-                off = (row.projections / copies - factor * seen.projections).abs().max()
-                allowed = 3 * math.sqrt(probe.numel) * self.scale(name) * self.tolerance
-                found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
+                off = self.rule.projections(name, row.projections / copies, factor)
+                found.append(Difference(f"the gradient of '{name}'", off))
         for fragment, which, seen in held:
             name = str(fragment.piece)
-            if len(which):
-                off = (seen.elements - factor * seen_of[name].elements[which]).abs().max()
-                allowed = self.scale(name) * self.tolerance
-                found.append(Difference(f"the gradient of '{name}'", times(float(off), allowed)))
+            off = self.rule.elements(name, seen.elements, factor, which)
+            found.append(Difference(f"the gradient of '{name}'", off))
         if of.max_norm is not None:
             found += self._clipping(of.max_norm, factor, math.sqrt(square))
         return elements, found
@@ -242,6 +254,11 @@ def times(off: float, allowed: float) -> float:
     if off == 0:
         return 0.0
     return _finite(off / allowed if allowed else math.inf)
+
+
+def _largest(t: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude; 0 of no elements."""
+    return t.abs().max() if t.numel() else torch.zeros(())
 
 
 def _finite(number: float) -> float:

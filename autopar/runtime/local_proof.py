@@ -17,7 +17,7 @@ from autopar.errors import VerificationError
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph
 from autopar.runtime.blame import blame
-from autopar.runtime.differences import FLOOR, difference, times
+from autopar.runtime.differences import FLOOR, GradientRule, difference, times
 from autopar.runtime.eager import backward, loss_of, without_trace
 from autopar.runtime.generators import generators, set_generators
 from autopar.runtime.probes import Probe, Seen
@@ -44,7 +44,7 @@ def prove_locally(
     eagerly: Callable[[], Ran],
     by_graph: Callable[[], Ran],
     parameters: Mapping[str, nn.Parameter],
-    snapshot: Callable[[], Callable[[], None]],
+    snapshot: Callable[[], Callable[[], object]],
     tolerance: float,
     where: str,
 ) -> None:
@@ -72,8 +72,11 @@ def _differences(found: Ran, expected: Ran, tolerance: float, over: float = 1.0)
     """By name, how many times what is allowed differs by more than `over`."""
     sizes = [float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()]
     floor = FLOOR * max(sizes, default=0.0)
-    pairs = [(f.outputs, e.outputs, 0.0) for f, e in ((found, expected),)]
-    pairs += [(found.gradients, expected.gradients, floor), (found.buffers, expected.buffers, 0.0)]
+    pairs = [
+        (found.outputs, expected.outputs, 0.0),
+        (found.gradients, expected.gradients, floor),
+        (found.buffers, expected.buffers, 0.0),
+    ]
     wrong = {}
     for mine, theirs, least in pairs:
         for name, reference in theirs.items():
@@ -155,15 +158,11 @@ class SynchronizedOnce:
         if self._clips:
             mine, theirs = (torch.cat([s.elements for s in each.values()]) for each in (seen, expected))
             factor = float((mine * theirs).sum() / (theirs * theirs).sum().clamp(min=1e-300))
-        most = max((float(s.norm) / max(1, self._probes[n].numel) ** 0.5 for n, s in expected.items()), default=0.0)
-        off = []
-        for n, s in expected.items():
-            size = max(1, self._probes[n].numel) ** 0.5
-            scale = max(float(s.norm) / size, float(s.elements.abs().max()) if len(s.elements) else 0.0, FLOOR * most)
-            elements = (seen[n].elements - factor * s.elements).abs()
-            projections = (seen[n].projections - factor * s.projections).abs().max() / (3 * size)
-            worst = max(float(elements.max()) if len(elements) else 0.0, float(projections))
-            off.append(min(times(worst, scale * self._tolerance), 1e30))
+        rule = GradientRule(self._probes, expected, self._tolerance)
+        off = [
+            min(max(rule.elements(n, s.elements, factor), rule.projections(n, s.projections, factor)), 1e30)
+            for n, s in seen.items()
+        ]
         everywhere = largest(torch.tensor(off, dtype=torch.float64), self._group).tolist()
         wrong = {f"the gradient of '{n}'": t for n, t in zip(expected, everywhere, strict=True) if t > 1}
         if wrong:

@@ -19,7 +19,7 @@ from torch import nn
 
 from autopar.errors import AutoparWarning
 from autopar.ir.batch import Batch
-from autopar.ir.weights import BatchWeight
+from autopar.ir.batch_weight import BatchWeight
 from autopar.runtime.loss_probe import PartLosses, first_samples, part_losses, part_of
 from autopar.runtime.process_group import Rendezvous
 

@@ -163,9 +163,7 @@ class Proof:
         put_back()
         found = {}
         for n in of.probes:
-            off = (again.seen[n].elements - expected.seen[n].elements).abs()
-            allowed = comparison.scale(n) * self.tolerance
-            found[f"the gradient of '{n}'"] = times(float(off.max()) if len(off) else 0.0, allowed)
+            found[f"the gradient of '{n}'"] = comparison.rule.elements(n, again.seen[n].elements)
         found["the loss"] = times(abs(again.loss - expected.loss), max(1.0, abs(expected.loss)) * self.tolerance)
         return found
 

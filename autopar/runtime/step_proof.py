@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import Batch
-from autopar.runtime.compiled import Check, CompiledStep
+from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.local_proof import Ran, prove_locally, step_by_graph, step_eagerly
 from autopar.runtime.probes import probes
@@ -39,7 +39,7 @@ class StepProofs:
 
     def step(
         self,
-        compiled: Sequence[CompiledStep],
+        compiled: Sequence[Compiled],
         batches: Sequence[Batch],
         shares: Sequence[float],
         run: Callable[[], torch.Tensor],
@@ -55,7 +55,7 @@ class StepProofs:
             probes=probes(last.program.groups),
             shared_buffers=last.shared_buffers,
             arguments=lambda buffers: [
-                *last.arguments(batches[-1], self._parameters, buffers),
+                *last.arguments(batches[-1].tensors, self._parameters, buffers, device),
                 last.tangent(1.0, device),
             ],
             run=run,
@@ -69,7 +69,7 @@ class StepProofs:
             proof.trial()
         return proof.step()
 
-    def capture(self, c: CompiledStep, batch: Batch) -> None:
+    def capture(self, c: Compiled, batch: Batch) -> None:
         """Compares what was captured later than the first step, on this rank alone, unless that was done before."""
         if c.proved or self._check == "never" or self._is_spread():
             return
@@ -93,7 +93,7 @@ class StepProofs:
 
         def by_graph() -> Ran:
             with subject.random():
-                arguments = c.arguments(batch, self._parameters, subject.buffers)
+                arguments = c.arguments(on_device.tensors, self._parameters, subject.buffers, device)
                 return step_by_graph(c.joint, [*arguments, c.tangent(1.0, device)])
 
         prove_locally(eagerly, by_graph, trained, subject.snapshot, tolerance_of(c.graph), "It lies in a later capture")

@@ -18,7 +18,6 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, Rendezvous, join
@@ -132,8 +131,8 @@ class Rank:
             batch = task.batch(samples, 0)
             program = self._program(task, use, "sgd", samples)
             compiled = program.compile_for(batch)
-            recorder = Recorder(compiled.step)
-            compiled.step = recorder.run  # type: ignore[assignment]
+            recorder = Recorder(compiled.graphs["step"])
+            compiled.graphs["step"] = recorder.run  # type: ignore[assignment]
             program.step(batch)
             program.synchronize()
 
@@ -178,7 +177,7 @@ class Rank:
         optimizer = how.optimizer(model.parameters())
         context = context_for(self.group.world_size, optimizer, "element", how.clip, True, late_parameters=True)
         program = Program(model, use.plan, self.group, optimizer, Settings(task.loss_fn, how.clip), context)
-        program.adopt(signature_key(model, flatten(task.batch(samples, 0))), self._graph(task, samples))
+        program.adopt(self._graph(task, samples), task.batch(samples, 0))
         return program
 
     def _optimizer(self, task: Task, training: str) -> torch.optim.Optimizer:

@@ -81,9 +81,8 @@ def started(model, loss, optimizer, groups, recompute, late):
     import torch.distributed as dist
 
     import autopar
-    from autopar.ir.batch import flatten
+    from autopar.ir.batch import flatten, module_batch
     from autopar.ir.build import training_graph
-    from autopar.runtime.module import module_batch
     from autopar.runtime.servers import serve_here
     from autopar.testing.cases import SERVERS, cluster_of
 

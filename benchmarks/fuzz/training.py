@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.ir.batch import call_model, flatten
+from autopar.ir.batch import call_model, flatten, module_batch
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import find_loss, output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
-from autopar.runtime.module import SyncedModule, module_batch
+from autopar.runtime.gradient_program import GradientProgram
+from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import context_for, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.program import Program
@@ -201,12 +201,12 @@ def prepare(built: Built, group: Group) -> Prepared:
     chosen = Settings(None if is_module else loss_fn, case.clip, None, case.unused)
     made: Program | SyncedModule
     if is_module:
-        flat = module_batch(model, example)
-        made = SyncedModule(model, plan, group, chosen, context)
-        made.adopt(signature_key(model, flat), graph, flat)
+        passes = GradientProgram(model, plan, group, chosen, context)
+        passes.adopt(graph, module_batch(model, example))
+        made = SyncedModule(passes)
     else:
         made = Program(model, plan, group, optimizer, chosen, context)
-        made.adopt(signature_key(model, flatten(example)), graph)
+        made.adopt(graph, example)
     return Prepared(built, model, loss_fn, optimizer, parameters, made, plan)
 
 

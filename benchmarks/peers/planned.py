@@ -28,7 +28,6 @@ class Planned(Peer):
 
     def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
         """As `autopar.optimize(plan=...)`, but captures a workload once for all of its plans."""
-        from autopar.runtime.captures import signature_key
         from autopar.runtime.compiled import Settings
         from autopar.runtime.optimizer import context_for, optimizer_scope
         from autopar.runtime.program import Program
@@ -39,7 +38,7 @@ class Planned(Peer):
         context = context_for(world_size, optimizer, optimizer_scope(optimizer), None, True)
         plan = Plan.load(options["plan"])
         program = Program(model, plan, _group(), optimizer, Settings(workload.loss_fn), context)
-        program.adopt(signature_key(model, flatten(workload.batch(0, rank))), captured(workload, rank))
+        program.adopt(captured(workload, rank), workload.batch(0, rank))
         return program.step
 
 

@@ -15,7 +15,6 @@ from autopar import Plan
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
@@ -247,7 +246,7 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     plan = plan_for(case.strategy, graph, world_size, context)
     program = Program(model, plan, group(world_size), optimizer, Settings(made.loss_fn, how.clip), context)
     first = batches(made, case.training, case.samples, 0, rank)[0]
-    program.adopt(signature_key(model, flatten(first)), graph)
+    program.adopt(graph, first)
     outcome = trained(program, made, case.training, case.samples, STEPS)
     compares = zlib.crc32(f"{case.model} {case.training} {case.samples}".encode()) % world_size == rank
     differences = outcome.differences(made, case.training, case.samples, world_size) if compares else {}

@@ -79,8 +79,8 @@ def differences(rank: int, n: int, plan: str) -> list[str]:
         check="never",
     )
     compiled = program.compile_for(batch(rank))
-    measured = Measured(compiled.step)
-    compiled.step = measured.run  # type: ignore[assignment]
+    measured = Measured(compiled.graphs["step"])
+    compiled.graphs["step"] = measured.run  # type: ignore[assignment]
     program.step(batch(rank))
     setting = Setting(n, optimizer_cost("SGD").moved_tensors, rounds=True)
     found = []

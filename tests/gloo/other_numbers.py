@@ -149,7 +149,7 @@ def wrong_sums(rank: int, n: int) -> str:
     net = Net().double()
     before = [p.detach().clone() for p in net.parameters()]
     program = program_of(net, rank, strategy="ddp")
-    step = next(iter(program._compiled)).step
+    step = program.graph_module
     for node in step.graph.find_nodes(op="call_function", target=collectives.wait):
         node.target = wait
     step.recompile()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 import autopar
 from autopar import api
+from autopar.planning import Planner
 from autopar.search import build_plan
 
 torch.set_num_threads(1)
@@ -38,11 +39,11 @@ if trouble == "dies as ranks connect" and rank == 1:
 if trouble == "dies as a group connects" and rank == 1:
     dist.new_group = die
 if trouble == "dies as rank 0 plans":
-    plan_now = api._plan
+    plan_now = Planner.plan
     def plan_late(*args):
         time.sleep(8)
         return plan_now(*args)
-    api._plan = plan_late
+    Planner.plan = plan_late
     api._make_equal = die if rank == 1 else lambda *args: None
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -11,7 +11,6 @@ from torch import nn
 
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import join, take_from_rank_0
@@ -113,7 +112,7 @@ def differences(rank: int, world_size: int) -> list[str]:
                         p.mul_(2)
                 optimizer = how.optimizer(model.parameters())
                 program = Program(model, use.plan, group, optimizer, Settings(task.loss_fn, how.clip), context)
-                program.adopt(signature_key(model, flatten(first)), captured)
+                program.adopt(captured, first)
                 with program.gathered():
                     for p, q in zip(model.parameters(), task.model().parameters(), strict=True):
                         p.data = q.data  # other memory, with other values than the program was made with

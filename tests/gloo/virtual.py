@@ -16,7 +16,6 @@ from autopar.cost_models.analytic import StepPricer
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, join
@@ -50,11 +49,15 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
     plan = build_plan(name, graph, CLUSTER, context)
 
     real = Program(model, plan, group, optimizer, _settings(max_norm), context)
-    compiled = real.adopt(signature_key(model, flatten(batch)), graph)
+    compiled = real.adopt(graph, batch)
     weight = torch.ones((), dtype=torch.float64)
     with torch.no_grad():
-        recorded = Recorder(compiled.step)
-        recorded.run(*compiled.arguments(flatten(batch), dict(model.named_parameters()), {}), weight, weight)
+        recorded = Recorder(compiled.graphs["step"])
+        recorded.run(
+            *compiled.arguments(flatten(batch).tensors, dict(model.named_parameters()), {}, torch.device("cpu")),
+            weight,
+            weight,
+        )
 
     # All that virtual compute is given has been through JSON, as on its way to a rank.
     tables = GraphTables.model_validate_json(GraphTables.of(graph).model_dump_json()).graph()

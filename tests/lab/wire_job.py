@@ -15,7 +15,6 @@ import torch.distributed as dist
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Settings
 from autopar.runtime.process_group import join
 from autopar.runtime.program import Program
@@ -81,7 +80,7 @@ def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, float]]:
         mine = copy.deepcopy(model)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.01)
         program = Program(mine, plan, group, optimizer, Settings(WIDE.loss_fn), context)
-        program.adopt(signature_key(mine, flatten(batch)), graph)
+        program.adopt(graph, batch)
         seen, declared = seen_and_declared(program, batch)
         found[name] = {"seen": seen, "declared": declared}
     return found

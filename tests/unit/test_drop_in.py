@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, SignatureError
 
 X, Y = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
 
@@ -33,6 +33,35 @@ def test_what_comes_before_gets_its_gradient() -> None:
     with torch.no_grad():  # and one whose input needs none
         module(before(X))
     F.mse_loss(module(before(X).detach()), Y).backward()
+
+
+def test_the_capture_of_optimize_serves_the_first_batch() -> None:
+    module = autopar.optimize(_net(), example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+    module(X[:, :3])
+    assert len(list(module.program._compiled)) == 1
+    module(X[:, :3].clone().requires_grad_())  # its gradient is another output
+    assert len(list(module.program._compiled)) == 2
+
+
+class ScaledLoss(nn.Module):
+    """A loss with a parameter of its own, which a drop-in module does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.mse_loss(output, target)
+
+
+def test_a_plan_for_a_drop_in_module_leaves_the_loss_out() -> None:
+    """Planned with the target and the loss, as a factory of the command line gives them."""
+    one, x = autopar.ClusterSpec.local(1), X[:, :3]
+    plan = autopar.plan(_net(), one, example_inputs=(x, Y), loss_fn=ScaledLoss(), mode="module")
+    assert plan.model == autopar.plan(_net(), one, example_inputs=x, mode="module").model
+    autopar.optimize(_net(), one, example_inputs=x, plan=plan)(x)
+    with pytest.raises(SignatureError, match="this one has 3 elements"):
+        autopar.plan(_net(), one, example_inputs=(x, Y, Y), loss_fn=F.mse_loss, mode="module")
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.ir.batch import flatten
+from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import training_graph
 from autopar.ir.capture import JointGraph, capture_joint
 from autopar.ir.passes import EVERY, Capture, run_passes
-from autopar.ir.weights import BatchWeight, batch_weight
+from autopar.ir.weights import batch_weight
 
 CLASSES, LENGTH = 5, 3
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]

@@ -1,0 +1,131 @@
+"""From a model to a plan: the one way that `autopar.plan`, `autopar.optimize` and the command line take."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import InfeasibleError
+from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
+from autopar.ir.build import training_graph
+from autopar.ir.capture import Mode
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.runtime.compiled import Settings
+from autopar.runtime.optimizer import Scope, context_for, optimizer_scope
+from autopar.runtime.profile import node_seconds
+from autopar.spec.calibration import Calibration
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import Fidelity, Plan, Recompute
+from autopar.spec.topology import Topology
+
+if TYPE_CHECKING:
+    from autopar.cost_models import CostModel
+
+Progress = Callable[[str, int, float], None]
+"""Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
+
+
+class Training:
+    """What is planned for: a model that is trained on batches like one of a rank's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        settings: Settings,
+        optimizer: Optimizer | None,
+        mode: Mode,
+        acts_on: Scope | None = None,
+    ) -> None:
+        """`example_inputs`: one rank's batch, with its target where there is a `loss_fn`; `None`: the model's own.
+        `optimizer`: `None` in mode "step" where it is not known yet; then it costs what AdamW does. `mode`: whether the
+        program runs the whole step, or only the passes of a drop-in module. `acts_on`: as in `optimizer_scope`.
+
+        Raises `SignatureError` where the batch cannot be used, and `OptimizerError` where `acts_on` is needed."""
+        batch = example_batch(model) if example_inputs is None else example_inputs
+        if mode == "module":  # which is given no target
+            self.batch = module_batch(model, inputs_and_target(batch, settings.loss_fn is not None)[0])
+        else:
+            self.batch = flatten(batch)
+        self.model = model
+        self.settings = settings
+        self.optimizer = optimizer
+        self.mode = mode
+        self._scope = optimizer_scope(optimizer, acts_on)
+        self._graphs: dict[Recompute, TrainingGraph] = {}
+
+    def graph(self, recompute: Recompute = "none") -> TrainingGraph:
+        """The captured step or module; captured once. Raises `CaptureError`."""
+        if recompute not in self._graphs:
+            loss_fn = self.settings.loss_fn if self.mode == "step" else None
+            unused = self.settings.unused_parameters
+            self._graphs[recompute] = training_graph(self.model, self.batch, loss_fn, self.mode, unused, recompute)
+        return self._graphs[recompute]
+
+    def context(self, world_size: int, late_parameters: bool) -> Context:
+        """What strategies may depend on."""
+        clip, updates = self.settings.clip_grad_norm, self.mode == "step"
+        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters)
+
+    def cost_model(
+        self, cluster: ClusterSpec, calibration: Calibration | None, nodes: dict[str, float] | None = None
+    ) -> CostModel:
+        """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind. Raises `SpecError`
+        where the calibration is of another cluster."""
+        from autopar.cost_models import ADAMW, cost_model_for, optimizer_cost
+
+        if calibration is not None:
+            calibration.check_cluster(cluster.fingerprint)
+        of = self.optimizer
+        updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
+        measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
+        return cost_model_for(updates, measured_s, calibration)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How a plan is found; `autopar.optimize` says what each field is."""
+
+    strategy: str | None = None
+    fidelity: Fidelity = "exact"
+    late_parameters: bool = False
+    calibration: Calibration | None = None
+    measure_compute: bool = False
+    time_budget_s: float = 10.0
+    seed: int = 0
+    progress: Progress | None = None
+
+    def plan(self, training: Training, cluster: ClusterSpec) -> Plan:
+        """A plan that keeps all activations; where none fits, one that computes some of them again, or most. Raises
+        `InfeasibleError` where none of these fits."""
+        first: tuple[Recompute, ...] = ("none", "selective") if training.mode == "step" else ()
+        for recompute in first:
+            with contextlib.suppress(InfeasibleError):
+                return self._plan(training, cluster, recompute)
+        return self._plan(training, cluster, "full" if first else "none")
+
+    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute) -> Plan:
+        from autopar.search import Budget, build_plan, search
+
+        graph, settings = training.graph(recompute), training.settings
+        context = training.context(cluster.world_size, self.late_parameters)
+        nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn) if self.measure_compute else None
+        cost_model = training.cost_model(cluster, self.calibration, nodes)
+        if self.strategy is not None:
+            return build_plan(self.strategy, graph, cluster, context, fidelity=self.fidelity, cost_model=cost_model)
+        return search(
+            graph,
+            cluster,
+            context,
+            fidelity=self.fidelity,
+            budget=Budget(time_s=self.time_budget_s),
+            seed=self.seed,
+            cost_model=cost_model,
+            progress=self.progress,
+        )

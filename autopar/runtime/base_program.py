@@ -1,0 +1,164 @@
+"""What every program does: it captures a model by the batch's signature, lowers the capture, and writes its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.fx
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.ir.batch import Batch, flatten
+from autopar.ir.build import named_parameters, training_graph
+from autopar.ir.capture import Mode
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.ops.fragments import Fragment
+from autopar.runtime.buffers import shared_buffers
+from autopar.runtime.captures import Captures, signature_key
+from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.eager import owners_of
+from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.order import CollectiveOrder
+from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
+from autopar.runtime.random import RandomStream
+from autopar.runtime.unchanged import Unchanged
+from autopar.runtime.writer import Target
+from autopar.spec.plan import Plan
+from autopar.strategies.lowering import StepProgram, lower_plan
+
+Write = Callable[[TrainingGraph, StepProgram, Target], torch.fx.GraphModule]
+
+
+class BaseProgram:
+    """A model under a plan, on one rank.
+
+    There are two kinds: `Program` ends in the optimizer, `GradientProgram` in synchronized gradients. A subclass says
+    which graphs it has and when they run.
+    """
+
+    mode: ClassVar[Mode]
+    writers: ClassVar[Mapping[str, Write]]
+    """What writes each of its graphs, by the graph's name."""
+    needed: ClassVar[tuple[str, ...]]
+    """Names of the graphs that every batch needs; the others are written when they first run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        group: Group,
+        settings: Settings,
+        context: Context,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.settings = settings
+        self._group = group
+        self._context = context.on(plan.cluster.cluster)
+        self._rendezvous = Rendezvous(group)
+        owners = owners_of(model, settings.loss_fn)
+        self._parameters = named_parameters(model, settings.loss_fn)
+        self._buffers = {s + n: b for s, o in owners.items() for n, b in o.named_buffers(remove_duplicate=False)}
+        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        self._compiled: Captures[Compiled] = Captures(says=group.rank == 0)
+        self._unchanged = Unchanged(owners, self._buffers, optimizer)
+        self._random = RandomStream(group.rank, group.world_size)
+        self._order = CollectiveOrder(self._rendezvous, plan)
+        self._steps = 0
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    def compile_for(self, batch: Any) -> Compiled:
+        """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
+        reads is still as it was then."""
+        batch = batch if isinstance(batch, Batch) else flatten(batch)
+        known = self._compiled.find(signature_key(self.model, batch))
+        if known is not None:
+            return known
+        s = self.settings
+        with self._traceable():
+            graph = training_graph(
+                self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute
+            )
+        return self.adopt(graph, batch)
+
+    def adopt(self, graph: TrainingGraph, batch: Any) -> Compiled:
+        """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
+        model, or where ranks would issue different collectives."""
+        self.plan.check_model(graph.model)
+        assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
+        batch = batch if isinstance(batch, Batch) else flatten(batch)
+        program = lower_plan(self.plan.groups, graph, self._context)
+        self._order.check(program, graph)
+        compiled = self._lowered(graph, program, batch)
+        for name in self.needed:
+            self.written(compiled, name)
+        self._compiled.add(signature_key(self.model, batch), compiled.joint.guards, compiled)
+        return compiled
+
+    def written(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+        """One of a capture's graphs, by its name, written when it is first asked for."""
+        if name not in compiled.graphs:
+            compiled.graphs[name] = self._write(compiled, name)
+        return compiled.graphs[name]
+
+    def synchronize_buffers(self) -> None:
+        """Averages floating-point buffers over the ranks; to be called by all ranks together.
+
+        Batch normalization normalizes each rank's batch by itself, as with DDP, so running statistics differ between
+        ranks until then. They are averaged rather than taken from rank 0, so that none of the data is left out.
+        """
+        average_buffers(self._buffers.values(), self._group)
+
+    def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+        """Every graph that runs is made here."""
+        return self.writers[name](compiled.graph, compiled.program, self._target())
+
+    def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
+        """A capture that was lowered, before its graphs are written."""
+        assert graph.joint is not None
+        return Compiled(graph, program, shared_buffers(graph.joint, self._group))
+
+    def _target(self) -> Target:
+        """What graphs are written for."""
+        return Target(
+            rank=self.rank,
+            world_size=self.world_size,
+            group=self._group,
+            parameters=self._parameters,
+            shards={},
+            part=_no_optimizer,
+            max_norm=self.settings.clip_grad_norm,
+        )
+
+    def _traceable(self) -> AbstractContextManager[None]:
+        """While it is open, the model can be traced."""
+        return nullcontext()
+
+    def _arguments(self, compiled: Compiled, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return compiled.arguments(batch, self._parameters, self._buffers, self._device)
+
+    def _share_buffers(self, compiled: Compiled, when: str) -> None:
+        """Has all ranks take rank 0's values of the buffers that are to be alike."""
+        take_from_rank_0([self._buffers[n] for n in compiled.shared_buffers], self._group, f"buffers of {when}")
+
+
+def leaves(batch: Batch) -> Batch:
+    """The batch with tensors that have no history: what is captured begins with them."""
+    return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
+
+
+def _no_optimizer(index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
+    raise AssertionError("a program without an optimizer updates nothing")

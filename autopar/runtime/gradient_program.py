@@ -1,0 +1,192 @@
+"""The program of a drop-in module: the forward and the backward pass, of which the second synchronizes gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.batch import Batch, flatten
+from autopar.ir.capture import output_tensors
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.runtime.base_program import BaseProgram, Write, leaves
+from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.differences import tolerance_of
+from autopar.runtime.eager import without_trace
+from autopar.runtime.local_proof import Ran, SynchronizedOnce, copies, prove_locally
+from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
+from autopar.runtime.outputs import fill, output_template
+from autopar.runtime.process_group import Group
+from autopar.spec.plan import Plan
+from autopar.strategies.lowering import StepProgram
+
+
+class GradientProgram(BaseProgram):
+    """Runs a model so that `backward()` leaves synchronized gradients; `SyncedModule` is what users call.
+
+    Each rank's loss counts by the samples in its batch, or as `settings.weight` says, for the loss is not seen.
+    """
+
+    mode = "module"
+    writers: ClassVar[Mapping[str, Write]] = {
+        "forward": lambda *of: ForwardWriter(*of).write(),
+        "backward": lambda *of: BackwardWriter(*of).write(),
+        "backward after accumulation": lambda *of: BackwardWriter(*of).write(accumulated=True),
+        "local backward": lambda *of: BackwardWriter(*of).write_local(),
+    }
+    needed = ("forward", "backward")
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
+        super().__init__(model, plan, group, settings, context)
+        self.synchronizes = True
+        """Whether `backward()` sends gradients, rather than keeping them for a later one."""
+        self._earlier: dict[str, torch.Tensor] = {}
+        self._earlier_weight, self._earlier_count = 0.0, 0
+        self._proof: SynchronizedOnce | None = None
+
+    def run(self, inputs: dict[str, Any]) -> Any:
+        """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
+        that require one."""
+        self._unchanged.check()
+        batch = flatten(inputs)
+        compiled = self.compile_for(batch)
+        samples = 1 if batch.size is None else batch.size
+        weight = self.settings.weight(inputs) if self.settings.weight else samples
+        if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
+            self._prove(compiled, batch)
+        trainable = [self._parameters[p.name] for p in compiled.graph.parameters]
+        # Inputs that the outputs do not depend on have no gradient, rather than one of `None`.
+        given = [t if i in compiled.joint.input_gradients else t.detach() for i, t in enumerate(batch.tensors)]
+        outputs = _Passes.apply(self, compiled, float(weight), *given, *trainable)  # type: ignore[no-untyped-call]
+        return fill(compiled.output, iter(outputs))
+
+    def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The output's tensors, followed by the values that the backward pass reads."""
+        with torch.no_grad(), self._random:
+            return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
+
+    def run_backward(
+        self, c: Compiled, saved: list[torch.Tensor], tangents: list[torch.Tensor], weight: float
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the trainable parameters, then those of the inputs that require one: this rank's own, of its own
+        loss, for what comes before the module is each rank's own, too."""
+        names = [p.name for p in c.graph.parameters]
+        if not self.synchronizes and self._group.world_size > 1:
+            gradients = self.written(c, "local backward")(*saved, *tangents)
+            for name, gradient in zip(names, gradients, strict=False):
+                weighted = gradient * weight
+                self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
+            self._earlier_weight += weight
+            self._earlier_count += 1
+            return (*(None for _ in names), *gradients[len(names) :])
+        if self._group.world_size == 1:
+            return c.graphs["backward"](*saved, *tangents)  # type: ignore[no-any-return]
+        numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
+        scalars = [torch.tensor(float(x), dtype=torch.float64, device=saved[0].device) for x in numbers]
+        proof, expected = self._proof if self.settings.check == "always" or not self._steps else None, {}
+        if proof is not None:
+            local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]
+            expected = proof.expected(
+                local, self._earlier, weight, 1 + self._earlier_count, weight + self._earlier_weight
+            )
+        with self._group.guard(f"backward pass {self._steps}"):
+            if self._earlier:
+                earlier = [self._earlier[n] for n in names]
+                self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
+                after = self.written(c, "backward after accumulation")
+                gradients = after(*saved, *tangents, *scalars, *earlier)
+            else:
+                gradients = c.graphs["backward"](*saved, *tangents, *scalars)
+        if proof is not None:
+            proof.compare(expected, gradients[: len(names)])
+        self._share_buffers(c, f"backward pass {self._steps}")
+        self._steps += 1
+        return gradients  # type: ignore[no-any-return]
+
+    def _prove(self, c: Compiled, batch: Batch) -> None:
+        """Compares both passes with the model run eagerly, on this rank alone, and has the first synchronized gradients
+        compared later on."""
+        joint = c.joint
+        parameters = {p.name: self._parameters[p.name] for p in c.graph.parameters}
+        tolerance = tolerance_of(c.graph)
+        self._proof = SynchronizedOnce(parameters, self._group, tolerance, self.settings.clip_grad_norm is not None)
+        wanted = _differentiable(c)
+        likes = [joint.outputs[i].meta["val"] for i in wanted]
+        draw = torch.Generator(self._device).manual_seed(0)
+        tangents = [torch.randn(v.shape, generator=draw, device=self._device).to(v.dtype) for v in likes]
+        own = leaves(batch)
+        given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
+        names = [*(f"the gradient of '{n}'" for n in parameters), *given]
+
+        def eagerly() -> Ran:
+            with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
+                outputs = list(output_tensors(self.model(**own.rebuild(own.tensors))))
+                into = [*parameters.values(), *given.values()]
+                found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
+            return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
+
+        def by_graph() -> Ran:
+            values = self.run_forward(c, batch.tensors)
+            count = len(joint.outputs)
+            with torch.no_grad():
+                found = self.written(c, "local backward")(*values[count:], *tangents)
+            return Ran(_numbered(values[:count]), dict(zip(names, found, strict=True)), _called(self._buffers))
+
+        def snapshot() -> Callable[[], object]:
+            kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
+            return lambda: [put_back() for put_back in kept]
+
+        prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
+        c.proved = True
+
+    def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
+        return replace(super()._lowered(graph, program, batch), output=output_template(self.model, batch))
+
+
+class _Passes(torch.autograd.Function):
+    """The model's forward and backward pass as one differentiable function of its inputs and its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, program: GradientProgram, c: Compiled, weight: float, *values: Any) -> Any:
+        tensors = values[: len(values) - len(c.graph.parameters)]
+        found = program.run_forward(c, tensors)
+        count = len(c.joint.outputs)
+        outputs = tuple(v.detach() if v.requires_grad else v for v in found[:count])
+        ctx.save_for_backward(*found[count:])
+        ctx.context = (program, c, weight, len(tensors))
+        wanted = _differentiable(c)
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "backward(create_graph=True) through a captured module: its backward pass is a graph of its own, which "
+                "cannot be differentiated again. Compute the penalty with the model itself, module.module, and add its "
+                "gradients"
+            )
+        program, c, weight, inputs = ctx.context
+        tangents = [grads[i].contiguous() for i in _differentiable(c)]
+        found = program.run_backward(c, list(ctx.saved_tensors), tangents, weight)
+        own = len(c.graph.parameters)
+        of_inputs = dict(zip(c.joint.input_gradients, found[own:], strict=True))
+        return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
+
+
+def _differentiable(c: Compiled) -> list[int]:
+    """Which of the outputs the backward pass starts from, in the order of the graph's tangents."""
+    return [int(key) for kind, key in c.joint.inputs if kind == "tangent"]
+
+
+def _numbered(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"output {i}": value.detach() for i, value in enumerate(outputs)}
+
+
+def _called(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"buffer '{n}'": value for n, value in buffers.items()}
