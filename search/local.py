@@ -53,12 +53,12 @@ class LocalSearch(Searcher):
     def _recombined(
         self, starts: list[Candidate], near: Neighbourhood, evaluate: Evaluator, draw: random.Random
     ) -> list[Candidate]:
-        """A learned model has no price for a group alone; then there is nothing to recombine by."""
+        """The starts, recombined where the cost model prices single groups."""
         problem = evaluate.problem
-        pricer = getattr(problem.cost_model, "pricer", None)
+        pricer = problem.cost_model.pricer(problem.graph, problem.topology)
         if pricer is None:
             return starts
-        recombination = Recombination(evaluate, near, pricer(problem.graph, problem.topology))
+        recombination = Recombination(evaluate, near, pricer)
         return [c if evaluate.spent else recombination.improve(c, draw) for c in starts]
 
     def _starts(self, seeds: Sequence[Candidate]) -> list[Candidate]:

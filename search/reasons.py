@@ -37,11 +37,9 @@ class Reasons:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        # A learned model has no price for a group alone; the analytic prices explain it just as well.
-        own = getattr(problem.cost_model, "pricer", None)
-        self._pricer: StepPricer = (
-            own(problem.graph, problem.topology) if own else StepPricer(problem.graph, problem.topology)
-        )
+        # Where the cost model prices only whole plans, the analytic prices explain a group just as well.
+        own = problem.cost_model.pricer(problem.graph, problem.topology)
+        self._pricer = own or StepPricer(problem.graph, problem.topology)
         self._near = Neighbourhood(problem)
         self._known: dict[tuple[object, ...], AloneCost | None] = {}
 
