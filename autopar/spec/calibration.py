@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from autopar.errors import SpecError
-from autopar.spec.plan import ClusterFingerprint
+from autopar.spec.cluster import ClusterFingerprint
 from autopar.spec.stored import Record, Stored
 
 SCHEMA_VERSION: Final = 1

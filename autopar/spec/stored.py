@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autopar.errors import SpecError
 from autopar.spec.files import read_file, write_file
 from autopar.spec.units import shown
+from autopar.spec.validation import explain
 
 
 class Record(BaseModel):
@@ -66,9 +67,7 @@ class Stored(Record):
         try:
             found = cls.model_validate(data)
         except ValidationError as e:
-            first = e.errors(include_url=False)[0]
-            where = ".".join(str(x)[:60] for x in first["loc"]) or cls.WHAT
-            raise cls.ERROR(f"{source}: {where}: {first['msg'][:1000]}") from e
+            raise cls.ERROR(explain(e, cls, source)) from e
         try:
             found.check()
         except SpecError as e:
