@@ -10,8 +10,8 @@ from autopar.search.base import Problem
 from autopar.search.builders.common import piece_bytes
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import SyncGroup
-from autopar.spec.wording import duration, number_of, size
 from autopar.strategies.lowering import lower_plan
+from autopar.wording import duration, number_of, size
 
 MAX_OPTIONS = 8
 """Of one strategy that are compared; where there are more, they are owners, which are nearly equal."""

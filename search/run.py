@@ -19,9 +19,9 @@ from autopar.search.reasons import Reasons
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
-from autopar.spec.wording import size
 from autopar.strategies import Context, strategy_named
 from autopar.strategies.lowering import check_options, lower_plan
+from autopar.wording import size
 
 
 def search(

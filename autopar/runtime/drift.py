@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from autopar.spec.plan import Prediction
-from autopar.spec.wording import duration
+from autopar.wording import duration
 
 SKIPPED, STEPS = 3, 20
 """The first ones warm up; then the median of so many is looked at."""

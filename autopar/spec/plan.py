@@ -8,28 +8,27 @@ and of the cluster that it was made for.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, Literal
 
 from pydantic import model_validator
 
-from autopar.errors import PlanError, PlanMismatchError, SpecError
+from autopar.errors import PlanMismatchError
 from autopar.spec.cluster import ClusterFingerprint
+from autopar.spec.explain import explain
 from autopar.spec.plan_parts import (
     FIDELITIES,
+    SCHEMA_VERSION,
     Alternative,
     Fidelity,
     ModelFingerprint,
     OptionValue,
     ParameterSlice,
     ParameterSpec,
+    PlanParts,
     Prediction,
     Recompute,
     SyncGroup,
 )
-from autopar.spec.stored import Stored
 
 __all__ = [
     "FIDELITIES",
@@ -48,27 +47,9 @@ __all__ = [
     "partition_problems",
 ]
 
-SCHEMA_VERSION: Final = 1
 
-
-class Plan(Stored):
+class Plan(PlanParts):
     """How each parameter of one model is synchronized on one cluster."""
-
-    VERSION: ClassVar[int] = SCHEMA_VERSION
-    WHAT: ClassVar[str] = "plan"
-    COMMAND: ClassVar[str] = "autopar plan"
-    ERROR: ClassVar[type[SpecError]] = PlanError
-
-    schema_version: Literal[1] = SCHEMA_VERSION
-    name: str = "searched"
-    model: ModelFingerprint
-    cluster: ClusterFingerprint
-    fidelity: Fidelity = "exact"
-    groups: tuple[SyncGroup, ...]
-    recompute: Recompute = "none"
-    """What of the forward pass is computed again in the backward pass, where memory is short."""
-    prediction: Prediction | None = None
-    alternatives: tuple[Alternative, ...] = ()
 
     @model_validator(mode="after")
     def _covers_every_parameter_once(self) -> Plan:
@@ -79,14 +60,6 @@ class Plan(Stored):
 
     def check(self) -> None:
         self.cluster.check()
-
-    @property
-    def digest(self) -> str:
-        """A hash of what is executed: groups, strategies and options, not predictions or reasons."""
-        core = [g.model_dump(exclude={"reason"}) for g in self.groups]
-        again = [] if self.recompute == "none" else [self.recompute]
-        text = json.dumps([self.model.digest, self.cluster.world_size, core, *again], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def check_model(self, model: ModelFingerprint) -> None:
         """Raises `PlanMismatchError`, with what differs, unless the plan was made for this model."""
@@ -107,8 +80,6 @@ class Plan(Stored):
 
     def explain(self) -> str:
         """The plan in words: what was chosen for which parameters, at what predicted cost, against what."""
-        from autopar.spec.explain import explain
-
         return explain(self)
 
 

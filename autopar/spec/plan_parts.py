@@ -4,13 +4,17 @@ to cost."""
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from autopar.spec.stored import Record
+from autopar.errors import PlanError, SpecError
+from autopar.spec.cluster import ClusterFingerprint
+from autopar.spec.stored import Record, Stored
 
+SCHEMA_VERSION: Final = 1
 MAX_ELEMENTS: Final = 2**53
 """Of one parameter: as many as a float counts exactly."""
 
@@ -139,3 +143,33 @@ class Alternative(Record):
     name: str
     prediction: Prediction
     note: str = ""
+
+
+class PlanParts(Stored):
+    """A plan as written: `Plan`, before it is known whether its parts fit together."""
+
+    noun: ClassVar[str] = "plan"
+
+    VERSION: ClassVar[int] = SCHEMA_VERSION
+    WHAT: ClassVar[str] = "plan"
+    COMMAND: ClassVar[str] = "autopar plan"
+    ERROR: ClassVar[type[SpecError]] = PlanError
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str = "searched"
+    model: ModelFingerprint
+    cluster: ClusterFingerprint
+    fidelity: Fidelity = "exact"
+    groups: tuple[SyncGroup, ...]
+    recompute: Recompute = "none"
+    """What of the forward pass is computed again in the backward pass, where memory is short."""
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A hash of what is executed: groups, strategies and options, not predictions or reasons."""
+        core = [g.model_dump(exclude={"reason"}) for g in self.groups]
+        again = [] if self.recompute == "none" else [self.recompute]
+        text = json.dumps([self.model.digest, self.cluster.world_size, core, *again], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -15,7 +15,8 @@ from autopar.cli.app import COMMANDS, app
 from autopar.cli.model_argument import load_model
 from autopar.cli.verify import cause
 from autopar.errors import PlanError, SpecError
-from autopar.spec.explain import explain, explain_parameter
+from autopar.report.parameter import explain_parameter
+from autopar.spec.explain import explain
 from autopar.spec.plan import Plan
 from tests.unit.plans import small_plan
 

@@ -1,12 +1,11 @@
 """How quantities, tables and lists of parameter names are written for people.
 
-Used by the explanation, the command line and the report, so that one figure reads the same everywhere. Binary
+Used by messages, the explanation, the command line and the report, so that one figure reads the same everywhere. Binary
 units are 1024-based (KiB, MiB, GiB).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 
@@ -127,9 +126,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         if n is not None:
             start = previous = n
     return ",".join(parts)
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype, from the number of bits in torch's name for it."""
-    bits = re.search(r"\d{1,3}", dtype)
-    return max(1, int(bits.group()) // 8) if bits else 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from autopar.spec.plan import ParameterSlice, ParameterSpec, Plan, Prediction
 from autopar.spec.summary import parameters_text, strategy_text
-from autopar.spec.wording import duration, number_of, size, table
+from autopar.wording import duration, number_of, size, table
 
 
 @dataclass(frozen=True)
