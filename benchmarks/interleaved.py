@@ -1,4 +1,5 @@
-"""Runs several systems on the same hosts in turn: a block of steps of one, a block of the next, and round again.
+"""Runs several systems in turn: a block of steps of one, a block of the next, and round again. What every comparison of
+times stands on.
 
 The ranks of every system live all the time, and those whose turn it is not wait for a request. So the machine's slow
 drift hits all alike, and a ratio is taken over the blocks of one round. Rounds alternate in who goes first.
@@ -61,7 +62,7 @@ class System:
 class Turns:
     """Who has taken how many steps, and who is next."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress = lambda block: None) -> None:
         self._progress = progress
         self._taken: dict[str, int] = {}
         self._rounds = 0

@@ -25,7 +25,7 @@ from benchmarks.harness import Report, Target, options, publish
 from benchmarks.overlap import Overlap
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.measure import Contest
-from benchmarks.peers.outcome import CaseOutcome, Entry, median_step_s, relative
+from benchmarks.peers.outcome import CaseOutcome, Entry, relative
 from benchmarks.peers.ranks import Ranks
 from benchmarks.suite import workload_named
 from benchmarks.suite.clusters import case_named
@@ -176,7 +176,7 @@ def _row(goal: Goal, outcome: CaseOutcome, entry: Entry, ours: Entry | None) -> 
     return (
         goal.name,
         entry.name,
-        f"{median_step_s(system) * 1e3:.0f}",
+        f"{system.median_step_s * 1e3:.0f}",
         "" if entry.ours or ours is None else f"{relative(system, ours.system):.2f}",
         "not counted" if system.sent_bytes is None else f"{system.sent_bytes / 1e6:.2f}",
         "" if difference is None else f"{difference:.1e}",

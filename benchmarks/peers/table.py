@@ -14,7 +14,6 @@ from benchmarks.peers.outcome import (
     Entry,
     Section,
     geometric_mean,
-    median_step_s,
 )
 
 COLUMNS = (
@@ -99,7 +98,7 @@ def _row(outcome: CaseOutcome, section: Section, entry: Entry) -> tuple[str, ...
         outcome.cluster if outcome.emulated else f"{outcome.cluster} (loopback)",
         entry.fidelity,
         entry.name,
-        f"{median_step_s(system) * 1e3:.0f}",
+        f"{system.median_step_s * 1e3:.0f}",
         _ratio(entry, section),
         "not counted" if system.sent_bytes is None else f"{system.sent_bytes / 1e6:.2f}",
         "" if difference is None else f"{difference:.1e}",

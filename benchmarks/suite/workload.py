@@ -53,12 +53,12 @@ class Workload:
         return loss
 
 
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Makes a model from the suite's seed, in train mode, and leaves torch's global generator as it was."""
+def seeded(make: Callable[[], nn.Module], seed: int = SEED) -> Callable[[], nn.Module]:
+    """Makes a model from a seed, by default the suite's, in train mode, and leaves torch's global generator alone."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
+            torch.manual_seed(seed)
             return make().train()
 
     return build
