@@ -37,7 +37,7 @@ def specs() -> dict[str, TrialSpec]:
     """What is repeated, by name."""
     from benchmarks.trials.cells import Captured, Cell, Draw
     from benchmarks.trials.clusters import clusters
-    from benchmarks.trials.small import SMALL
+    from benchmarks.zoo.small import SMALL
 
     cases, found = clusters(), {}
     known = {name: Captured.of(SMALL[name]) for name in dict.fromkeys(name for name, _ in CASES)}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from benchmarks.interleaved import Block
     from benchmarks.peers.case import Case
     from benchmarks.peers.outcome import CaseOutcome
-    from benchmarks.suite import Workload
+    from benchmarks.zoo.workload import Workload
 
 BLOCK_STEPS = 3
 
@@ -110,9 +110,10 @@ def _described(ranks: int, rate_bps: float | None, path: Path) -> ClusterSpec:
 def _prepare(out: Path, seed: int) -> tuple[Workload, str]:
     with _said("Text"):
         from benchmarks.demo.task import BATCH_SIZE, SEQUENCE_LENGTH, workload
-        from benchmarks.demo.text import VOCABULARY, standard_library, tokenize
+        from benchmarks.demo.text import TEXT_BYTES, VOCABULARY, tokenize
+        from benchmarks.zoo.words import standard_library
 
-        tokens = tokenize(standard_library(), out)
+        tokens = tokenize(standard_library(TEXT_BYTES), out)
         made = workload(tokens.path, seed)
         parameters = sum(p.numel() for p in made.model().parameters())
     text = f"{tokens.files} files of Python's standard library, {tokens.text_bytes / 1e6:.1f} MB"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.demo.text import VOCABULARY, load
-from benchmarks.suite.workload import Workload, adamw, seeded
 from benchmarks.zoo.architecture import from_config
+from benchmarks.zoo.workload import Workload, adamw, seeded
 
 NAME = "demo"
 BATCH_SIZE, SEQUENCE_LENGTH = 4, 64

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel

@@ -20,8 +20,8 @@ from autopar.lab import serve
 from autopar.lab.memory import release
 from benchmarks.interleaved import time_steps
 from benchmarks.peers import Step, peer_named
-from benchmarks.peers.tiny import any_workload
-from benchmarks.suite import Workload
+from benchmarks.zoo.named import any_workload
+from benchmarks.zoo.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
-from benchmarks.suite.workload import Workload
-from benchmarks.trials.clusters import ClusterCase
+from benchmarks.suite.clusters import ClusterCase
 from benchmarks.trials.plans import PlanSource
 from benchmarks.trials.records import ALWAYS, Compute
+from benchmarks.zoo.workload import Workload
 
 LAB_BPS, HOST_BPS = 6e9, 2e9
 """What all hosts of a lab may send together, and each of them, in bit/s. [Empirical: on two cores, an all-reduce of
@@ -177,7 +177,9 @@ class Cell:
             groups=drawn.groups,
         )
         if self.compute == "real":
-            compute: RealCompute | VirtualCompute = RealCompute("benchmarks.trials.small:named", (self.workload.name,))
+            compute: RealCompute | VirtualCompute = RealCompute(
+                "benchmarks.zoo.named:any_workload", (self.workload.name,)
+            )
         else:
             known = self.workload
             compute = VirtualCompute(self.graph, drawn.dilation, known.optimizer, known.sparse_update)

@@ -17,7 +17,7 @@ from benchmarks.interleaved import Block
 from benchmarks.peers import peer_named
 from benchmarks.peers.entrants import Entrant
 from benchmarks.peers.outcome import CaseOutcome, Entry
-from benchmarks.peers.tiny import any_workload
+from benchmarks.zoo.named import any_workload
 
 Sent = tuple[float, ...] | None
 
