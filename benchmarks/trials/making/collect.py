@@ -19,15 +19,15 @@ from autopar.lab import Lab
 from autopar.lab.pool import Limits, Pool
 from autopar.lab.trial import TrialResult
 from autopar.lab.wiring import of_cluster
-from benchmarks.harness import Machine
+from benchmarks.harness import Machine, additions_us
 from benchmarks.suite import WORKLOADS
 from benchmarks.suite.clusters import ClusterCase
-from benchmarks.trials.cells import BUDGET_S, Captured, Cell, Choice, Draw, cell_name
-from benchmarks.trials.clusters import clusters
 from benchmarks.trials.groups import encode
-from benchmarks.trials.journal import Journal, digest
+from benchmarks.trials.making.cells import BUDGET_S, Cell, Choice, Draw, cell_name
+from benchmarks.trials.making.clusters import clusters
+from benchmarks.trials.making.journal import Journal, digest
 from benchmarks.trials.records import ALWAYS, COMPUTES, Cluster, Compute, Graph, Session, Trial
-from benchmarks.trials.speed import additions_us
+from benchmarks.zoo.captured import Captured
 from benchmarks.zoo.named import any_workload
 from benchmarks.zoo.small import SMALL
 
