@@ -7,6 +7,7 @@ units are 1024-based (KiB, MiB, GiB).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 
 def three_digits(x: float) -> str:
@@ -116,13 +117,5 @@ def name_pattern(names: Sequence[str], width: int = 40) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """`0-3,7` for 0, 1, 2, 3, 7."""
-    parts: list[str] = []
-    start = previous = numbers[0]
-    for n in [*numbers[1:], None]:
-        if n is not None and n == previous + 1:
-            previous = n
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        if n is not None:
-            start = previous = n
-    return ",".join(parts)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
 from autopar.errors import ClusterSpecError
@@ -181,13 +182,7 @@ def _gpu(product: str, memory_bytes: int) -> DeviceSpec:
 
 def _grouped(gpus: list[DeviceSpec]) -> tuple[DeviceSpec, ...]:
     """Equal neighbours as one entry with a count."""
-    groups: list[DeviceSpec] = []
-    for gpu in gpus:
-        if groups and groups[-1].model_copy(update={"count": 1}) == gpu:
-            groups[-1] = groups[-1].model_copy(update={"count": groups[-1].count + 1})
-        else:
-            groups.append(gpu)
-    return tuple(groups)
+    return tuple(gpu.model_copy(update={"count": len(list(equal))}) for gpu, equal in groupby(gpus))
 
 
 def _network_rate(environment: Mapping[str, str]) -> Figure:

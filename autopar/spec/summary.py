@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from autopar.spec.plan_parts import (
     Alternative,
@@ -91,15 +92,9 @@ def group_rows(plan: PlanParts, merge: bool | None = None) -> list[GroupRow]:
     if merge is None:
         merge = len(plan.groups) > MAX_SINGLE_GROUPS
     table = {p.name: p for p in plan.model.parameters}
-    runs: list[list[int]] = []
-    for index, group in enumerate(plan.groups):
-        before = plan.groups[runs[-1][-1]] if runs and merge else None
-        if before is not None and _kind(before) == _kind(group):
-            runs[-1].append(index)
-            continue
-        runs.append([index])
     rows = []
-    for run in runs:
+    for _, indices in groupby(range(len(plan.groups)), key=lambda i: _kind(plan.groups[i]) if merge else i):
+        run = list(indices)
         groups = [plan.groups[i] for i in run]
         pieces = [piece for group in groups for piece in group.members]
         rows.append(

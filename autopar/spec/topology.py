@@ -126,7 +126,7 @@ class Topology:
             place = self.ranks[end]
             return place.host.name, f"{place.host.name}:{place.local_rank}"
         if end not in self._hosts or not self._hosts[end].serves:
-            serving = [name for name, host in self._hosts.items() if host.serves]
+            serving = [host.name for host in self.cluster.serving_hosts]
             hint = did_you_mean(end, serving) or (f"; those are {', '.join(serving)}" if serving else "")
             raise ClusterSpecError(f"'{end}' is no host that serves{hint}")
         return end, end

@@ -169,7 +169,7 @@ def test_diff_names_what_is_synchronized_otherwise_and_what_is_only_regrouped() 
 
 def test_diff_of_plans_for_other_models_names_the_parameters() -> None:
     text = diff(small_plan(2), small_plan(3))
-    assert "model: only in the second: 'h.2.attn.weight'" in text
+    assert "model: parameter 'h.2.attn.weight' is not in the first" in text
 
 
 def test_rows_hold_every_parameter_once_and_all_bytes() -> None:
