@@ -10,16 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.plan import Prediction
 from autopar.spec.topology import Topology
 from autopar.spec.units import Provenance
 from autopar.strategies.lowering import StepProgram
-
-if TYPE_CHECKING:
-    from autopar.cost_models.analytic import StepPricer
 
 
 class Span(NamedTuple):
@@ -91,7 +88,3 @@ class CostModel(ABC):
         self, graph: TrainingGraph, program: StepProgram, topology: Topology, *, timeline: bool = False
     ) -> Estimate:
         """The cost of one step; with `timeline`, the estimate also holds the spans. Equal input gives equal output."""
-
-    def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer | None:
-        """Prices single groups of a plan for this graph and topology; None where the model prices only whole plans."""
-        return None

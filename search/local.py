@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from autopar.search.base import SEARCHED, TIE, Candidate, Searcher
+from autopar.search.base import SEARCHED, TIE, Candidate
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood, merged
 from autopar.search.recombine import Recombination
+from autopar.search.searcher import Searcher
 
 
 class LocalSearch(Searcher):
@@ -54,8 +55,7 @@ class LocalSearch(Searcher):
         self, starts: list[Candidate], near: Neighbourhood, evaluate: Evaluator, draw: random.Random
     ) -> list[Candidate]:
         """The starts, recombined where the cost model prices single groups."""
-        problem = evaluate.problem
-        pricer = problem.cost_model.pricer(problem.graph, problem.topology)
+        pricer = evaluate.problem.pricer
         if pricer is None:
             return starts
         recombination = Recombination(evaluate, near, pricer)

@@ -38,8 +38,7 @@ class Reasons:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         # Where the cost model prices only whole plans, the analytic prices explain a group just as well.
-        own = problem.cost_model.pricer(problem.graph, problem.topology)
-        self._pricer = own or StepPricer(problem.graph, problem.topology)
+        self._pricer = problem.pricer or StepPricer(problem.graph, problem.topology)
         self._near = Neighbourhood(problem)
         self._known: dict[tuple[object, ...], AloneCost | None] = {}
 
