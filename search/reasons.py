@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.errors import PlanError
+from autopar.formatting import duration, number_of, size
 from autopar.search.base import Problem
 from autopar.search.builders.common import piece_bytes
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import SyncGroup
 from autopar.strategies.lowering import lower_plan
-from autopar.wording import duration, number_of, size
 
 MAX_OPTIONS = 8
 """Of one strategy that are compared; where there are more, they are owners, which are nearly equal."""

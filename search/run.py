@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autopar.cost_models import AnalyticCostModel, CostModel
 from autopar.errors import InfeasibleError, PlanError
+from autopar.formatting import size
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import Budget, Candidate, Problem, Progress, SearchResult, choose
 from autopar.search.builders import builder_named, names
@@ -22,7 +23,6 @@ from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context, strategy_named
 from autopar.strategies.lowering import check_options, lower_plan
-from autopar.wording import size
 
 
 def search(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.formatting import duration, number_of, size, table
 from autopar.spec.plan import ParameterSlice, ParameterSpec, Plan, Prediction
 from autopar.spec.summary import parameters_text, strategy_text
-from autopar.wording import duration, number_of, size, table
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlanError, did_you_mean
+from autopar.formatting import name_pattern, number_of, size
 from autopar.spec.explain import fact, wrapped
 from autopar.spec.plan import OptionValue, ParameterSlice, ParameterSpec, Plan
 from autopar.spec.summary import parameter_bytes, strategy_text
-from autopar.wording import name_pattern, number_of, size
 
 
 @dataclass(frozen=True, slots=True)

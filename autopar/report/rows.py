@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.formatting import count, duration, mebibytes, name_pattern, size
 from autopar.report.parameter import parameter_rows
 from autopar.spec.plan import Plan, Prediction
 from autopar.spec.summary import (
@@ -16,7 +17,6 @@ from autopar.spec.summary import (
     ordered_alternatives,
     parameter_bytes,
 )
-from autopar.wording import count, duration, mebibytes, name_pattern, size
 
 if TYPE_CHECKING:
     from autopar.cost_models.base import Estimate

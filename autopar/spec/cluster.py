@@ -33,8 +33,8 @@ from autopar.spec.cluster_parts import (
     SwitchSpec,
 )
 from autopar.spec.files import read_file
+from autopar.spec.json_file import Record
 from autopar.spec.machines import Cable, Device, Host, RankPlace
-from autopar.spec.stored import Record
 from autopar.spec.validation import Problems, explain
 from autopar.spec.yaml_source import MAX_BYTES, read_yaml
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 
+from autopar.formatting import count, duration, mebibytes, number_of, shorten, size, table
 from autopar.spec.plan_parts import PlanParts, Prediction
 from autopar.spec.summary import (
     FIDELITY_MEANING,
@@ -20,7 +21,6 @@ from autopar.spec.summary import (
     parameters_text,
     verdict,
 )
-from autopar.wording import count, duration, mebibytes, number_of, shorten, size, table
 
 WIDTH = 100
 

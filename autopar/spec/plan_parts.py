@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from autopar.errors import PlanError, SpecError
 from autopar.spec.cluster import ClusterFingerprint
-from autopar.spec.stored import Record, Stored
+from autopar.spec.json_file import JsonFile, Record
 
 SCHEMA_VERSION: Final = 1
 MAX_ELEMENTS: Final = 2**53
@@ -145,13 +145,11 @@ class Alternative(Record):
     note: str = ""
 
 
-class PlanParts(Stored):
+class PlanParts(JsonFile):
     """A plan as written: `Plan`, before it is known whether its parts fit together."""
 
-    noun: ClassVar[str] = "plan"
-
     VERSION: ClassVar[int] = SCHEMA_VERSION
-    WHAT: ClassVar[str] = "plan"
+    noun: ClassVar[str] = "plan"
     COMMAND: ClassVar[str] = "autopar plan"
     ERROR: ClassVar[type[SpecError]] = PlanError
 

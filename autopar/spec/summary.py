@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from autopar.formatting import name_pattern, number_of, size
 from autopar.spec.plan_parts import (
     Alternative,
     Fidelity,
@@ -19,7 +20,6 @@ from autopar.spec.plan_parts import (
     Recompute,
     SyncGroup,
 )
-from autopar.wording import name_pattern, number_of, size
 
 RECOMPUTE_MEANING: Mapping[Recompute, str] = {
     "none": "all activations are kept for the backward pass",

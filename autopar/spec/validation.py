@@ -19,7 +19,7 @@ from autopar.spec.yaml_source import Place, Source
 MAX_REPORTED = 10
 MAX_EXAMINED = 100
 """Problems that are put in words, of a file with thousands."""
-MAX_KEY, MAX_SAID = 60, 1_000
+MAX_KEY, MAX_MESSAGE = 60, 1_000
 """Characters of a key and of a sentence: files that users name may hold longer ones."""
 
 
@@ -27,17 +27,17 @@ class Problem(NamedTuple):
     """Something wrong, and where in the values."""
 
     place: Place
-    said: str
+    message: str
     """A sentence that begins with what is at `place`, or stands behind its path and a colon."""
     names_itself: bool = False
-    """Whether `said` already begins with the path."""
+    """Whether `message` already begins with the path."""
 
 
 class Problems(ValueError):
     """Raised by a check of the values as a whole, which may find several problems."""
 
     def __init__(self, found: Sequence[Problem]) -> None:
-        super().__init__("; ".join(p.said for p in found))
+        super().__init__("; ".join(p.message for p in found))
         self.found = tuple(found)
 
 
@@ -76,7 +76,7 @@ def _line(problem: Problem, name: str, source: Source | None) -> str:
     place = problem.place if source is None or problem.names_itself else source.nearest(problem.place)
     path = "" if problem.names_itself or not place else f"{path_text(place)}: "
     where = name if source is None else f"{name}:{source.line(problem.place)}"
-    return f"{where}: {path}{problem.said[:MAX_SAID]}"
+    return f"{where}: {path}{problem.message[:MAX_MESSAGE]}"
 
 
 _DASHES = "; begin each entry with '- '"
@@ -89,7 +89,7 @@ def _problems(error: Any, model: type[BaseModel], in_yaml: bool) -> Iterable[Pro
     path = path_text(place)
     match error["type"]:
         case "value_error" if isinstance(cause, Problems):
-            return [Problem((*place, *p.place), p.said, p.names_itself) for p in cause.found]
+            return [Problem((*place, *p.place), p.message, p.names_itself) for p in cause.found]
         case "value_error":
             return [Problem(place, str(cause))]
         case "extra_forbidden":
@@ -110,14 +110,14 @@ def _problems(error: Any, model: type[BaseModel], in_yaml: bool) -> Iterable[Pro
         case "too_short" if not value:
             return [Problem(place, "the list is empty")]
     expected = error["msg"].removeprefix("Input should be ")
-    said = f"is not possible; expected {expected}" if expected != error["msg"] else f"cannot be used: {expected}"
-    return [Problem(place, f"{shown(value)} {said}")]
+    fault = f"is not possible; expected {expected}" if expected != error["msg"] else f"cannot be used: {expected}"
+    return [Problem(place, f"{shown(value)} {fault}")]
 
 
 def noun(part: type[BaseModel]) -> str:
     """What a part is called in messages: its `noun`, or the words of its name: `a sync group`."""
-    said = getattr(part, "noun", "") or re.sub(r"(?<!^)(?=[A-Z])", " ", part.__name__.removesuffix("Spec")).lower()
-    return f"{'an' if said[0] in 'aeiou' else 'a'} {said}"
+    name = getattr(part, "noun", "") or re.sub(r"(?<!^)(?=[A-Z])", " ", part.__name__.removesuffix("Spec")).lower()
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _meant(error: Any, model: type[BaseModel]) -> str | None:

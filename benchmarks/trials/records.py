@@ -22,8 +22,8 @@ from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
+from autopar.spec.json_file import Record
 from autopar.spec.plan import SyncGroup
-from autopar.spec.stored import Record
 from autopar.strategies import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
 from benchmarks.trials.groups import Encoded, decode

@@ -11,7 +11,7 @@ from tests.architecture.source import PACKAGE, modules, parsed
 
 ORDER = [
     "errors",
-    "wording",
+    "formatting",
     "spec",
     "ir",
     "strategies",
@@ -28,7 +28,7 @@ ORDER = [
 ]
 """From left to right. `autopar` itself re-exports what stands up to `verification`; `__main__` is the command line."""
 
-WITHOUT_TORCH = {"errors", "wording", "spec"}
+WITHOUT_TORCH = {"errors", "formatting", "spec"}
 
 
 def layer(module: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import PlanError
+from autopar.formatting import count, duration, mebibytes, name_pattern, size
 from autopar.report.difference import diff, difference
 from autopar.report.parameter import explain_parameter, parameter_rows
 from autopar.spec.explain import WIDTH, explain
 from autopar.spec.plan import Plan, SyncGroup
 from autopar.spec.summary import element_bytes, group_rows, ordered_alternatives, verdict
-from autopar.wording import count, duration, mebibytes, name_pattern, size
 from tests.unit.plans import prediction, small_plan, whole
 
 EXPLAINED = """\

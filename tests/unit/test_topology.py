@@ -160,7 +160,7 @@ def test_a_cut_network_names_both_hosts() -> None:
     cut = whole.model_copy(update={"network": whole.network.model_copy(update={"links": whole.network.links[:1]})})
     topology = Topology(cut)
     (problem,) = problems(cut)
-    assert problem.said.startswith("host 'a-0' cannot reach host 'b'; hosts do not pass on")
+    assert problem.message.startswith("host 'a-0' cannot reach host 'b'; hosts do not pass on")
     with pytest.raises(ClusterSpecError, match="host 'a-1' cannot reach host 'b'"):
         topology.path(2, 4)
     assert topology.path(0, 2)
