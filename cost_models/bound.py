@@ -9,26 +9,15 @@ finds out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.ir.primitives import WHOLE_STEP
-from autopar.ir.training_graph import TrainingGraph
-from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
 
 Floats = npt.NDArray[np.float64]
-
-
-@runtime_checkable
-class PricesGroups(Protocol):
-    """A cost model that also prices single groups of a plan; others price only whole plans."""
-
-    def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
-        """What prices programs for this graph and topology."""
 
 
 class Bound:

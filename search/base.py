@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import CostModel, Estimate
-from autopar.cost_models.bound import PricesGroups
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
@@ -35,6 +35,14 @@ class Budget:
     time_s: float = 30.0
     evaluations: int = 600
     """Plans priced, seeds not counted."""
+
+
+@runtime_checkable
+class PricesGroups(Protocol):
+    """A cost model that also prices single groups of a plan; others price only whole plans."""
+
+    def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
+        """What prices programs for this graph and topology."""
 
 
 @dataclass(frozen=True)
