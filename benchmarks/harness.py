@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.spec.detect import processor
+from benchmarks.interleaved import Answer, System, Turns
 
 RESULTS = Path(__file__).parent / "results"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,19 +41,20 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         """Quartiles by linear interpolation between the values; raises `ValueError` where there are none."""
-        ordered = sorted(values)
-        if not ordered:
+        known = list(values)
+        if not known:
             raise ValueError("no values to take the median of")
-        return cls(*(_quantile(ordered, q) for q in (0.5, 0.25, 0.75)))
+        lower, median, upper = statistics.quantiles(known, method="inclusive") if len(known) > 1 else known * 3
+        return cls(median, lower, upper)
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.lower:{spec}} to {self.upper:{spec}})"
 
 
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    at = q * (len(ordered) - 1)
-    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return low + (high - low) * (at - math.floor(at))
+def ratio(seconds: Mapping[int, float], baseline: Mapping[int, float]) -> Spread:
+    """Of the times in each round that both took part in, so that what slows a whole round down cancels. Raises
+    `ValueError` where there is no such round."""
+    return Spread.of(seconds[r] / baseline[r] for r in sorted(seconds.keys() & baseline.keys()))
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class Timings:
         return Spread.of(self.seconds[name])
 
     def ratio(self, name: str, baseline: str) -> Spread:
-        """Of the times in each round, so that what slows a whole round down cancels."""
-        return Spread.of(a / b for a, b in zip(self.seconds[name], self.seconds[baseline], strict=True))
+        """The time of one in those of another: see `ratio`."""
+        return ratio(dict(enumerate(self.seconds[name])), dict(enumerate(self.seconds[baseline])))
 
 
 def interleave(
@@ -74,29 +77,26 @@ def interleave(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
-    """Runs A B C, A B C, ... after `warmup` rounds that do not count. Each call must have finished when it returns."""
+    """Runs all in turn in this process, as `Turns` has it, after `warmup` rounds that do not count. Each call must have
+    finished when it returns."""
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(-warmup, rounds):
-        for name, run in contestants.items():
-            start = clock()
-            run()
-            elapsed = clock() - start
-            if round_ >= 0:
-                seconds[name].append(elapsed)
-    return Timings({name: tuple(values) for name, values in seconds.items()})
 
+    def system(name: str, run: Callable[[], object]) -> System:
+        def steps(first: int, count: int, timeout_s: float) -> list[Answer]:
+            times_s = []
+            for _ in range(count):
+                start = clock()
+                run()
+                times_s.append(clock() - start)
+            return [{"times_s": times_s, "losses": []}]
 
-def paired(
-    a: Callable[[], object],
-    b: Callable[[], object],
-    pairs: int,
-    warmup: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Timings:
-    """Times A B A B ...; `.ratio("b", "a")` says how long `b` takes, in units of `a`."""
-    return interleave({"a": a, "b": b}, pairs, warmup, clock)
+        return System(name, (), steps)
+
+    systems, turns = [system(*contestant) for contestant in contestants.items()], Turns()
+    taken = [turns.round([(s, 1) for s in systems]) for _ in range(warmup + rounds)]
+    blocks = [block for round_ in taken[warmup:] for block in round_]
+    return Timings({name: tuple(b.step_s[0] for b in blocks if b.system == name) for name in contestants})
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,19 @@ class Machine:
         )
 
 
+def additions_us() -> float:
+    """How fast this machine is at the moment, which varies by itself: what 100,000 additions in Python take, in
+    microseconds. The fastest of three, as others may come between."""
+
+    def once() -> float:
+        start, x = time.perf_counter(), 0
+        for i in range(100_000):
+            x += i
+        return 1e6 * (time.perf_counter() - start)
+
+    return round(min(once() for _ in range(3)))
+
+
 @dataclass
 class Report:
     """What a benchmark found. Rows are text for people; `data` are the figures, for `--json`."""
@@ -181,10 +194,14 @@ class Report:
 
     def markdown(self, command: str) -> str:
         """The report as a file for people: title, machine, command, table, notes, targets."""
-        rows = [self.columns, ["---"] * len(self.columns), *self.rows]
-        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
         verdicts = [f"- {'met' if t.met else '**falls short**'}: {t}" for t in self.targets]
-        parts = [f"# {self.title}", str(self.machine), f"`{command}`", "\n".join(table), *self.notes]
+        parts = [
+            f"# {self.title}",
+            str(self.machine),
+            f"`{command}`",
+            markdown_table(self.columns, self.rows),
+            *self.notes,
+        ]
         return "\n\n".join([*parts, "\n".join(verdicts)]).strip() + "\n"
 
     def json(self) -> str:
@@ -193,6 +210,12 @@ class Report:
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         whole = {"name": self.name, "machine": asdict(self.machine), "rows": rows, "targets": targets}
         return json.dumps(whole | {"notes": self.notes, "data": self.data}, indent=1) + "\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as GitHub draws it."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def publish(

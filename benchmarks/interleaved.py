@@ -1,4 +1,5 @@
-"""Runs several systems on the same hosts in turn: a block of steps of one, a block of the next, and round again.
+"""Runs several systems in turn: a block of steps of one, a block of the next, and round again. What every comparison of
+times stands on.
 
 The ranks of every system live all the time, and those whose turn it is not wait for a request. So the machine's slow
 drift hits all alike, and a ratio is taken over the blocks of one round. Rounds alternate in who goes first.
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.lab import Host
+from autopar.lab import Host, serve
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ class System:
 class Turns:
     """Who has taken how many steps, and who is next."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress = lambda block: None) -> None:
         self._progress = progress
         self._taken: dict[str, int] = {}
         self._rounds = 0
@@ -117,3 +118,15 @@ def time_steps(step: Callable[[Any], torch.Tensor], batches: Sequence[Any]) -> d
         losses.append(step(batch).item())
         times_s.append(time.perf_counter() - start)
     return {"times_s": times_s, "losses": losses}
+
+
+def serve_requests(answer: Callable[[], Callable[[dict[str, Any]], Mapping[str, Any]]]) -> None:
+    """In a rank: joins the others, on one thread as they share the machine's cores, and answers the requests of a `Job`
+    until nobody asks any more. `answer` is called once in the process group, and gives what answers."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    serve(answer())
+    dist.destroy_process_group()

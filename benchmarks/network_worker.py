@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.backends import collectives
-from autopar.lab import serve
 from autopar.runtime.process_group import join
+from benchmarks.interleaved import serve_requests
 
 Run = Callable[[], object]
 
@@ -58,15 +58,12 @@ def answer(group: str, request: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": measure(run, request["repeats"], request["pause_s"])}
 
 
-def main() -> None:
-    """Joins the group and answers until nobody asks any more."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def joined() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What answers, in the group of all ranks."""
     group = join(60.0).name
     assert group is not None, "a rank by itself has no network to measure"
-    serve(functools.partial(answer, group))
-    dist.destroy_process_group()
+    return functools.partial(answer, group)
 
 
 if __name__ == "__main__":
-    main()
+    serve_requests(joined)

@@ -21,8 +21,8 @@ from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from benchmarks.suite import workload_named
 from benchmarks.suite.clusters import backend_in_lab, case_named
-from benchmarks.suite.pictures import digits
-from benchmarks.trials.cells import Captured
+from benchmarks.zoo.captured import Captured
+from benchmarks.zoo.pictures import digits
 
 WORKLOAD, CLUSTER, PICTURES, SIDE = "resnet50", "8x10g-virtual", 22, 224
 NAME = f"{WORKLOAD}/{CLUSTER}"

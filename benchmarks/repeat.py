@@ -35,9 +35,10 @@ VIRTUAL_CLUSTER, REAL_CLUSTER = "4xv100-25g", "4x200m"
 
 def specs() -> dict[str, TrialSpec]:
     """What is repeated, by name."""
-    from benchmarks.trials.cells import Captured, Cell, Draw
-    from benchmarks.trials.clusters import clusters
-    from benchmarks.trials.small import SMALL
+    from benchmarks.trials.making.cells import Cell, Draw
+    from benchmarks.trials.making.clusters import clusters
+    from benchmarks.zoo.captured import Captured
+    from benchmarks.zoo.small import SMALL
 
     cases, found = clusters(), {}
     known = {name: Captured.of(SMALL[name]) for name in dict.fromkeys(name for name, _ in CASES)}

@@ -25,8 +25,9 @@ from benchmarks.harness import Report, Target, options, publish
 from benchmarks.overlap import Overlap
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.measure import Contest
-from benchmarks.peers.outcome import CaseOutcome, Entry, median_step_s, relative
+from benchmarks.peers.outcome import CaseOutcome, Entry, relative
 from benchmarks.peers.ranks import Ranks
+from benchmarks.peers.table import figures
 from benchmarks.suite import workload_named
 from benchmarks.suite.clusters import case_named
 
@@ -172,16 +173,10 @@ def fill_overlap(report: Report, found: Overlap) -> None:
 
 
 def _row(goal: Goal, outcome: CaseOutcome, entry: Entry, ours: Entry | None) -> tuple[str, ...]:
-    system, difference = entry.system, outcome.loss_difference(entry.system)
-    return (
-        goal.name,
-        entry.name,
-        f"{median_step_s(system) * 1e3:.0f}",
-        "" if entry.ours or ours is None else f"{relative(system, ours.system):.2f}",
-        "not counted" if system.sent_bytes is None else f"{system.sent_bytes / 1e6:.2f}",
-        "" if difference is None else f"{difference:.1e}",
-        "; ".join(f"{key} {value}" for key, value in system.options.items() if key != "plan"),
-    )
+    step_ms, sent, difference = figures(outcome, entry)
+    ratio = "" if entry.ours or ours is None else f"{relative(entry.system, ours.system):.2f}"
+    options = "; ".join(f"{key} {value}" for key, value in entry.system.options.items() if key != "plan")
+    return (goal.name, entry.name, step_ms, ratio, sent, difference, options)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.errors import SpecError
 from autopar.spec.files import read_file, write_file
+from autopar.spec.validation import explain
 
 Floats = npt.NDArray[np.float64]
 
@@ -160,4 +161,4 @@ class Correction(BaseModel):
         try:
             return cls.model_validate_json(read_file(path, "learned correction", MAX_BYTES))
         except ValidationError as e:
-            raise SpecError(f"{path} cannot be read as a learned correction: {e}") from e
+            raise SpecError(f"{path} cannot be read as a learned correction: {explain(e, cls)}") from e

@@ -1,21 +1,18 @@
-"""What a searcher is, what it is given, and what it returns."""
+"""What a search is given, and what it returns."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
+from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context, strategy_named
-
-if TYPE_CHECKING:
-    from autopar.search.evaluate import Evaluator
 
 SEARCHED = "searched"
 """The name of plans that no builder made."""
@@ -40,6 +37,14 @@ class Budget:
     """Plans priced, seeds not counted."""
 
 
+@runtime_checkable
+class PricesGroups(Protocol):
+    """A cost model that also prices single groups of a plan; others price only whole plans."""
+
+    def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
+        """What prices programs for this graph and topology."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is to be planned, and within which limits."""
@@ -54,6 +59,12 @@ class Problem:
     def allows(self, fidelity: Fidelity) -> bool:
         """Whether a strategy of this label may be used."""
         return FIDELITIES.index(fidelity) <= FIDELITIES.index(self.fidelity)
+
+    @property
+    def pricer(self) -> StepPricer | None:
+        """Prices single groups; None where the cost model prices only whole plans."""
+        model = self.cost_model
+        return model.pricer(self.graph, self.topology) if isinstance(model, PricesGroups) else None
 
 
 @dataclass(frozen=True)
@@ -102,17 +113,3 @@ def choose(candidates: Sequence[Candidate], limit_s: float) -> Candidate:
     limit = min(max(limit_s, fastest), fastest * (1 + TIE))
     tied = (c for c in candidates if c.step_time_s <= limit)
     return min(tied, key=lambda c: (c.spreads, len(c.groups), c.step_time_s))
-
-
-class Searcher(ABC):
-    """Looks for a good plan. Subclass it in a file of its own.
-
-    `search` is given seeds that are priced already, and an evaluator that prices groups, remembers what it priced and
-    says when the budget is spent. It is anytime: the evaluator knows the best so far whenever it stops. The same
-    `seed` and the same budget of evaluations give the same result.
-    """
-
-    @abstractmethod
-    def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
-        """Prices plans through `evaluate` until it is spent, or until nothing better is in sight. The evaluator keeps
-        what was priced; the caller chooses from that."""

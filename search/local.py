@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from autopar.search.base import SEARCHED, TIE, Candidate, Searcher
+from autopar.search.base import SEARCHED, TIE, Candidate
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood, merged
 from autopar.search.recombine import Recombination
+from autopar.search.searcher import Searcher
 
 
 class LocalSearch(Searcher):
@@ -53,12 +54,11 @@ class LocalSearch(Searcher):
     def _recombined(
         self, starts: list[Candidate], near: Neighbourhood, evaluate: Evaluator, draw: random.Random
     ) -> list[Candidate]:
-        """A learned model has no price for a group alone; then there is nothing to recombine by."""
-        problem = evaluate.problem
-        pricer = getattr(problem.cost_model, "pricer", None)
+        """The starts, recombined where the cost model prices single groups."""
+        pricer = evaluate.problem.pricer
         if pricer is None:
             return starts
-        recombination = Recombination(evaluate, near, pricer(problem.graph, problem.topology))
+        recombination = Recombination(evaluate, near, pricer)
         return [c if evaluate.spent else recombination.improve(c, draw) for c in starts]
 
     def _starts(self, seeds: Sequence[Candidate]) -> list[Candidate]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.errors import PlanError
+from autopar.formatting import duration, number_of, size
 from autopar.search.base import Problem
 from autopar.search.builders.common import piece_bytes
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import SyncGroup
-from autopar.spec.wording import duration, number_of, size
 from autopar.strategies.lowering import lower_plan
 
 MAX_OPTIONS = 8
@@ -37,11 +37,8 @@ class Reasons:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        # A learned model has no price for a group alone; the analytic prices explain it just as well.
-        own = getattr(problem.cost_model, "pricer", None)
-        self._pricer: StepPricer = (
-            own(problem.graph, problem.topology) if own else StepPricer(problem.graph, problem.topology)
-        )
+        # Where the cost model prices only whole plans, the analytic prices explain a group just as well.
+        self._pricer = problem.pricer or StepPricer(problem.graph, problem.topology)
         self._near = Neighbourhood(problem)
         self._known: dict[tuple[object, ...], AloneCost | None] = {}
 

@@ -9,17 +9,18 @@ from pathlib import Path
 
 from autopar.cost_models import AnalyticCostModel, CostModel
 from autopar.errors import InfeasibleError, PlanError
+from autopar.formatting import size
 from autopar.ir.training_graph import TrainingGraph
-from autopar.search.base import Budget, Candidate, Problem, Progress, Searcher, SearchResult, choose
+from autopar.search.base import Budget, Candidate, Problem, Progress, SearchResult, choose
 from autopar.search.builders import builder_named, names
 from autopar.search.evaluate import Evaluator, overflow_bytes
 from autopar.search.journal import Journal
 from autopar.search.local import LocalSearch
 from autopar.search.reasons import Reasons
+from autopar.search.searcher import Searcher
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
-from autopar.spec.wording import size
 from autopar.strategies import Context, strategy_named
 from autopar.strategies.lowering import check_options, lower_plan
 

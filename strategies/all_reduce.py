@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group
-from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 

@@ -14,18 +14,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.spec.plan import Fidelity
-
-if TYPE_CHECKING:
-    from autopar.strategies.emitter import Emitter
-
-WireDtype = Literal["same", "float32", "bfloat16", "float16"]
+from autopar.strategies.emitter import Emitter
 
 
 def _not_negative(shares: tuple[float, ...]) -> tuple[float, ...]:

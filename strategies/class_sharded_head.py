@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
+from autopar.ir.dtypes import WireDtype
 from autopar.ir.training_graph import Head
 from autopar.ops.base import Call
 from autopar.ops.context import Context
@@ -32,7 +33,7 @@ from autopar.ops.heads import (
     HeadSeed,
     HeadSums,
 )
-from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.row_exchange import RowExchange
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.linear_layers import (
@@ -27,7 +28,7 @@ from autopar.ops.linear_layers import (
     LayerProduct,
     LayerReturned,
 )
-from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Operation
 from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
 from autopar.ops.context import Context
@@ -17,7 +18,6 @@ from autopar.ops.servers import ServerReduce
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import Free, Store, Update
 from autopar.ops.waits import Wait
-from autopar.strategies.base import WireDtype
 
 
 class Emitter:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
-from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 

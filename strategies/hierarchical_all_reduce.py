@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.shares import split_by_share
 from autopar.ops.subgroups import Subgroups
-from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 

@@ -24,6 +24,7 @@ from autopar.ops.group import Group, Member
 from autopar.ops.values import Value
 from autopar.ops.waits import StepSum, StepWait
 from autopar.spec.plan import SyncGroup
+from autopar.spec.validation import explain
 from autopar.strategies import strategy_named
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
@@ -165,8 +166,7 @@ def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Opti
     try:
         options = strategy.options_type.model_validate(spec.options)
     except ValidationError as e:
-        first = e.errors()[0]
-        raise PlanError(f"{strategy.name}, option {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+        raise PlanError(explain(e, strategy.options_type, f"options of {strategy.name}")) from e
     if getattr(options, "late", False) and not context.late_parameters:
         raise PlanError(
             f"{strategy.name} leaves parameters on their way between steps, which is not allowed here: pass "

@@ -13,10 +13,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.shares import split_by_share
-from autopar.strategies.base import Options, Shares, Strategy, WireDtype
+from autopar.strategies.base import Options, Shares, Strategy
 from autopar.strategies.emitter import Emitter
 
 EARLY = (0.0, 0.25, 0.5, 0.75)

@@ -8,11 +8,11 @@ where gathering all ranks' gradients (`sparse_rows`) sends (n-1) u d, and an all
 
 from __future__ import annotations
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.base import Call
 from autopar.ops.group import Group
 from autopar.ops.tables import AskRows, FindRows, ReceiveRows, ReturnRows, RowsGradient, WantRows, touched_rows
 from autopar.ops.waves import waves
-from autopar.strategies.base import WireDtype
 from autopar.strategies.emitter import Emitter
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.shards import OwnShards, PackRows, ShardGradient, WholeParameters
 from autopar.ops.shares import row_shares
-from autopar.strategies.base import Options, Strategy, WireDtype
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 PIECES = 4

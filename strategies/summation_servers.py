@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
+from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.shares import split_by_share
-from autopar.strategies.base import Options, Shares, Strategy, WireDtype
+from autopar.strategies.base import Options, Shares, Strategy
 from autopar.strategies.emitter import Emitter
 
 

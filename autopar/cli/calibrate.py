@@ -111,8 +111,8 @@ def _emulate(spec: ClusterSpec, cluster: str, told: list[str]) -> int:
 
 
 def _show(found: Calibration) -> None:
+    from autopar.formatting import duration, size
     from autopar.spec.units import FLOP_RATE, NETWORK_RATE, text
-    from autopar.spec.wording import duration, size
 
     def rate(bytes_per_s: float) -> str:
         return text(float(f"{8 * bytes_per_s:.3g}") / 8, NETWORK_RATE)

@@ -114,7 +114,7 @@ def result_json(value: object) -> None:
 def result_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> None:
     """Prints a table on stdout: with rules on a terminal, plain where it is read by another program."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        from autopar.spec.wording import table
+        from autopar.formatting import table
 
         result("\n".join(table(header, rows, align, indent="")))
         return

@@ -19,7 +19,8 @@ def command(plan: str, parameter: str | None, other: str | None, as_json: bool) 
     """Say in words what the plan in file PLAN does, at what predicted cost, and why."""
     if parameter is not None and other is not None:
         raise click.UsageError("give either --parameter or --diff, not both")
-    from autopar.spec.explain import diff, explain, explain_parameter
+    from autopar.report.difference import diff
+    from autopar.report.parameter import explain_parameter, find_parameter
     from autopar.spec.plan import Plan
 
     loaded = Plan.load(plan)
@@ -32,8 +33,6 @@ def command(plan: str, parameter: str | None, other: str | None, as_json: bool) 
     elif parameter is not None:
         text = explain_parameter(loaded, parameter)
         if as_json:
-            from autopar.spec.explain import find_parameter
-
             name = find_parameter(loaded, parameter).name
             result_json([row for row in _parameters(loaded) if row["parameter"] == name])
         else:
@@ -41,7 +40,7 @@ def command(plan: str, parameter: str | None, other: str | None, as_json: bool) 
     elif as_json:
         result_json(_whole(loaded))
     else:
-        result(explain(loaded))
+        result(loaded.explain())
 
 
 def _whole(plan: Any) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def _whole(plan: Any) -> dict[str, Any]:
 
 
 def _difference(a: Any, b: Any) -> dict[str, Any]:
-    from autopar.spec.difference import difference
+    from autopar.report.difference import difference
 
     found = difference(a, b)
     return {
@@ -81,7 +80,7 @@ def _difference(a: Any, b: Any) -> dict[str, Any]:
 
 
 def _parameters(plan: Any) -> list[dict[str, Any]]:
-    from autopar.spec.summary import parameter_rows
+    from autopar.report.parameter import parameter_rows
 
     return [
         {

@@ -89,7 +89,7 @@ def command(
     measured = load_calibration(calibration)
     progress(f"importing {model}")
     from autopar.api import plan as make_plan
-    from autopar.spec.wording import duration
+    from autopar.formatting import duration
 
     with quiet_libraries():
         made = load_model(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 DTYPE_BYTES = {
     "complex128": 16,
     "complex64": 8,
@@ -13,3 +15,5 @@ DTYPE_BYTES = {
 }
 EXACT_BYTES = 4
 """Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""
+WireDtype = Literal["same", "float32", "bfloat16", "float16"]
+"""How numbers may be sent: as they lie in memory, or in another format."""

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autopar.formatting import duration, size
 from autopar.report.trace import category
-from autopar.spec.wording import duration, size
 
 if TYPE_CHECKING:
     from autopar.cost_models.base import Estimate

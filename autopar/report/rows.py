@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.formatting import count, duration, mebibytes, name_pattern, size
+from autopar.report.parameter import parameter_rows
 from autopar.spec.plan import Plan, Prediction
 from autopar.spec.summary import (
     BASELINE,
@@ -14,9 +16,7 @@ from autopar.spec.summary import (
     options_text,
     ordered_alternatives,
     parameter_bytes,
-    parameter_rows,
 )
-from autopar.spec.wording import count, duration, mebibytes, name_pattern, size
 
 if TYPE_CHECKING:
     from autopar.cost_models.base import Estimate

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
+from autopar.formatting import duration
 from autopar.spec.plan import Prediction
-from autopar.spec.wording import duration
 
 SKIPPED, STEPS = 3, 20
 """The first ones warm up; then the median of so many is looked at."""

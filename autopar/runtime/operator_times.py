@@ -20,17 +20,17 @@ import torch.fx
 
 from autopar.errors import SpecError
 from autopar.spec.detect import processor
-from autopar.spec.stored import Stored
+from autopar.spec.json_file import JsonFile
 
 VARIABLE = "AUTOPAR_CACHE"
 SCHEMA_VERSION: Final = 1
 
 
-class OperatorTimes(Stored):
+class OperatorTimes(JsonFile):
     """Seconds of each distinct operator."""
 
     VERSION: ClassVar[int] = SCHEMA_VERSION
-    WHAT: ClassVar[str] = "table of operator times"
+    noun: ClassVar[str] = "table of operator times"
     COMMAND: ClassVar[str] = "autopar plan --measure-compute"
 
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from autopar.errors import SpecError
-from autopar.spec.plan import ClusterFingerprint
-from autopar.spec.stored import Record, Stored
+from autopar.spec.cluster import ClusterFingerprint
+from autopar.spec.json_file import JsonFile, Record
 
 SCHEMA_VERSION: Final = 1
 
@@ -81,11 +81,11 @@ class DeviceRates(Record):
     """From one small operation to the next."""
 
 
-class Calibration(Stored):
+class Calibration(JsonFile):
     """Of one cluster."""
 
     VERSION: ClassVar[int] = SCHEMA_VERSION
-    WHAT: ClassVar[str] = "calibration"
+    noun: ClassVar[str] = "calibration"
     COMMAND: ClassVar[str] = "autopar calibrate"
 
     schema_version: Literal[1] = SCHEMA_VERSION

@@ -14,13 +14,15 @@ devices in the order of the description.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from autopar.errors import ClusterSpecError
-from autopar.spec import cluster_checks, cluster_resolve, cluster_words
+from autopar.errors import ClusterSpecError, SpecError
+from autopar.spec import cluster_checks, cluster_resolve, cluster_words, detect
+from autopar.spec.cluster_checks import MAX_RANKS
 from autopar.spec.cluster_parts import (
+    ClusterParts,
     DeviceSpec,
     DuplexSpec,
     HostSpec,
@@ -29,18 +31,17 @@ from autopar.spec.cluster_parts import (
     NetworkSpec,
     PeakFlopsSpec,
     SwitchSpec,
-    Written,
 )
-from autopar.spec.cluster_problems import Problems, report
 from autopar.spec.files import read_file
+from autopar.spec.json_file import Record
 from autopar.spec.machines import Cable, Device, Host, RankPlace
+from autopar.spec.validation import Problems, explain
 from autopar.spec.yaml_source import MAX_BYTES, read_yaml
 
-if TYPE_CHECKING:
-    from autopar.spec.plan import ClusterFingerprint
-
 __all__ = [
+    "MAX_RANKS",
     "Cable",
+    "ClusterFingerprint",
     "ClusterSpec",
     "Device",
     "DeviceSpec",
@@ -58,13 +59,8 @@ __all__ = [
 _SHORTEST = "write for example:\n  hosts:\n    - {name: worker, count: 4, devices: 1 x cpu}\n  network: 1GbE"
 
 
-class ClusterSpec(Written):
+class ClusterSpec(ClusterParts):
     """Hosts and the network between them. Raises `ClusterSpecError` where they cannot be used."""
-
-    noun = "a cluster"
-
-    hosts: tuple[HostSpec, ...]
-    network: NetworkSpec = NetworkSpec()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -90,23 +86,19 @@ class ClusterSpec(Written):
         try:
             return cls.model_validate(found.data)
         except ValidationError as e:
-            raise ClusterSpecError(report(e, cls, found)) from None
+            raise ClusterSpecError(explain(e, cls, found)) from None
 
     @classmethod
     def local(cls, n_ranks: int) -> ClusterSpec:
         """`n_ranks` CPU ranks on this host, which talk over loopback and share its cores and memory."""
-        from autopar.spec.detect import local
-
-        return local(n_ranks)
+        return cls(hosts=(detect.local(n_ranks),))
 
     @classmethod
     def detect(cls) -> ClusterSpec:
         """The cluster that this process is part of: under torchrun the job's hosts and ranks, else this machine with
         its GPUs, or as one CPU rank. It sees this host only and takes the others for equal. Figures that hosts report
         of themselves may differ a little between them: let all ranks use rank 0's (`to_yaml`, `loads`)."""
-        from autopar.spec.detect import detect
-
-        return detect()
+        return cls(hosts=(detect.detect(),))
 
     @property
     def all_hosts(self) -> tuple[Host, ...]:
@@ -121,7 +113,7 @@ class ClusterSpec(Written):
     @property
     def world_size(self) -> int:
         """The number of ranks: of devices over all hosts."""
-        return sum(entry.count * sum(d.count for d in entry.devices) for entry in self.hosts)
+        return cluster_resolve.world_size(self)
 
     @property
     def ranks(self) -> tuple[RankPlace, ...]:
@@ -137,16 +129,15 @@ class ClusterSpec(Written):
     @property
     def summary(self) -> str:
         """One line for people: `4 hosts x 1 cpu, 1 Gbit/s`."""
-        return cluster_words.summary(self)
+        return cluster_words.summary(self.all_hosts, self.cables)
 
     @property
     def fingerprint(self) -> ClusterFingerprint:
         """What a plan remembers of the cluster; `ClusterSpec(**fingerprint.spec)` is the cluster again. The digest
         is over all figures, filled in, but not over names, nor over where a figure comes from."""
-        from autopar.spec.plan import ClusterFingerprint
-
+        digest = cluster_words.digest((self.all_hosts, self.cables))
         return ClusterFingerprint(
-            digest=cluster_words.digest(self), world_size=self.world_size, summary=self.summary, spec=self.description
+            digest=digest, world_size=self.world_size, summary=self.summary, spec=self.description
         )
 
     @property
@@ -156,10 +147,39 @@ class ClusterSpec(Written):
 
     def difference(self, other: ClusterSpec) -> list[str]:
         """Says in words how `other` differs from this cluster; empty where a plan for one fits the other."""
-        return cluster_words.difference(self, other)
+        return cluster_words.difference((self.all_hosts, self.cables), (other.all_hosts, other.cables))
 
     def to_yaml(self) -> str:
         """The description as YAML, which `loads` reads to an equal cluster."""
         import yaml
 
         return str(yaml.safe_dump(self.description, sort_keys=False, allow_unicode=True, width=120))
+
+
+class ClusterFingerprint(Record):
+    """The cluster that a plan was made for; `spec` is the whole description, so that differences can be named."""
+
+    digest: str
+    world_size: int = Field(ge=1, le=MAX_RANKS)
+    summary: str
+    """One line for people: `4 hosts x 1 cpu, 1 Gbit/s`."""
+    spec: dict[str, Any]
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The cluster again. Raises `ClusterSpecError` where `spec` describes none."""
+        try:
+            return ClusterSpec.model_validate(self.spec)
+        except ValidationError as e:
+            raise ClusterSpecError(explain(e, ClusterSpec)) from None
+
+    def check(self) -> None:
+        """Raises `SpecError` where there is a description, and it is none of a cluster of as many ranks."""
+        if not self.spec:
+            return
+        try:
+            found = self.cluster.world_size
+        except ClusterSpecError as e:
+            raise SpecError(f"cluster.spec: {e}") from e
+        if found != self.world_size:
+            raise SpecError(f"cluster.world_size is {self.world_size}, but cluster.spec has {found} devices")

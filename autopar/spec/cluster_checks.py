@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from autopar.errors import did_you_mean
-from autopar.spec.cluster_problems import Problem
-from autopar.spec.cluster_resolve import DEFAULT_SWITCH, cables_of, host_cables_of, port_rate, switch_of, switches_of
-from autopar.spec.plan import MAX_RANKS
+from autopar.spec.cluster_parts import ClusterParts
+from autopar.spec.cluster_resolve import (
+    DEFAULT_SWITCH,
+    cables_of,
+    host_cables_of,
+    port_rate,
+    switch_of,
+    switches_of,
+    world_size,
+)
+from autopar.spec.validation import Problem
 
-if TYPE_CHECKING:
-    from autopar.spec.cluster import ClusterSpec
-
+MAX_RANKS = 8_192
+"""In a plan or a cluster. Planning looks at the way between any two ranks, which takes hours for more."""
 MAX_HOSTS = 1_024
-"""In a cluster, as `MAX_RANKS`."""
+"""In a cluster, likewise."""
 
 
-def problems(cluster: ClusterSpec) -> list[Problem]:
+def problems(cluster: ClusterParts) -> list[Problem]:
     """Everything that is wrong with the whole, though each part is right by itself; empty where nothing is."""
     found = list(_size(cluster)) or [*_names(cluster), *_switches(cluster), *_links(cluster), *_rates(cluster)]
     return found or list(_ways(cluster))
 
 
-def _size(cluster: ClusterSpec) -> Iterator[Problem]:
+def _size(cluster: ClusterParts) -> Iterator[Problem]:
     if not cluster.hosts:
         yield Problem(("hosts",), "the list is empty; a cluster has at least one host")
-    elif cluster.world_size == 0:
+    elif world_size(cluster) == 0:
         yield Problem(("hosts",), "no host has a device, so there is no rank; write for example 'devices: 1 x cpu'")
-    hosts = sum(entry.count for entry in cluster.hosts)
-    if hosts > MAX_HOSTS or cluster.world_size > MAX_RANKS:
+    hosts, ranks = sum(entry.count for entry in cluster.hosts), world_size(cluster)
+    if hosts > MAX_HOSTS or ranks > MAX_RANKS:
         yield Problem(
             ("hosts",),
-            f"{hosts} hosts with {cluster.world_size} devices are too many; "
+            f"{hosts} hosts with {ranks} devices are too many; "
             f"at most {MAX_HOSTS} hosts and {MAX_RANKS} devices can be planned for",
         )
 
 
-def _names(cluster: ClusterSpec) -> Iterator[Problem]:
+def _names(cluster: ClusterParts) -> Iterator[Problem]:
     taken: dict[str, str] = {}
     for i, entry in enumerate(cluster.hosts):
         double = next((name for name in entry.names if name in taken), None)
@@ -53,7 +59,7 @@ def _names(cluster: ClusterSpec) -> Iterator[Problem]:
         taken[switch.name] = f"network.switches[{i}]"
 
 
-def _switches(cluster: ClusterSpec) -> Iterator[Problem]:
+def _switches(cluster: ClusterParts) -> Iterator[Problem]:
     """Each host is on a switch of the network, or at the end of a link."""
     switches = switches_of(cluster)
     linked = {end for link in cluster.network.links for end in link.between}
@@ -67,7 +73,7 @@ def _switches(cluster: ClusterSpec) -> Iterator[Problem]:
             yield Problem(("hosts", i), f"host '{entry.name}' is not in the network; {how}")
 
 
-def _links(cluster: ClusterSpec) -> Iterator[Problem]:
+def _links(cluster: ClusterParts) -> Iterator[Problem]:
     """Each link joins two known things, no two links the same two, and has a rate."""
     ends = [name for entry in cluster.hosts for name in entry.names] + list(switches_of(cluster))
     plugged = {frozenset((cable.one, cable.other)) for cable in host_cables_of(cluster)}
@@ -93,7 +99,7 @@ def _links(cluster: ClusterSpec) -> Iterator[Problem]:
             yield Problem(place, "the link has no bandwidth; give its own or the network's")
 
 
-def _rates(cluster: ClusterSpec) -> Iterator[Problem]:
+def _rates(cluster: ClusterParts) -> Iterator[Problem]:
     """The rate of the network is the one figure that nothing can be guessed for."""
     network = cluster.network
     for i, entry in enumerate(cluster.hosts):
@@ -108,21 +114,32 @@ def _rates(cluster: ClusterSpec) -> Iterator[Problem]:
             )
 
 
-def _ways(cluster: ClusterSpec) -> Iterator[Problem]:
-    """Every host reaches every other one; with a single switch and no links there is nothing to look at."""
-    if not cluster.network.links and len({cable.other for cable in cables_of(cluster)}) < 2:
-        return
-    from autopar.spec.topology import Topology
+def _ways(cluster: ClusterParts) -> Iterator[Problem]:
+    """Every host reaches every other one."""
+    neighbours: dict[str, set[str]] = {name: set() for entry in cluster.hosts for name in entry.names}
+    hosts = list(neighbours)
+    for cable in cables_of(cluster):
+        neighbours.setdefault(cable.one, set()).add(cable.other)
+        neighbours.setdefault(cable.other, set()).add(cable.one)
+    # Hosts with the same neighbours reach the same hosts, so the first of them is asked.
+    asked: dict[frozenset[str], str] = {}
+    for name in hosts:
+        asked.setdefault(frozenset(neighbours[name]), name)
+    for one in asked.values():
+        reached, frontier = {one}, [one]
+        while frontier:
+            new = neighbours[frontier.pop()] - reached
+            reached |= new
+            frontier += new - set(hosts)
+        other = next((name for name in hosts if name not in reached), None)
+        if other is not None:
+            yield Problem(
+                ("network",),
+                f"host '{one}' cannot reach host '{other}'; hosts do not pass on what is meant for others: "
+                "join their switches in network.links",
+            )
+            return
 
-    apart = Topology(cluster).first_apart()
-    if apart is not None:
-        one, other = apart
-        yield Problem(
-            ("network",),
-            f"host '{one}' cannot reach host '{other}'; hosts do not pass on what is meant for others: "
-            "join their switches in network.links",
-        )
 
-
-def _several(cluster: ClusterSpec) -> bool:
+def _several(cluster: ClusterParts) -> bool:
     return sum(entry.count for entry in cluster.hosts) > 1

@@ -7,36 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from autopar.spec.cluster_parts import DeviceSpec, HostSpec, InterconnectSpec, NetworkSpec, SwitchSpec
+from autopar.spec.cluster_parts import ClusterParts, DeviceSpec, HostSpec, InterconnectSpec, NetworkSpec, SwitchSpec
 from autopar.spec.devices import DEVICES, GUESSED_LATENCY, LINKS, NETWORKS, LinkKind, PeakFlops
 from autopar.spec.machines import Cable, Device, Host
 from autopar.spec.units import Figure, guess
 
-if TYPE_CHECKING:
-    from autopar.spec.cluster import ClusterSpec
-
 DEFAULT_SWITCH = "switch"
 
 
-def hosts_of(cluster: ClusterSpec) -> tuple[Host, ...]:
+def hosts_of(cluster: ClusterParts) -> tuple[Host, ...]:
     """Every host of the cluster by itself, in the order of the description."""
     return tuple(host for entry in cluster.hosts for host in _hosts(cluster, entry))
 
 
-def cables_of(cluster: ClusterSpec) -> tuple[Cable, ...]:
+def world_size(cluster: ClusterParts) -> int:
+    """The number of ranks: of devices over all hosts."""
+    return sum(entry.count * sum(d.count for d in entry.devices) for entry in cluster.hosts)
+
+
+def cables_of(cluster: ClusterParts) -> tuple[Cable, ...]:
     """Every cable of the network: from hosts to their switches, and the links."""
     return host_cables_of(cluster) + tuple(_links(cluster.network))
 
 
-def host_cables_of(cluster: ClusterSpec) -> tuple[Cable, ...]:
+def host_cables_of(cluster: ClusterParts) -> tuple[Cable, ...]:
     """The cables from hosts to their switches."""
     found = ((_cable(cluster, entry, entry.name), entry) for entry in cluster.hosts)
     return tuple(replace(cable, one=name) for cable, entry in found if cable is not None for name in entry.names)
 
 
-def switches_of(cluster: ClusterSpec) -> Mapping[str, SwitchSpec]:
+def switches_of(cluster: ClusterParts) -> Mapping[str, SwitchSpec]:
     """The switches of the network by name: those it lists, or one that joins all hosts."""
     network = cluster.network
     if not network.switches and not network.links:
@@ -44,7 +45,7 @@ def switches_of(cluster: ClusterSpec) -> Mapping[str, SwitchSpec]:
     return {switch.name: switch for switch in network.switches}
 
 
-def switch_of(cluster: ClusterSpec, entry: HostSpec) -> SwitchSpec | None:
+def switch_of(cluster: ClusterParts, entry: HostSpec) -> SwitchSpec | None:
     """The switch that the hosts of an entry are plugged into; None where only links join them."""
     switches = switches_of(cluster)
     if entry.switch is not None:
@@ -66,7 +67,7 @@ def port_latency(network: NetworkSpec, own: Figure | None) -> Figure:
     return NETWORKS[network.kind].latency_s if network.kind in NETWORKS else GUESSED_LATENCY
 
 
-def _cable(cluster: ClusterSpec, entry: HostSpec, name: str) -> Cable | None:
+def _cable(cluster: ClusterParts, entry: HostSpec, name: str) -> Cable | None:
     switch = switch_of(cluster, entry)
     if switch is None:
         return None
@@ -96,7 +97,7 @@ def _slower(one: Figure | None, other: Figure | None) -> Figure | None:
     return min(one, other, key=float)
 
 
-def _hosts(cluster: ClusterSpec, entry: HostSpec) -> Iterator[Host]:
+def _hosts(cluster: ClusterParts, entry: HostSpec) -> Iterator[Host]:
     """The hosts of an entry, which differ in their names alone."""
     cable = _cable(cluster, entry, entry.name)
     first = _host(entry, entry.name, cable)

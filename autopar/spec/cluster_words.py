@@ -8,42 +8,39 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from autopar.spec.devices import DTYPES
 from autopar.spec.machines import Cable, Host
-from autopar.spec.units import DURATION, FLOP_RATE, MEMORY_RATE, NETWORK_RATE, SIZE, Figure, rounded, text
+from autopar.spec.units import DURATION, FLOP_RATE, MEMORY_RATE, NETWORK_RATE, SIZE, Dimension, Figure, rounded, text
 
-if TYPE_CHECKING:
-    from autopar.spec.cluster import ClusterSpec
-    from autopar.spec.units import Dimension
+Machines = tuple[tuple[Host, ...], tuple[Cable, ...]]
+"""The hosts and the cables of a cluster."""
 
 Things = dict[tuple[str, ...], dict[str, str]]
 """Hosts (`("host 3",)`) and cables (`("host 3", "switch 0")`), and their properties: exact, without provenance. Hosts
 and switches go by position: their names, and whether a figure was measured, change no plan."""
 
 
-def summary(cluster: ClusterSpec) -> str:
+def summary(hosts: Sequence[Host], cables: Sequence[Cable]) -> str:
     """One line: `4 hosts x 1 cpu, 1 Gbit/s`; `2 hosts x 8 A100-80GB + 1 serving host, 10 Gbit/s to 25 Gbit/s`."""
-    hosts = cluster.all_hosts
     groups = Counter(_equipment(host) for host in hosts)
     parts = [
         f"{n} host{'s' * (n > 1)} x {equipment}" if equipment else f"{n} serving host{'s' * (n > 1)}"
         for equipment, n in groups.items()
     ]
-    return ", ".join([" + ".join(parts), *_speed(hosts, cluster.cables)])
+    return ", ".join([" + ".join(parts), *_speed(hosts, cables)])
 
 
-def digest(cluster: ClusterSpec) -> str:
+def digest(machines: Machines) -> str:
     """A hash over everything that a plan may depend on."""
-    things = sorted((key, sorted(said.items())) for key, said in _things(cluster).items())
+    things = sorted((key, sorted(said.items())) for key, said in _things(machines).items())
     return hashlib.sha256(json.dumps(things).encode()).hexdigest()[:16]
 
 
-def difference(one: ClusterSpec, other: ClusterSpec) -> list[str]:
+def difference(one: Machines, other: Machines) -> list[str]:
     """How `other` differs from `one`, in words; empty exactly where their digests are the same."""
     mine, theirs = _things(one), _things(other)
-    names = {label: name for cluster in (other, one) for name, label in _labels(cluster).items()}
+    names = {label: name for machines in (other, one) for name, label in _labels(machines).items()}
     lines = []
     for key in mine | theirs:
         thing = f"host '{names[key[0]]}'" if len(key) == 1 else f"the cable from '{names[key[0]]}' to '{names[key[1]]}'"
@@ -79,28 +76,29 @@ def _speed(hosts: Sequence[Host], cables: Sequence[Cable]) -> list[str]:
     return [slowest if slowest == fastest else f"{slowest} to {fastest}"]
 
 
-def _labels(cluster: ClusterSpec) -> dict[str, str]:
+def _labels(machines: Machines) -> dict[str, str]:
     """Names of hosts and switches to their positions: `host 0`, `switch 0`."""
-    labels = {host.name: f"host {i}" for i, host in enumerate(cluster.all_hosts)}
+    hosts, cables = machines
+    labels = {host.name: f"host {i}" for i, host in enumerate(hosts)}
     n_hosts = len(labels)
-    for cable in cluster.cables:
+    for cable in cables:
         for end in (cable.one, cable.other):
             labels.setdefault(end, f"switch {len(labels) - n_hosts}")
     return labels
 
 
-def _things(cluster: ClusterSpec) -> Things:
-    labels = _labels(cluster)
+def _things(machines: Machines) -> Things:
+    labels = _labels(machines)
+    hosts, cables = machines
     known: dict[tuple[int, bool], dict[str, str]] = {}  # equal hosts of one entry share their devices
     things: Things = {}
-    hosts = cluster.all_hosts
     for host in hosts:
         alike = id(host.devices), host.serves
         if alike not in known or not host.devices:
             known[alike] = _host_properties(host)
         things[(labels[host.name],)] = known[alike]
-    for cable in cluster.cables:
-        if len(cluster.hosts) > 1 or cluster.hosts[0].count > 1:
+    for cable in cables:
+        if len(hosts) > 1:
             things[labels[cable.one], labels[cable.other]] = {
                 "rate": _plain(cable.forth_bytes_per_s, NETWORK_RATE),
                 "rate back": _plain(cable.back_bytes_per_s, NETWORK_RATE),

@@ -1,4 +1,4 @@
-"""The cluster that this process sees: from torchrun's environment, from the machine, without loading torch."""
+"""The hosts that this process sees: from torchrun's environment, from the machine, without loading torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
 from autopar.errors import ClusterSpecError
-from autopar.spec.cluster import ClusterSpec
-from autopar.spec.cluster_parts import DeviceSpec, DuplexSpec, HostSpec, NetworkSpec, PeakFlopsSpec
+from autopar.spec.cluster_parts import DeviceSpec, DuplexSpec, HostSpec, PeakFlopsSpec
 from autopar.spec.devices import CORE_FLOPS, DEVICES, device_of_product
 from autopar.spec.units import Figure, guess
 
@@ -21,16 +21,16 @@ GUESSED_RATE = guess(1e9 / 8)
 MIB = 1 << 20
 
 
-def local(n_ranks: int) -> ClusterSpec:
-    """`n_ranks` CPU ranks on this host; see `ClusterSpec.local`."""
+def local(n_ranks: int) -> HostSpec:
+    """This host with `n_ranks` CPU ranks; see `ClusterSpec.local`."""
     if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
         raise ClusterSpecError(f"ClusterSpec.local({n_ranks!r}): expected a number of ranks from 1 on")
-    return ClusterSpec(hosts=(HostSpec(name="localhost", devices=_cpus(n_ranks)),))
+    return HostSpec(name="localhost", devices=_cpus(n_ranks))
 
 
-def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
-    """The cluster of this job or machine; see `ClusterSpec.detect`. Raises `ClusterSpecError` where torchrun's
-    variables contradict each other or hosts have unequal numbers of ranks."""
+def detect(environment: Mapping[str, str] = os.environ) -> HostSpec:
+    """The equal hosts of this job, or this machine; see `ClusterSpec.detect`. Raises `ClusterSpecError` where
+    torchrun's variables contradict each other or hosts have unequal numbers of ranks."""
     n_hosts, n_local = _job(environment)
     gpus = _gpus(environment)
     if n_local is None:
@@ -40,10 +40,9 @@ def detect(environment: Mapping[str, str] = os.environ) -> ClusterSpec:
     else:
         devices = _cpus(n_local)
     if n_hosts == 1:
-        return ClusterSpec(hosts=(HostSpec(name="localhost", devices=devices),))
+        return HostSpec(name="localhost", devices=devices)
     rate = _network_rate(environment)
-    host = HostSpec(name="host", count=n_hosts, devices=devices, bandwidth=DuplexSpec(send=rate, receive=rate))
-    return ClusterSpec(hosts=(host,), network=NetworkSpec())
+    return HostSpec(name="host", count=n_hosts, devices=devices, bandwidth=DuplexSpec(send=rate, receive=rate))
 
 
 def _job(environment: Mapping[str, str]) -> tuple[int, int | None]:
@@ -183,13 +182,7 @@ def _gpu(product: str, memory_bytes: int) -> DeviceSpec:
 
 def _grouped(gpus: list[DeviceSpec]) -> tuple[DeviceSpec, ...]:
     """Equal neighbours as one entry with a count."""
-    groups: list[DeviceSpec] = []
-    for gpu in gpus:
-        if groups and groups[-1].model_copy(update={"count": 1}) == gpu:
-            groups[-1] = groups[-1].model_copy(update={"count": groups[-1].count + 1})
-        else:
-            groups.append(gpu)
-    return tuple(groups)
+    return tuple(gpu.model_copy(update={"count": len(list(equal))}) for gpu, equal in groupby(gpus))
 
 
 def _network_rate(environment: Mapping[str, str]) -> Figure:

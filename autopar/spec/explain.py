@@ -8,72 +8,31 @@ from __future__ import annotations
 
 import textwrap
 
-from autopar.errors import PlanError, did_you_mean
-from autopar.spec.difference import diff
-from autopar.spec.plan import ParameterSpec, Plan, Prediction
+from autopar.formatting import count, duration, mebibytes, number_of, shorten, size, table
+from autopar.spec.plan_parts import PlanParts, Prediction
 from autopar.spec.summary import (
     FIDELITY_MEANING,
     PROVENANCE_MEANING,
     RECOMPUTE_MEANING,
     GroupRow,
-    ParameterRow,
     alternative_rows,
     group_rows,
     parameter_bytes,
-    parameter_rows,
     parameters_text,
-    strategy_text,
     verdict,
 )
-from autopar.spec.wording import count, duration, mebibytes, name_pattern, number_of, shorten, size, table
-
-__all__ = ["WIDTH", "diff", "explain", "explain_parameter", "find_parameter"]
 
 WIDTH = 100
 
 _MAX_ALTERNATIVES = 8
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: PlanParts) -> str:
     """The whole plan as a page of plain text."""
     return "\n".join([*_header(plan), "", *_predictions(plan), "", *_groups(plan)]) + "\n"
 
 
-def explain_parameter(plan: Plan, name: str) -> str:
-    """One parameter: what it is, how it is synchronized, with which others, and why.
-
-    A tied parameter is found under each of its names. Raises `PlanError`, with the nearest name, where the plan has
-    no such parameter.
-    """
-    spec = find_parameter(plan, name)
-    state = "trainable" if spec.trainable else "frozen"
-    lines = [
-        f"{name}" if name == spec.name else f"{name} (tied: planned as {spec.name})",
-        _fact("shape", f"{_shape(spec.shape)} {spec.dtype}, {size(parameter_bytes(spec))}, {state}"),
-    ]
-    if spec.ties:
-        lines += _wrapped("tied to", ", ".join(spec.ties))
-    rows = [row for row in parameter_rows(plan) if row.parameter.name == spec.name and row.group is not None]
-    if not rows:
-        lines.append(_fact("group", "none: a frozen parameter has no gradient to synchronize"))
-    for row in rows:
-        lines += _parameter_group(plan, row, alone=len(rows) == 1)
-    return "\n".join(lines) + "\n"
-
-
-def find_parameter(plan: Plan, name: str) -> ParameterSpec:
-    """The plan's entry for a parameter, by its name or by a name that it is tied to; `PlanError` where none is."""
-    names = {alias: p for p in plan.model.parameters for alias in p.ties}
-    names |= {p.name: p for p in plan.model.parameters}
-    if name not in names:
-        raise PlanError(
-            f"the plan has no parameter '{name}'{did_you_mean(name, names)} "
-            f"It has {len(plan.model.parameters)}, as named by `model.named_parameters()`."
-        )
-    return names[name]
-
-
-def _header(plan: Plan) -> list[str]:
+def _header(plan: PlanParts) -> list[str]:
     model = plan.model.parameters
     trainable = [p for p in model if p.trainable]
     held = sum(parameter_bytes(p) for p in model)
@@ -85,15 +44,15 @@ def _header(plan: Plan) -> list[str]:
         parts.append(f"{tied} tied")
     return [
         f"Plan '{plan.name}'",
-        *_wrapped("model", f"{plan.model.name}: {', '.join(parts)}"),
-        *_wrapped("cluster", f"{plan.cluster.summary} ({number_of(plan.cluster.world_size, 'rank')})"),
-        *_wrapped("fidelity", f"{plan.fidelity}: {FIDELITY_MEANING[plan.fidelity]}"),
-        *(_wrapped("recompute", RECOMPUTE_MEANING[plan.recompute]) if plan.recompute != "none" else []),
-        _fact("digest", plan.digest),
+        *wrapped("model", f"{plan.model.name}: {', '.join(parts)}"),
+        *wrapped("cluster", f"{plan.cluster.summary} ({number_of(plan.cluster.world_size, 'rank')})"),
+        *wrapped("fidelity", f"{plan.fidelity}: {FIDELITY_MEANING[plan.fidelity]}"),
+        *(wrapped("recompute", RECOMPUTE_MEANING[plan.recompute]) if plan.recompute != "none" else []),
+        fact("digest", plan.digest),
     ]
 
 
-def _predictions(plan: Plan) -> list[str]:
+def _predictions(plan: PlanParts) -> list[str]:
     if plan.prediction is None:
         return textwrap.wrap(verdict(plan), WIDTH)
     mine = plan.prediction
@@ -126,7 +85,7 @@ def _prediction_row(name: str, prediction: Prediction, mine: Prediction) -> tupl
     )
 
 
-def _groups(plan: Plan) -> list[str]:
+def _groups(plan: PlanParts) -> list[str]:
     rows = group_rows(plan)
     cells = [_group_cells(row) for row in rows]
     header = ("group", "strategy", "params", "MiB", "which")
@@ -150,34 +109,11 @@ def _group_cells(row: GroupRow) -> tuple[str, ...]:
     return index, shorten(strategy, 42), str(len(set(row.names))), mebibytes(row.num_bytes)
 
 
-def _parameter_group(plan: Plan, row: ParameterRow, alone: bool) -> list[str]:
-    assert row.group is not None
-    group = plan.groups[row.group]
-    table_of = {p.name: p for p in plan.model.parameters}
-    total = sum(parameter_bytes(table_of[m.name], m) for m in group.members)
-    lines = []
-    if not alone:
-        lines.append(_fact("slice", f"{row.piece}, {size(row.num_bytes)}"))
-    lines.append(_fact("group", f"{row.group} of 0..{len(plan.groups) - 1} in issue order"))
-    lines += _wrapped("strategy", strategy_text(row.strategy, row.options))
-    others = [m.name for m in group.members if m.name != row.parameter.name]
-    if others:
-        with_text = f"{number_of(len(others), 'other')} ({name_pattern(others, 56)}), {size(total)} in all"
-        lines += _wrapped("with", with_text)
-    else:
-        lines.append(_fact("with", "no other parameter"))
-    if row.reason:
-        lines += _wrapped("because", row.reason)
-    return lines
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) if shape else "scalar"
-
-
-def _fact(label: str, text: str) -> str:
+def fact(label: str, text: str) -> str:
+    """A line of the page: what it says, and of what."""
     return f"  {label:<9} {text}"
 
 
-def _wrapped(label: str, text: str) -> list[str]:
+def wrapped(label: str, text: str) -> list[str]:
+    """The same, in as many lines as it takes."""
     return textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<9} ", subsequent_indent=" " * 12)

@@ -1,22 +1,25 @@
-"""A plan as rows: by parameter and by group. What the explanation, `--json` and the report show is all made here."""
+"""A plan as rows: its groups and the plans it was compared with. The explanation, `--json` and the report show them."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from autopar.spec.plan import (
+from autopar.formatting import name_pattern, number_of, size
+from autopar.spec.plan_parts import (
     Alternative,
     Fidelity,
     OptionValue,
     ParameterSlice,
     ParameterSpec,
-    Plan,
+    PlanParts,
     Prediction,
     Recompute,
     SyncGroup,
 )
-from autopar.spec.wording import element_bytes, name_pattern, number_of, size
 
 RECOMPUTE_MEANING: Mapping[Recompute, str] = {
     "none": "all activations are kept for the backward pass",
@@ -42,20 +45,6 @@ BASELINE = "ddp"
 
 # Up to here every group has its own row; in longer plans alike neighbours share one.
 MAX_SINGLE_GROUPS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRow:
-    """A parameter, or a slice of one, and how it is synchronized."""
-
-    parameter: ParameterSpec
-    piece: ParameterSlice
-    num_bytes: int
-    group: int | None
-    """Index of its sync group; `None` where the parameter is frozen."""
-    strategy: str
-    options: Mapping[str, OptionValue]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,45 +77,24 @@ class GroupRow:
 def parameter_bytes(parameter: ParameterSpec, piece: ParameterSlice | None = None) -> int:
     """Bytes of a parameter, or of a slice of it."""
     shape = parameter.shape if piece is None else piece.shape(parameter)
-    elements = 1
-    for extent in shape:
-        elements *= extent
-    return elements * element_bytes(parameter.dtype)
+    return math.prod(shape) * element_bytes(parameter.dtype)
 
 
-def parameter_rows(plan: Plan) -> list[ParameterRow]:
-    """Every parameter of the plan, or its slices, in the model's order; frozen ones too."""
-    table = {p.name: p for p in plan.model.parameters}
-    held: dict[str, list[ParameterRow]] = {name: [] for name in table}
-    for index, group in enumerate(plan.groups):
-        for piece in group.members:
-            spec = table[piece.name]
-            row = ParameterRow(
-                spec, piece, parameter_bytes(spec, piece), index, group.strategy, group.options, group.reason
-            )
-            held[piece.name].append(row)
-    rows: list[ParameterRow] = []
-    for name, spec in table.items():
-        frozen = ParameterRow(spec, ParameterSlice(name=name), parameter_bytes(spec), None, "", {}, "frozen")
-        rows += held[name] or [frozen]
-    return rows
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype, from the number of bits in torch's name for it."""
+    bits = re.search(r"\d{1,3}", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 1
 
 
-def group_rows(plan: Plan, merge: bool | None = None) -> list[GroupRow]:
+def group_rows(plan: PlanParts, merge: bool | None = None) -> list[GroupRow]:
     """The groups in issue order. With `merge`, adjacent ones of the same strategy and kind of options share a row; by
     default in plans of more than `MAX_SINGLE_GROUPS` groups."""
     if merge is None:
         merge = len(plan.groups) > MAX_SINGLE_GROUPS
     table = {p.name: p for p in plan.model.parameters}
-    runs: list[list[int]] = []
-    for index, group in enumerate(plan.groups):
-        before = plan.groups[runs[-1][-1]] if runs and merge else None
-        if before is not None and _kind(before) == _kind(group):
-            runs[-1].append(index)
-            continue
-        runs.append([index])
     rows = []
-    for run in runs:
+    for _, indices in groupby(range(len(plan.groups)), key=lambda i: _kind(plan.groups[i]) if merge else i):
+        run = list(indices)
         groups = [plan.groups[i] for i in run]
         pieces = [piece for group in groups for piece in group.members]
         rows.append(
@@ -190,12 +158,12 @@ class AlternativeRow:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} and {len(self.names) - 1} alike"
 
 
-def ordered_alternatives(plan: Plan) -> list[Alternative]:
+def ordered_alternatives(plan: PlanParts) -> list[Alternative]:
     """The other plans that were priced: the baseline first, then the fastest first."""
     return sorted(plan.alternatives, key=lambda a: (a.name != BASELINE, a.prediction.step_time_s))
 
 
-def alternative_rows(plan: Plan, apart: Collection[str] = ()) -> list[AlternativeRow]:
+def alternative_rows(plan: PlanParts, apart: Collection[str] = ()) -> list[AlternativeRow]:
     """`ordered_alternatives` without the plan itself; those with one and the same prediction share a row, except
     those named in `apart`."""
     alike: dict[tuple[Prediction, str, str], list[str]] = {}
@@ -211,7 +179,7 @@ def interval(prediction: Prediction) -> tuple[float, float]:
     return max(0.0, prediction.step_time_s - half), prediction.step_time_s + half
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: PlanParts) -> str:
     """One or two sentences: how the plan compares with the baseline, and whether the error bars allow saying so."""
     if plan.prediction is None:
         return "This plan carries no prediction: it was not priced by a cost model."

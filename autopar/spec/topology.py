@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import networkx as nx
 
 from autopar.errors import ClusterSpecError, did_you_mean
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.machines import Host
 from autopar.spec.units import Figure, Provenance, weakest
-
-if TYPE_CHECKING:
-    from autopar.spec.cluster import ClusterSpec
-    from autopar.spec.machines import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +89,6 @@ class Topology:
         """The latencies of the links from `a` to `b`, added up."""
         return math.fsum(link.latency_s for link in self.path(a, b))
 
-    def first_apart(self) -> tuple[str, str] | None:
-        """Two hosts between which there is no way, or None."""
-        seen: set[frozenset[str]] = set()
-        for host in self._hosts:
-            # Hosts with the same neighbours reach the same hosts, so one of them is asked.
-            neighbours = frozenset(self._network.successors(host))
-            if neighbours in seen:
-                continue
-            seen.add(neighbours)
-            reached = self._reached_from(host)
-            apart = next((other for other in self._hosts if other not in reached), None)
-            if apart is not None:
-                return host, apart
-        return None
-
     def _add_host(self, host: Host) -> None:
         self.graph.add_node(host.name)
         link = host.interconnect
@@ -143,7 +126,7 @@ class Topology:
             place = self.ranks[end]
             return place.host.name, f"{place.host.name}:{place.local_rank}"
         if end not in self._hosts or not self._hosts[end].serves:
-            serving = [name for name, host in self._hosts.items() if host.serves]
+            serving = [host.name for host in self.cluster.serving_hosts]
             hint = did_you_mean(end, serving) or (f"; those are {', '.join(serving)}" if serving else "")
             raise ClusterSpecError(f"'{end}' is no host that serves{hint}")
         return end, end
@@ -179,16 +162,6 @@ class Topology:
             ) from None
         finally:
             graph.remove_nodes_from([a, b])
-
-    def _reached_from(self, host: str) -> set[str]:
-        reached, frontier = {host}, [host]
-        while frontier:
-            for node in self._network.successors(frontier.pop()):
-                if node not in reached:
-                    reached.add(node)
-                    if node not in self._hosts:
-                        frontier.append(node)
-        return reached
 
 
 def _cost(_: str, to: str, data: dict[str, Any]) -> float:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.lab import Host, Lab, this_machine, unavailable_reason
+from autopar.lab import Lab, loopback, unavailable_reason
 from autopar.spec import units
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity
 
 if TYPE_CHECKING:
     from autopar.spec.plan import Plan
-    from benchmarks.demo.compare import Block
-    from benchmarks.demo.task import Task
+    from benchmarks.interleaved import Block
+    from benchmarks.peers.case import Case
+    from benchmarks.peers.outcome import CaseOutcome
+    from benchmarks.zoo.workload import Workload
 
-WARM_UP_STEPS = 2
 BLOCK_STEPS = 3
 
 console = Console(soft_wrap=True)
@@ -35,7 +38,7 @@ console = Console(soft_wrap=True)
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(min=2), help="Timed steps of each system.")
 @click.option("--fidelity", default="exact", show_default=True, type=click.Choice(["exact", "rounded"]))
 @click.option("--seed", default=0, show_default=True, help="Of the model and of the batches.")
-@click.option("--loopback", is_flag=True, help="Do not use network namespaces even where they can be had.")
+@click.option("--loopback", "no_lab", is_flag=True, help="Do not use network namespaces even where they can be had.")
 @click.option(
     "--out",
     default=Path("out/demo"),
@@ -44,7 +47,7 @@ console = Console(soft_wrap=True)
     help="Folder for the plan, the report, the figures, and the tokens.",
 )
 @click.option("--check", is_flag=True, help="Exit with 1 where a figure misses its target.")
-def main(rate: str, ranks: int, steps: int, fidelity: str, seed: int, loopback: bool, out: Path, check: bool) -> None:
+def main(rate: str, ranks: int, steps: int, fidelity: str, seed: int, no_lab: bool, out: Path, check: bool) -> None:
     """Train a GPT-2 of Python's standard library with autopar and with torch DDP, in turn, and compare them."""
     started = time.monotonic()
     try:
@@ -53,34 +56,38 @@ def main(rate: str, ranks: int, steps: int, fidelity: str, seed: int, loopback: 
         raise click.BadParameter(str(e), param_hint="--rate") from e
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     out.mkdir(parents=True, exist_ok=True)
-    reason = "--loopback was given" if loopback else unavailable_reason()
-    with ExitStack() as stack:
-        lab = None if reason else stack.enter_context(Lab(rates_bps=[rate_bps] * ranks))
-        network = f"{ranks} hosts, one network namespace each, links of {rate}" if lab else f"{ranks} ranks on loopback"
+    reason = "--loopback was given" if no_lab else unavailable_reason()
+    cluster = _described(ranks, None if reason else rate_bps, out / "cluster.yaml")
+    with loopback(cluster) if reason else Lab.of(cluster) as lab, TemporaryDirectory(prefix="autopar-") as folder:
+        network = (
+            f"{ranks} ranks on loopback" if reason else f"{ranks} hosts, one network namespace each, links of {rate}"
+        )
         console.print(f"[bold]Network[/]  {network}")
-        if lab is None:
+        if reason:
             console.print(
                 f"         {reason}. Loopback has no network to save: what is sent costs next to nothing, so\n"
                 "         there is little to gain, and its bytes are also those of other programs. Links of a given\n"
                 "         rate need root on Linux with iproute2 (ip and tc)."
             )
-        hosts = lab.hosts if lab else [this_machine()] * ranks
-        task, text = _prepare(out, seed)
-        plan = _plan(task, lab, ranks, cast("Fidelity", fidelity), out)
-        warm_up, timed = _train(hosts, task, out / "plan.json", steps)
+        workload, text = _prepare(out, seed)
+        plan = _plan(workload, cluster, cast("Fidelity", fidelity), out)
+
+        from benchmarks.demo.outcome import Outcome
+        from benchmarks.peers.case import Case
+
+        try:
+            outcome = Outcome.of(_train(Case(workload, "demo", cluster, Path(folder), given=plan), lab, steps))
+        except ValueError as e:
+            raise click.ClickException(str(e)) from e
 
     from autopar.report import build_report
-    from benchmarks.demo.outcome import Outcome
 
-    outcome = Outcome.of(warm_up, timed)
-    about = {"network": network, "rate": None if lab is None else rate, "ranks": ranks, "fidelity": fidelity}
+    about = {"network": network, "rate": None if reason else rate, "ranks": ranks, "fidelity": fidelity}
     outcome.save(out / "results.json", {**about, "text": text, "timed_steps": steps, "seconds": _since(started)})
-    measured = {plan.name: outcome.autopar.step_s, "ddp": outcome.ddp.step_s}
+    measured = {plan.name: outcome.autopar.median_step_s, "ddp": outcome.ddp.median_step_s}
     build_report(plan, out / "report.html", measured=measured, commands=["make demo"])
     console.print()
-    console.print(
-        outcome.table(f"{network}; {WARM_UP_STEPS} steps to warm up, {steps} timed, in turns of {BLOCK_STEPS}")
-    )
+    console.print(outcome.table(f"{network}; {steps} timed steps, in turns of {BLOCK_STEPS}"))
     if plan.prediction is not None:
         console.print(f"\nPredicted for autopar: {plan.prediction.step_time_s * 1e3:.0f} ms a step.")
     console.print(f"Losses of the two differ by at most {outcome.loss_difference:.1e} of their value.")
@@ -91,52 +98,76 @@ def main(rate: str, ranks: int, steps: int, fidelity: str, seed: int, loopback: 
         sys.exit(1)
 
 
-def _prepare(out: Path, seed: int) -> tuple[Task, str]:
-    with _said("Text"):
-        from benchmarks.demo.task import Task
-        from benchmarks.demo.text import VOCABULARY, standard_library, tokenize
+def _described(ranks: int, rate_bps: float | None, path: Path) -> ClusterSpec:
+    """Writes the cluster's description, as a user would, and reads it back: hosts with links, or this machine."""
+    from benchmarks.suite.clusters import even
 
-        tokens = tokenize(standard_library(), out)
-        task = Task(tokens=str(tokens.path.resolve()), seed=seed)
-        parameters = sum(p.numel() for p in task.model().parameters())
+    cluster = ClusterSpec.local(ranks) if rate_bps is None else even(ranks, rate_bps / 1e6)()
+    path.write_text(cluster.to_yaml())
+    return ClusterSpec.load(path)
+
+
+def _prepare(out: Path, seed: int) -> tuple[Workload, str]:
+    with _said("Text"):
+        from benchmarks.demo.task import BATCH_SIZE, SEQUENCE_LENGTH, workload
+        from benchmarks.demo.text import TEXT_BYTES, VOCABULARY, tokenize
+        from benchmarks.zoo.words import standard_library
+
+        tokens = tokenize(standard_library(TEXT_BYTES), out)
+        made = workload(tokens.path, seed)
+        parameters = sum(p.numel() for p in made.model().parameters())
     text = f"{tokens.files} files of Python's standard library, {tokens.text_bytes / 1e6:.1f} MB"
     console.print(f"         {text}: {tokens.count / 1e6:.2f} M tokens{' (from an earlier run)' * tokens.cached}")
     console.print(
         f"[bold]Model[/]    GPT-2, {parameters / 1e6:.1f} M parameters, vocabulary {VOCABULARY}, "
-        f"{task.batch_size} x {task.sequence_length} tokens a rank and step, AdamW"
+        f"{BATCH_SIZE} x {SEQUENCE_LENGTH} tokens a rank and step, AdamW"
     )
-    return task, text
+    return made, text
 
 
-def _plan(task: Task, lab: Lab | None, ranks: int, fidelity: Fidelity, out: Path) -> Plan:
+def _plan(workload: Workload, cluster: ClusterSpec, fidelity: Fidelity, out: Path) -> Plan:
+    """Captures the model and searches, as a user would. Needs neither the cluster nor a process group."""
     with _said("Plan") as say:
-        from benchmarks.demo.planning import describe, make_plan
+        import autopar
 
         def show(what: str, priced: int, best_s: float) -> None:
             say(f"{what}, {priced} plans priced, best {best_s * 1e3:.0f} ms a step")
 
-        plan = make_plan(task, describe(lab, ranks, out / "cluster.yaml"), fidelity, show)
+        model = workload.model()
+        plan = autopar.plan(
+            model,
+            cluster,
+            example_inputs=workload.batch(0, 0),
+            optimizer=workload.optimizer(model),
+            fidelity=fidelity,
+            progress=show,
+        )
         plan.save(out / "plan.json")
     console.print(plan.explain(), markup=False, highlight=False)
     return plan
 
 
-def _train(hosts: Sequence[Host], task: Task, plan: Path, steps: int) -> tuple[list[Block], list[Block]]:
-    from benchmarks.demo import compare
+def _train(case: Case, lab: Lab, steps: int) -> CaseOutcome:
+    """Both systems in turn, blocks of `BLOCK_STEPS` steps at a time; at least `steps` that are timed."""
+    from benchmarks.peers.case import Effort
+    from benchmarks.peers.measure import Contest
+    from benchmarks.peers.outcome import REFERENCE
+    from benchmarks.peers.ranks import Ranks
 
+    rounds = -(-steps // BLOCK_STEPS)
+    effort = Effort(rounds, rounds, rounds_s=1e9, block_s=1e9, block_steps=BLOCK_STEPS, search_time_s=0.0, tune=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("[bold]Train[/]    starting ranks", total=2 * (WARM_UP_STEPS + steps))
+    with Progress(*columns, console=console) as progress, Ranks(lab.ranks, lab.servers) as ranks:
+        bar = progress.add_task("[bold]Train[/]    starting ranks", total=2 * (1 + rounds))
 
         def show(block: Block) -> None:
-            name = "torch DDP" if block.system == "ddp" else block.system
+            name = "torch DDP" if block.system == REFERENCE else "autopar"
             state = f"[bold]Train[/]    {name:9} loss {block.losses[-1]:.3f}, {block.mean_step_s * 1e3:.0f} ms a step"
             if not console.is_terminal:  # where the bar is not drawn until the end
                 console.print(state)
-            progress.update(bar, advance=len(block.losses), description=state)
+            progress.update(bar, advance=1, description=state)
 
-        with compare.started(hosts, task, str(plan.resolve())) as systems:
-            return compare.alternate(systems, WARM_UP_STEPS, steps, BLOCK_STEPS, show)
+        return Contest(case, ranks, effort, lambda what: None, show).run((REFERENCE,), lab.note, lab.emulated)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,51 +9,49 @@ import torch
 from torch import nn
 
 from benchmarks.demo.text import VOCABULARY, load
+from benchmarks.zoo.architecture import from_config
+from benchmarks.zoo.workload import Workload, adamw, seeded
+
+NAME = "demo"
+BATCH_SIZE, SEQUENCE_LENGTH = 4, 64
+"""Sequences a rank and step, and their tokens."""
+WIDTH = 384
+FIELDS = {
+    "vocab_size": VOCABULARY,
+    "n_positions": SEQUENCE_LENGTH,
+    "n_embd": WIDTH,
+    "n_layer": 4,
+    "n_head": WIDTH // 64,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
-@dataclass(frozen=True)
-class Task:
-    """A model, its data and its optimizer. Plain values, so that it travels to the ranks as JSON."""
+def workload(tokens: Path, seed: int) -> Workload:
+    """The training job on a file of token ids; ranks make it again by its name."""
 
-    tokens: str
-    """File of token ids."""
-    seed: int = 0
-    layers: int = 4
-    width: int = 384
-    batch_size: int = 4
-    """Sequences a rank and step."""
-    sequence_length: int = 64
-    learning_rate: float = 3e-4
+    def make() -> nn.Module:
+        return from_config("GPT2Config", "GPT2LMHeadModel", FIELDS)
 
-    def model(self) -> nn.Module:
-        """A fresh model, the same one each time. Without dropout, whose random stream would differ between systems."""
-        from transformers import GPT2Config, GPT2LMHeadModel
+    def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
+        """Sequences from places that the seed, the step and the rank decide."""
+        ids = load(tokens)
+        random = np.random.default_rng([seed, step, rank])
+        starts = random.integers(0, len(ids) - SEQUENCE_LENGTH, size=BATCH_SIZE)
+        rows = torch.from_numpy(np.stack([ids[s : s + SEQUENCE_LENGTH] for s in starts]).astype(np.int64))
+        return {"input_ids": rows, "labels": rows}
 
-        torch.manual_seed(self.seed)
-        config = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=self.sequence_length,
-            n_embd=self.width,
-            n_layer=self.layers,
-            n_head=self.width // 64,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        model: nn.Module = GPT2LMHeadModel(config).train()
-        return model
+    return Workload(
+        name=f"{NAME} {seed} {tokens.resolve()}",
+        about="GPT-2 (Radford et al. 2019) with 4 layers of width 384, on the sources of Python's standard library.",
+        model=seeded(make, seed),
+        batch=batch,
+        optimizer=adamw(3e-4),
+    )
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
 
-    def batch(self, step: int, rank: int) -> dict[str, torch.Tensor]:
-        """The batch of one rank in one step: sequences from places that the seed, the step and the rank decide."""
-        tokens = load(Path(self.tokens))
-        random = np.random.default_rng([self.seed, step, rank])
-        starts = random.integers(0, len(tokens) - self.sequence_length, size=self.batch_size)
-        rows = np.stack([tokens[s : s + self.sequence_length] for s in starts])
-        ids = torch.from_numpy(rows.astype(np.int64))
-        return {"input_ids": ids, "labels": ids}
+def named(name: str) -> Workload:
+    """The job of that name, which holds its seed and the file of its tokens."""
+    _, seed, tokens = name.split(" ", 2)
+    return workload(Path(tokens), int(seed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 VOCABULARY = 16_384
 TEXT_BYTES = 8_000_000
 """Enough for this vocabulary, and tokenized in some ten seconds."""
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -28,19 +26,6 @@ class Tokens:
     text_bytes: int
     cached: bool
     """Whether an earlier run made it."""
-
-
-def standard_library(limit_bytes: int = TEXT_BYTES) -> list[Path]:
-    """The standard library's sources in sorted order, tests and installed packages left out, up to `limit_bytes`."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files, total = [], 0
-    for path in sorted(root.rglob("*.py")):
-        if not _LEFT_OUT & set(path.relative_to(root).parts):
-            files.append(path)
-            total += path.stat().st_size
-            if total >= limit_bytes:
-                break
-    return files
 
 
 def tokenize(files: Sequence[Path], folder: Path) -> Tokens:

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.backends import collectives
 from autopar.backends.exchange import Exchange
-from autopar.lab import serve
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
+from benchmarks.interleaved import serve_requests
 from benchmarks.peers import Options, peer_named
 from benchmarks.peers.planned import captured
 from benchmarks.suite import workload_named
@@ -89,14 +89,6 @@ def _most(profiler: torch.profiler.profile, begin_ns: int) -> int:
     return max(int(total) for (at, _), total in zip(found, held, strict=True) if at >= begin_ns)
 
 
-def main() -> None:
-    """Answers until nobody asks any more."""
-    torch.set_num_threads(1)
-    _free_where_it_is_seen()
-    dist.init_process_group("gloo")
-    serve(answer)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    _free_where_it_is_seen()
+    serve_requests(lambda: answer)

@@ -21,8 +21,7 @@ from autopar.spec.plan import SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
-from benchmarks.harness import Report, Target
-from benchmarks.trials.speed import additions_us
+from benchmarks.harness import Report, Target, additions_us
 from benchmarks.zoo.sizes import entries
 
 CLUSTER = "hosts: [{name: host, count: 4, devices: V100-16GB}]\nnetwork: {kind: 25GbE}"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from benchmarks.peers.case import Case

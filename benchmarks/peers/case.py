@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel
@@ -45,6 +45,8 @@ class Case:
     folder: Path
     """Where plans are written, for the ranks to read."""
     search_time_s: float = 10.0
+    given: Plan | None = None
+    """A plan to be taken in place of a search."""
 
     @property
     def name(self) -> str:
@@ -55,7 +57,9 @@ class Case:
         return self._captured[0].parameter_bytes
 
     def searched(self, fidelity: Fidelity) -> Plan:
-        """The plan that `autopar.plan` searches within `search_time_s`."""
+        """The plan that `autopar.plan` searches within `search_time_s`, or the given one."""
+        if self.given is not None:
+            return self.given
         from autopar.search import Budget, search
 
         graph, context, cost_model = self._captured

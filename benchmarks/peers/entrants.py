@@ -98,7 +98,7 @@ def _tuned(peer: Peer, case: Case, ranks: Ranks, effort: Effort, best_s: dict[st
         say(f"{peer.name}: trying {_shown(options)}")
         try:
             system = ranks.build("tuning", peer, case.workload.name, options)
-            turns = Turns(lambda block: None)
+            turns = Turns()
             took_s = list(turns.warm_up([system], peer.warm_up_steps + 1)[0].step_s[-1:])
             more = min(TUNING_STEPS - 1, round(TUNING_S / took_s[0]))
             if more and took_s[0] < HOPELESS * min([others_s, *(t for t, _ in times_s)]):

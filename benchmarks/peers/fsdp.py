@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.base import Options, Peer, Step, trainer, tuned_optimizer
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from benchmarks.peers.case import Case

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.spec.plan import Fidelity
 from benchmarks.peers.base import Options, Peer, Step, trainer, tuned_optimizer
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 PERIOD = 4
 FIRST_STEP = 4

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness import Machine
-from benchmarks.interleaved import System, Turns
+from benchmarks.interleaved import Progress, System, Turns
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.entrants import Entrant, Say, enter, first_line
 from benchmarks.peers.outcome import REFERENCE, CaseOutcome, Entry
@@ -32,13 +32,16 @@ COMPARED_STEPS = 16
 class Contest:
     """All systems of one case on living ranks. For one use: `run`."""
 
-    def __init__(self, case: Case, ranks: Ranks, effort: Effort, say: Say) -> None:
+    def __init__(
+        self, case: Case, ranks: Ranks, effort: Effort, say: Say, progress: Progress = lambda block: None
+    ) -> None:
+        """`say` is told what is done, `progress` every block of steps."""
         self.case, self.ranks, self.effort = case, ranks, effort
-        self._say = say
+        self._say, self._progress = say, progress
         self._absent: dict[str, str] = {}
         self._entrants: list[Entrant] = []
         self._alive: dict[str, System] = {}
-        self._turns = Turns(lambda block: None)
+        self._turns = Turns(self._progress)
         self._rounds = itertools.count()
         self._need_bytes = 0
 
@@ -138,7 +141,7 @@ class Contest:
             self._absent |= dict.fromkeys((name for name, _ in entrant.names), f"failed: {reason}")
         self._say(f"{failure.key} failed: {reason}")
         self._alive.clear()
-        self._turns = Turns(lambda block: None)
+        self._turns = Turns(self._progress)
 
 
 def available_bytes() -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from autopar.spec.plan import Fidelity
-from benchmarks.harness import Spread
+from benchmarks.harness import Spread, ratio
 
 OURS: Final = "autopar"
 REFERENCE: Final = "ddp"
@@ -44,6 +44,11 @@ class Measured:
     """The same of the rank that sends most."""
     options: Mapping[str, Any]
     """The choice that was taken."""
+
+    @property
+    def median_step_s(self) -> float:
+        """Over its blocks."""
+        return statistics.median(self.step_s.values())
 
 
 @dataclass(frozen=True)
@@ -155,22 +160,15 @@ class CaseOutcome:
 
 def relative(system: Measured, baseline: Measured) -> Spread:
     """The ratio of two systems' step times, over the rounds that both took part in. Without any, of the medians."""
-    common = sorted(system.step_s.keys() & baseline.step_s.keys())
-    if not common:
-        ratio = median_step_s(system) / median_step_s(baseline)
-        return Spread(ratio, math.nan, math.nan)
-    return Spread.of(system.step_s[r] / baseline.step_s[r] for r in common)
-
-
-def median_step_s(system: Measured) -> float:
-    """Over its blocks."""
-    return statistics.median(system.step_s.values())
+    if system.step_s.keys() & baseline.step_s.keys():
+        return ratio(system.step_s, baseline.step_s)
+    return Spread(system.median_step_s / baseline.median_step_s, math.nan, math.nan)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float | None:
     """None of no ratios."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def _order(system: Measured, anchor: Measured | None) -> float:
-    return median_step_s(system) if anchor is None else relative(system, anchor).median
+    return system.median_step_s if anchor is None else relative(system, anchor).median

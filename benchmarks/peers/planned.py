@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from autopar.ir.batch import flatten
 from autopar.spec.plan import Fidelity
 from benchmarks.peers.base import Options, Peer, Step
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from autopar.ir.training_graph import TrainingGraph

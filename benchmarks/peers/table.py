@@ -14,7 +14,6 @@ from benchmarks.peers.outcome import (
     Entry,
     Section,
     geometric_mean,
-    median_step_s,
 )
 
 COLUMNS = (
@@ -92,18 +91,22 @@ def _right(outcome: CaseOutcome, section: Section) -> list[Target]:
 
 
 def _row(outcome: CaseOutcome, section: Section, entry: Entry) -> tuple[str, ...]:
-    system = entry.system
-    difference = outcome.loss_difference(system)
+    step_ms, sent, difference = figures(outcome, entry)
     return (
         outcome.workload,
         outcome.cluster if outcome.emulated else f"{outcome.cluster} (loopback)",
-        entry.fidelity,
-        entry.name,
-        f"{median_step_s(system) * 1e3:.0f}",
-        _ratio(entry, section),
+        *(entry.fidelity, entry.name, step_ms, _ratio(entry, section), sent, difference),
+        "; ".join(_remarks(outcome, section, entry)),
+    )
+
+
+def figures(outcome: CaseOutcome, entry: Entry) -> tuple[str, str, str]:
+    """A system's cells: ms a step, MB that a rank sends in a step, and how far its losses are from the reference's."""
+    system, difference = entry.system, outcome.loss_difference(entry.system)
+    return (
+        f"{system.median_step_s * 1e3:.0f}",
         "not counted" if system.sent_bytes is None else f"{system.sent_bytes / 1e6:.2f}",
         "" if difference is None else f"{difference:.1e}",
-        "; ".join(_remarks(outcome, section, entry)),
     )
 
 

@@ -13,15 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from autopar.lab import serve
 from autopar.lab.memory import release
-from benchmarks.interleaved import time_steps
+from benchmarks.interleaved import serve_requests, time_steps
 from benchmarks.peers import Step, peer_named
-from benchmarks.peers.tiny import any_workload
-from benchmarks.suite import Workload
+from benchmarks.zoo.named import any_workload
+from benchmarks.zoo.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,7 @@ class Worker:
 
 def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(1)  # Ranks share the machine's cores, one each at most.
-    dist.init_process_group("gloo")
-    serve(Worker().answer)
-    dist.destroy_process_group()
+    serve_requests(lambda: Worker().answer)
 
 
 if __name__ == "__main__":

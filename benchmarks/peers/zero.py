@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.spec.cluster import ClusterSpec
 from benchmarks.peers.base import Options, Peer, Step, trainer, tuned_optimizer
-from benchmarks.suite import Workload
+from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from benchmarks.peers.case import Case

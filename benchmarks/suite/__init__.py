@@ -6,12 +6,12 @@ workloads are made of.
 
 from __future__ import annotations
 
-from benchmarks.suite.language import BERT, GPT2, LLAMA, MOE, RECURRENT
-from benchmarks.suite.recommendation import RECOMMENDATION
-from benchmarks.suite.vision import DETR, FACES, LARGE_LINEAR, RESNET
-from benchmarks.suite.workload import Workload
+from benchmarks.zoo.language import BERT, GPT2, LLAMA, MOE, RECURRENT
+from benchmarks.zoo.recommendation import RECOMMENDATION
+from benchmarks.zoo.vision import DETR, FACES, LARGE_LINEAR, RESNET
+from benchmarks.zoo.workload import Workload
 
-__all__ = ["WORKLOADS", "Workload", "workload_named"]
+__all__ = ["WORKLOADS", "workload_named"]
 
 WORKLOADS: dict[str, Workload] = {
     w.name: w for w in (BERT, GPT2, LLAMA, RESNET, LARGE_LINEAR, RECOMMENDATION, RECURRENT, MOE, FACES, DETR)

@@ -63,7 +63,7 @@ def _cpus(ranks: int, ranks_in_all: int) -> DeviceSpec:
     return device.model_copy(update={"count": ranks})
 
 
-def _even(hosts: int, mbit_per_s: float, ranks: int = 1) -> Callable[[], ClusterSpec]:
+def even(hosts: int, mbit_per_s: float, ranks: int = 1) -> Callable[[], ClusterSpec]:
     """Equal hosts of some ranks each, on one switch."""
 
     def build() -> ClusterSpec:
@@ -110,14 +110,14 @@ def _gpus(hosts: int, kind: str, network: str) -> Callable[[], ClusterSpec]:
 
 
 _CASES = (
-    ClusterCase("4x1g", "4 hosts at 1 Gbit/s", _even(4, 1000)),
-    ClusterCase("4x200m", "4 hosts at 200 Mbit/s", _even(4, 200)),
+    ClusterCase("4x1g", "4 hosts at 1 Gbit/s", even(4, 1000)),
+    ClusterCase("4x200m", "4 hosts at 200 Mbit/s", even(4, 200)),
     ClusterCase(
         "3x1g-1x200m",
         "3 hosts at 1 Gbit/s and one at 200 Mbit/s",
         _cards(("host", 3, 1000, 1000), ("slow", 1, 200, 200)),
     ),
-    ClusterCase("2x2-1g", "2 hosts of 2 ranks at 1 Gbit/s", _even(2, 1000, ranks=2)),
+    ClusterCase("2x2-1g", "2 hosts of 2 ranks at 1 Gbit/s", even(2, 1000, ranks=2)),
     ClusterCase(
         "4x1g-2-servers", "4 workers at 1 Gbit/s, and 2 hosts at 2 Gbit/s that only serve", _with_servers(1000)
     ),
@@ -128,18 +128,18 @@ _CASES = (
         virtual=True,
         slowdown=40.0,
     ),
-    ClusterCase("2x2-200m", "2 hosts of 2 ranks at 200 Mbit/s", _even(2, 200, ranks=2)),
+    ClusterCase("2x2-200m", "2 hosts of 2 ranks at 200 Mbit/s", even(2, 200, ranks=2)),
     ClusterCase(
         "4x200m-2-servers", "4 workers at 200 Mbit/s, and 2 hosts at 400 Mbit/s that only serve", _with_servers(200)
     ),
-    ClusterCase("4x400m", "4 hosts at 400 Mbit/s", _even(4, 400)),
-    ClusterCase("3x500m", "3 hosts at 500 Mbit/s", _even(3, 500)),
+    ClusterCase("4x400m", "4 hosts at 400 Mbit/s", even(4, 400)),
+    ClusterCase("3x500m", "3 hosts at 500 Mbit/s", even(3, 500)),
     ClusterCase(
         "5-mixed",
         "5 hosts: 2 at 1 Gbit/s, 2 at 500 Mbit/s, one at 250 Mbit/s",
         _cards(("fast", 2, 1000, 1000), ("middle", 2, 500, 500), ("slow", 1, 250, 250)),
     ),
-    ClusterCase("2x100m", "2 hosts at 100 Mbit/s", _even(2, 100)),
+    ClusterCase("2x100m", "2 hosts at 100 Mbit/s", even(2, 100)),
     ClusterCase(
         "4-uplink",
         "4 hosts that send at 250 Mbit/s and receive at 1 Gbit/s",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.lab.memory import peak_bytes, release, reset_peak, resident_bytes
-from benchmarks.suite.workload import Workload
+from benchmarks.zoo.workload import Workload
 
 TIMED_STEPS = 7
 WARM_UP_STEPS = 2

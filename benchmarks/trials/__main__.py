@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.trials.cells import BUDGET_S
+from benchmarks.trials.making.cells import BUDGET_S
 from benchmarks.trials.records import COMPUTES, DATA, Compute, Dataset
 
 JOURNAL = Path("out") / "trials.jsonl"
@@ -45,8 +45,8 @@ def collect(
     import torch
 
     from autopar.lab import unavailable_reason
-    from benchmarks.trials.collect import Collector, NothingToTry
-    from benchmarks.trials.journal import Journal
+    from benchmarks.trials.making.collect import Collector, NothingToTry
+    from benchmarks.trials.making.journal import Journal
 
     reason = unavailable_reason()
     if reason is not None:
@@ -76,8 +76,8 @@ def collect(
 def calibrate(seconds: float, trials: Path, out: Path) -> None:
     """Calibrate the lab as every cluster, at every speed, that trials have run it as."""
     from autopar.lab import unavailable_reason
-    from benchmarks.trials.calibrate import calibrate_lab
-    from benchmarks.trials.journal import Journal
+    from benchmarks.trials.making.calibrate import calibrate_lab
+    from benchmarks.trials.making.journal import Journal
 
     reason = unavailable_reason()
     if reason is not None:
@@ -92,7 +92,7 @@ def calibrate(seconds: float, trials: Path, out: Path) -> None:
 @click.option("--out", default=DATA / "trials.jsonl.xz", type=click.Path(path_type=Path), help="The file to write.")
 def pack(journals: tuple[Path, ...], out: Path) -> None:
     """Compress journals into the data set's one file."""
-    from benchmarks.trials.journal import pack
+    from benchmarks.trials.making.journal import pack
 
     size = pack(journals or (JOURNAL,), out)
     click.echo(f"{out.name}: {size / 1e6:.2f} MB")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean, median, quantiles, stdev
 
+from benchmarks.harness import markdown_table
 from benchmarks.trials.records import Dataset, Trial
 
 WITHIN = 0.05
@@ -81,19 +82,21 @@ def card(data: Dataset) -> str:
         *([_calibrations(data)] if data.calibrations else []),
         _sessions(data),
         "## What there is",
-        _table(("workload", "trials", "real", "median step", "about"), _workloads(data, good)),
-        _table(("cluster", "trials", "real", "dilation", "about"), _clusters(data, good)),
-        _table(("strategy", "plans with it", "groups"), _strategies(good)),
-        _table(("plan from", "trials"), [(k, str(n)) for k, n in Counter(t.plan for t in good).most_common()]),
-        _table(("outcome", "trials"), [(k, str(n)) for k, n in Counter(t.status for t in data.trials).most_common()]),
+        markdown_table(("workload", "trials", "real", "median step", "about"), _workloads(data, good)),
+        markdown_table(("cluster", "trials", "real", "dilation", "about"), _clusters(data, good)),
+        markdown_table(("strategy", "plans with it", "groups"), _strategies(good)),
+        markdown_table(("plan from", "trials"), [(k, str(n)) for k, n in Counter(t.plan for t in good).most_common()]),
+        markdown_table(
+            ("outcome", "trials"), [(k, str(n)) for k, n in Counter(t.status for t in data.trials).most_common()]
+        ),
         "## Noise",
         _noise(data),
         "## Splits",
         "To judge a cost model on what it has not seen, hold out one part at a time.",
-        _table(
+        markdown_table(
             ("part", "workloads", "trials"), _parts([g.workload for g in data.graphs.values()], good, data.workload)
         ),
-        _table(
+        markdown_table(
             ("part", "clusters", "trials"), _parts([c.cluster for c in data.clusters.values()], good, data.cluster_name)
         ),
         "## How to read them",
@@ -126,7 +129,7 @@ def _sessions(data: Dataset) -> str:
         versions = ", ".join(f"{k} {v}" for k, v in session.versions.items())
         machine = f"{session.cores} cores ({session.processor}), {session.memory_gib:g} GiB"
         rows.append((session.date, str(len(trials)), machine, versions, f"{load:.2f}"))
-    return _table(("date", "trials", "machine", "versions", "cores taken by others"), rows)
+    return markdown_table(("date", "trials", "machine", "versions", "cores taken by others"), rows)
 
 
 def _workloads(data: Dataset, good: Sequence[Trial]) -> list[Sequence[str]]:
@@ -177,7 +180,7 @@ def _noise(data: Dataset) -> str:
     said = f"{calm} of the {sum(t.ok for t in data.trials)} good trials do not say that they were noisy."
     if not rows:
         return f"{said} No trial was repeated."
-    return f"{said}\n\n" + _table(
+    return f"{said}\n\n" + markdown_table(
         ("trials that were repeated", "number", "variation, median", "variation, 90 % below", "pairs within 5 %"), rows
     )
 
@@ -187,8 +190,3 @@ def _parts(names: Iterable[str], good: Sequence[Trial], name: Callable[[Trial], 
     return [
         (chr(ord("A") + i), ", ".join(part), str(sum(count[n] for n in part))) for i, part in enumerate(folds(names))
     ]
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

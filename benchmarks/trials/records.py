@@ -15,13 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
+from autopar.spec.json_file import Record
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
@@ -36,11 +37,7 @@ Compute = Literal["virtual", "real"]
 COMPUTES: tuple[Compute, ...] = ("virtual", "real")
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Session(_Record):
+class Session(Record):
     """One run of the collector, and what it ran on."""
 
     kind: Literal["session"] = "session"
@@ -52,7 +49,7 @@ class Session(_Record):
     versions: dict[str, str]
 
 
-class Graph(_Record):
+class Graph(Record):
     """A workload: its graph without the model, and what its optimizer costs."""
 
     kind: Literal["graph"] = "graph"
@@ -67,7 +64,7 @@ class Graph(_Record):
     tables: GraphTables
 
 
-class Cluster(_Record):
+class Cluster(Record):
     """A cluster, as described."""
 
     kind: Literal["cluster"] = "cluster"
@@ -78,7 +75,7 @@ class Cluster(_Record):
     spec: dict[str, Any]
 
 
-class LabCalibration(_Record):
+class LabCalibration(Record):
     """What the lab did as a cluster at one speed."""
 
     kind: Literal["calibration"] = "calibration"
@@ -91,7 +88,7 @@ class LabCalibration(_Record):
     calibration: Calibration
 
 
-class Trial(_Record):
+class Trial(Record):
     """One trial. Sizes in bytes, for one step."""
 
     kind: Literal["trial"] = "trial"

@@ -52,12 +52,17 @@ class Entry:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of an eager forward pass."""
-        if self.loss_fn is None:
-            output = model(**batch)
-            loss = output["loss"] if isinstance(output, dict) else output.loss
-        else:
-            inputs, target = batch
-            output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-            loss = self.loss_fn(output, target)
-        assert isinstance(loss, torch.Tensor)
-        return loss
+        return eager_loss(model, batch, self.loss_fn)
+
+
+def eager_loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> torch.Tensor:
+    """The loss of an eager forward pass of a model, which may be wrapped (DDP, FSDP), on this rank's batch. Found
+    without autopar's help, as what autopar computes is compared with it."""
+    if loss_fn is None:
+        output = model(**batch)
+        loss = output["loss"] if isinstance(output, dict) else output.loss
+    else:
+        inputs, target = batch
+        loss = loss_fn(model(**inputs) if isinstance(inputs, dict) else model(inputs), target)
+    assert isinstance(loss, torch.Tensor)
+    return loss

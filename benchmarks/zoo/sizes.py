@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def _bert(scaled: bool) -> Entry:
     batch = masked(128, _BERT_VOCABULARY, padded=False)
     name = "bert-base, scaled down" if scaled else "bert-base"
     architecture = Architecture(name, "BertConfig", "BertForMaskedLM", batch, fields if scaled else {})
-    return _sized(architecture.entry("encoder"), 8)
+    return replace(architecture.entry("encoder"), batch_size=8)
 
 
 def _gpt2(scaled: bool) -> Entry:
@@ -38,11 +39,7 @@ def _gpt2(scaled: bool) -> Entry:
     batch = causal(128, _GPT2_VOCABULARY)
     name = "gpt2-small, scaled down" if scaled else "gpt2-small"
     architecture = Architecture(name, "GPT2Config", "GPT2LMHeadModel", batch, fields if scaled else {})
-    return _sized(architecture.entry("decoder"), 4)
-
-
-def _sized(entry: Entry, batch_size: int) -> Entry:
-    return Entry(entry.name, entry.kind, entry.make, entry.batch, entry.loss_fn, batch_size)
+    return replace(architecture.entry("decoder"), batch_size=4)
 
 
 def _resnet(scaled: bool) -> Entry:

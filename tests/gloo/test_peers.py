@@ -16,7 +16,8 @@ from benchmarks.peers import OURS, PEERS, Options, peer_named
 from benchmarks.peers.case import Case
 from benchmarks.peers.local_sgd import FIRST_STEP as LOCAL_FROM
 from benchmarks.peers.outcome import TOLERANCE
-from benchmarks.peers.tiny import TINY, any_workload
+from benchmarks.zoo.named import any_workload
+from benchmarks.zoo.tiny import TINY
 from tests.gloo.ranks import run_ranks
 
 RANKS, STEPS, LOSSY_STEPS = 2, 3, 8

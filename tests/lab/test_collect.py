@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.lab import unavailable_reason
-from benchmarks.trials.collect import Collector
-from benchmarks.trials.journal import Journal
+from benchmarks.trials.making.collect import Collector
+from benchmarks.trials.making.journal import Journal
 from benchmarks.trials.records import Dataset
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

@@ -15,7 +15,8 @@ from autopar.cli.app import COMMANDS, app
 from autopar.cli.model_argument import load_model
 from autopar.cli.verify import cause
 from autopar.errors import PlanError, SpecError
-from autopar.spec.explain import explain, explain_parameter
+from autopar.report.parameter import explain_parameter
+from autopar.spec.explain import explain
 from autopar.spec.plan import Plan
 from tests.unit.plans import small_plan
 
@@ -145,7 +146,7 @@ def test_explain_diff(plan_file: Path, tmp_path: Path) -> None:
         ('{"schema_version": 1, "name"', "the file is truncated or is no plan"),
         ("[]", "a plan is a JSON object, this is a list"),
         ('{"schema_version": 99}', "schema version 99, this autopar reads version 1"),
-        ('{"schema_version": 1, "groups": []}', "Field required"),
+        ('{"schema_version": 1, "groups": []}', "2 problems in"),
     ],
 )
 def test_a_bad_plan_file_is_an_error_without_a_traceback(tmp_path: Path, content: str | None, said: str) -> None:

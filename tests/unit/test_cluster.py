@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.spec.cluster import ClusterSpec, DeviceSpec, DuplexSpec, HostSpec, NetworkSpec
+from autopar.spec.cluster import ClusterFingerprint, ClusterSpec, DeviceSpec, DuplexSpec, HostSpec, NetworkSpec
 from autopar.spec.cluster_parts import InterconnectSpec, LinkSpec, PeakFlopsSpec, SwitchSpec
 from autopar.spec.devices import DEVICES, DTYPES, LINKS, NETWORKS, device_of_product
-from autopar.spec.plan import ClusterFingerprint
 from autopar.spec.units import Figure
 
 ROOT = Path(__file__).parents[2]

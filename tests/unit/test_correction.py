@@ -9,7 +9,6 @@ import pytest
 
 from autopar.cost_models.correction import CLIP, Correction, Floats, stacked
 from autopar.cost_models.learning import LEAST_SAMPLES, learn
-from autopar.cost_models.size_table import SizeTable
 from autopar.errors import SpecError
 
 NAMES = ("a", "b")
@@ -87,26 +86,3 @@ def test_too_little_to_learn_from_is_said() -> None:
     rows, predicted, measured, choices = _measured(LEAST_SAMPLES - 1)
     with pytest.raises(ValueError, match=f"needs {LEAST_SAMPLES} measured times, got {LEAST_SAMPLES - 1}"):
         learn(NAMES, rows, predicted, measured, choices)
-
-
-def test_between_points_a_power_law_is_met_exactly() -> None:
-    table = SizeTable.of((s, 1e-9 * s**0.8) for s in (2**10, 2**20, 2**30))
-    assert table.at(2**15) == pytest.approx(1e-9 * (2**15) ** 0.8)
-    assert table.at(1) == table.at(2**10)
-    rate = (table.seconds[2] - table.seconds[1]) / (2**30 - 2**20)
-    assert table.at(2**31) == pytest.approx(table.seconds[2] + 2**30 * rate)
-
-
-def test_of_a_size_that_was_measured_often_the_median_holds() -> None:
-    assert SizeTable.of([(4, 3.0), (4, 1.0), (4, 9.0)]).at(4) == 3.0
-
-
-@pytest.mark.parametrize(
-    ("sizes", "seconds", "said"),
-    [((), (), "one at least"), ((2, 1), (1, 2), "ascend"), ((0, 1), (1, 2), "greater than 0"), ((1,), (), "as many")],
-)
-def test_a_table_that_makes_no_sense_is_refused(
-    sizes: tuple[float, ...], seconds: tuple[float, ...], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        SizeTable(sizes, seconds)

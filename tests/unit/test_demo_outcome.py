@@ -6,44 +6,45 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.demo.compare import Block
 from benchmarks.demo.outcome import Outcome
+from benchmarks.demo.task import BATCH_SIZE, SEQUENCE_LENGTH, workload
+from benchmarks.harness import Spread
+from benchmarks.interleaved import Block
+from benchmarks.peers import peer_named
+from benchmarks.peers.entrants import Entrant
+from benchmarks.peers.outcome import CaseOutcome, Entry
+from benchmarks.zoo.named import any_workload
+
+Sent = tuple[float, ...] | None
 
 
-def _block(system: str, first: int, step_s: list[float], losses: list[float], sent: tuple[float, ...] | None) -> Block:
-    return Block(system=system, first=first, step_s=tuple(step_s), losses=tuple(losses), sent_bytes=sent)
+def _entry(name: str, losses: tuple[float, ...], *blocks: tuple[list[float], Sent]) -> Entry:
+    """A system that took a step to warm up, then `blocks` of timed steps."""
+    entrant = Entrant(name, peer_named(name), {}, [], losses=dict(enumerate(losses)))
+    entrant.blocks = {i: Block(name, 0, tuple(times), (), sent) for i, (times, sent) in enumerate(blocks)}
+    return Entry(name, "exact", entrant.measured())
 
 
-def _outcome(
-    ddp_losses: tuple[float, ...] = (4.0, 3.0, 2.0, 1.0), sent: tuple[float, ...] | None = (10.0, 30.0)
-) -> Outcome:
-    """One warm-up step, then three: a pair of blocks of two steps, and one of one step, the second led by DDP."""
-    a, d = "autopar", "ddp"
-    warm_up = [_block(a, 0, [9.0], [4.0], sent), _block(d, 0, [9.0], [ddp_losses[0]], sent)]
-    timed = [
-        _block(a, 1, [1.0, 3.0], [3.0, 2.0], sent),
-        _block(d, 1, [4.0, 4.0], list(ddp_losses[1:3]), sent),
-        _block(d, 3, [1.0], [ddp_losses[3]], sent),
-        _block(a, 3, [2.0], [1.0], (40.0, 60.0) if sent else None),
-    ]
-    return Outcome.of(warm_up, timed)
+def _case(ddp_losses: tuple[float, ...] = (4.0, 3.0, 2.0, 1.0), sent: Sent = (10.0, 30.0)) -> CaseOutcome:
+    """Three steps: a pair of blocks of two steps, and one of one step."""
+    entries = (
+        _entry("autopar", (4.0, 3.0, 2.0, 1.0), ([1.0, 3.0], sent), ([2.0], (40.0, 60.0) if sent else None)),
+        _entry("ddp", ddp_losses, ([4.0, 4.0], sent), ([1.0], sent)),
+    )
+    return CaseOutcome("demo", "demo", "two hosts", True, "here", entries, {})
 
 
-def test_ratios_are_over_blocks_of_the_same_steps() -> None:
-    outcome = _outcome()
-    assert outcome.ratios == (4.0 / 2.0, 1.0 / 2.0)
-    assert outcome.ratio == 1.25
-    assert outcome.ratio_quartiles == (0.875, 1.625)
+def _outcome(ddp_losses: tuple[float, ...] = (4.0, 3.0, 2.0, 1.0), sent: Sent = (10.0, 30.0)) -> Outcome:
+    return Outcome.of(_case(ddp_losses, sent))
 
 
-def test_step_time_leaves_the_warm_up_out_and_losses_do_not() -> None:
-    outcome = _outcome()
-    assert outcome.autopar.step_s == 2.0
-    assert outcome.ddp.step_s == 4.0
-    assert outcome.autopar.losses == (4.0, 3.0, 2.0, 1.0)
+def test_ratios_are_over_blocks_of_the_same_round() -> None:
+    assert _outcome().ratio == Spread(median=1.25, lower=0.875, upper=1.625)
+    assert _outcome().autopar.median_step_s == 2.0
 
 
 def test_bytes_are_weighted_by_the_steps_of_a_block() -> None:
@@ -53,9 +54,11 @@ def test_bytes_are_weighted_by_the_steps_of_a_block() -> None:
     assert outcome.ddp.sent_bytes == 20.0
 
 
-def test_a_block_without_its_partner_is_an_error() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        Outcome.of([], [_block("autopar", 0, [1.0], [1.0], None)])
+def test_who_did_not_run_is_named_with_the_reason() -> None:
+    whole = _case()
+    alone = CaseOutcome("demo", "demo", "", True, "", whole.entries[:1], {"ddp": "failed: no memory"})
+    with pytest.raises(ValueError, match="ddp did not run: failed: no memory"):
+        Outcome.of(alone)
 
 
 def test_shortfalls_name_what_is_missed() -> None:
@@ -66,7 +69,7 @@ def test_shortfalls_name_what_is_missed() -> None:
 
 
 @pytest.mark.parametrize("sent", [(10.0, 30.0), None])
-def test_the_table_and_the_file_hold_the_figures(sent: tuple[float, ...] | None, tmp_path: Path) -> None:
+def test_the_table_and_the_file_hold_the_figures(sent: Sent, tmp_path: Path) -> None:
     outcome = _outcome(sent=sent)
     text = io.StringIO()
     Console(width=100, file=text).print(outcome.table("two ranks"))
@@ -75,5 +78,16 @@ def test_the_table_and_the_file_hold_the_figures(sent: tuple[float, ...] | None,
     outcome.save(tmp_path / "results.json", {"rate": "1 Gbit/s"})
     record = json.loads((tmp_path / "results.json").read_text())
     assert record["rate"] == "1 Gbit/s"
-    assert record["ratios"] == [2.0, 0.5]
+    assert record["ratio"]["median"] == 1.25
     assert record["ddp"]["sent_bytes"] == (20.0 if sent else None)
+
+
+def test_ranks_make_the_job_again_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "to kens.npy"
+    np.save(path, np.arange(1000, dtype=np.uint16))
+    job = workload(path, seed=3)
+    again = any_workload(job.name)
+    assert again.name == job.name
+    assert (again.batch(2, 1)["input_ids"] == job.batch(2, 1)["input_ids"]).all()
+    assert job.batch(2, 1)["input_ids"].shape == (BATCH_SIZE, SEQUENCE_LENGTH)
+    assert (workload(path, seed=4).batch(2, 1)["input_ids"] != job.batch(2, 1)["input_ids"]).any()

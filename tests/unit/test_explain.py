@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import PlanError
-from autopar.spec.difference import difference
-from autopar.spec.explain import WIDTH, diff, explain, explain_parameter
+from autopar.formatting import count, duration, mebibytes, name_pattern, size
+from autopar.report.difference import diff, difference
+from autopar.report.parameter import explain_parameter, parameter_rows
+from autopar.spec.explain import WIDTH, explain
 from autopar.spec.plan import Plan, SyncGroup
-from autopar.spec.summary import group_rows, ordered_alternatives, parameter_rows, verdict
-from autopar.spec.wording import count, duration, element_bytes, mebibytes, name_pattern, size
+from autopar.spec.summary import element_bytes, group_rows, ordered_alternatives, verdict
 from tests.unit.plans import prediction, small_plan, whole
 
 EXPLAINED = """\
@@ -168,7 +169,7 @@ def test_diff_names_what_is_synchronized_otherwise_and_what_is_only_regrouped() 
 
 def test_diff_of_plans_for_other_models_names_the_parameters() -> None:
     text = diff(small_plan(2), small_plan(3))
-    assert "model: only in the second: 'h.2.attn.weight'" in text
+    assert "model: parameter 'h.2.attn.weight' is not in the first" in text
 
 
 def test_rows_hold_every_parameter_once_and_all_bytes() -> None:

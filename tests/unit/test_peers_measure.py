@@ -21,9 +21,9 @@ from benchmarks.peers.fsdp import blocks
 from benchmarks.peers.measure import Contest
 from benchmarks.peers.outcome import CaseOutcome
 from benchmarks.peers.ranks import SystemFailed
-from benchmarks.peers.tiny import TINY
 from benchmarks.suite import WORKLOADS
 from benchmarks.suite.clusters import CLUSTERS
+from benchmarks.zoo.tiny import TINY
 
 EFFORT = Effort(rounds=3, slow_rounds=1, rounds_s=60.0, block_s=1.0, block_steps=2, search_time_s=0.1, tune=True)
 NAMES = ("ddp", "ddp_static_graph", "ddp_sparse", "ddp_fp16", "fsdp2")

@@ -13,17 +13,19 @@ from autopar.ir.tables import GraphTables
 from autopar.lab.load import Load
 from autopar.lab.trial import Comparison, TrialResult, drift, relative_spread
 from autopar.spec.plan import ParameterSlice, SyncGroup, partition_problems
+from benchmarks.suite.clusters import ClusterCase
 from benchmarks.trials.card import card, folds, noise
-from benchmarks.trials.cells import Captured, Cell
-from benchmarks.trials.clusters import ClusterCase, clusters, renamed
 from benchmarks.trials.groups import decode, encode
-from benchmarks.trials.journal import Journal, digest, pack
+from benchmarks.trials.making.cells import Cell
+from benchmarks.trials.making.clusters import clusters, renamed
+from benchmarks.trials.making.journal import Journal, digest, pack
 from benchmarks.trials.records import DATA, Cluster, Dataset, Graph, Session, Trial, read
+from benchmarks.zoo.captured import Captured
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 LAYERS = tuple((name, tuple(extent // 2 for extent in shape)) for name, shape in MLP)
 GRAPH = training_graph(LAYERS, rows=("0.weight",))
-CASE = ClusterCase("4x1g", "Four hosts.", cpu_hosts(), real=True)
+CASE = ClusterCase("4x1g", "Four hosts.", cpu_hosts)
 CELL = Cell(Captured("mlp", GRAPH, ADAMW, sparse_update=False), CASE, "virtual")
 NAMES = [p.name for p in GRAPH.parameters]
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from autopar import ClusterSpec, calibrate
-from autopar.lab import serve
+from benchmarks.interleaved import serve_requests
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -17,13 +14,5 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return found.model_dump(mode="json")
 
 
-def main() -> None:
-    """Answers until nobody asks any more."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    serve(answer)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve_requests(lambda: answer)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.ir.batch import call_model
-from autopar.ir.capture import find_loss
+from benchmarks.zoo.entry import Batch, LossFn, eager_loss
 
 SEED = 0
 """Of weights and data."""
@@ -30,9 +29,9 @@ class Workload:
     """What it is in the field, what was scaled down, and where its data come from."""
     model: Callable[[], nn.Module]
     """Makes the model, in train mode, without dropout, whose random stream would differ between systems."""
-    batch: Callable[[int, int], Any]
+    batch: Callable[[int, int], Batch]
     """`batch(step, rank)`: a dict of keyword inputs with labels, or `(inputs, target)` where there is a `loss_fn`."""
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    loss_fn: LossFn | None = None
     """`loss_fn(output, target)`, a mean over the batch; None where the model computes its loss."""
     optimizer: Callable[[nn.Module], Optimizer]
     """As the field uses it. Its sums are over elements, so that it may act on a shard of a parameter."""
@@ -47,18 +46,15 @@ class Workload:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss of an eager forward pass of `model`, which may be wrapped (DDP, FSDP), on this rank's batch."""
-        output, target = call_model(model, batch, self.loss_fn is not None)
-        loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
-        assert isinstance(loss, torch.Tensor)
-        return loss
+        return eager_loss(model, batch, self.loss_fn)
 
 
-def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Makes a model from the suite's seed, in train mode, and leaves torch's global generator as it was."""
+def seeded(make: Callable[[], nn.Module], seed: int = SEED) -> Callable[[], nn.Module]:
+    """Makes a model from a seed, by default the suite's, in train mode, and leaves torch's global generator alone."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
+            torch.manual_seed(seed)
             return make().train()
 
     return build

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.suite.words import BEGIN, END, MASK, PADDING, SPECIAL, windows
-from benchmarks.suite.workload import SEED, Workload, adamw, seeded, sgd
 from benchmarks.zoo.architecture import from_config
 from benchmarks.zoo.plain import LSTM, cross_entropy
+from benchmarks.zoo.words import BEGIN, END, MASK, PADDING, SPECIAL, windows
+from benchmarks.zoo.workload import SEED, Workload, adamw, seeded, sgd
 
 SEQUENCES, LENGTH = 4, 64
 """Of a rank's batch, where a model says nothing else."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.suite.workload import SEED, Workload, adamw, seeded, sgd
+from benchmarks.zoo.workload import SEED, Workload, adamw, seeded, sgd
 
 WORDS, CLASSES = 20_000, 100
 
@@ -114,10 +114,3 @@ _WORKLOADS = (
     ),
 )
 SMALL: dict[str, Workload] = {w.name: w for w in _WORKLOADS}
-
-
-def named(name: str) -> Workload:
-    """A small workload, or one of the suite."""
-    from benchmarks.suite import workload_named
-
-    return SMALL[name] if name in SMALL else workload_named(name)

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from benchmarks.suite.workload import SEED
-from benchmarks.suite.zipf import zipf
+from benchmarks.zoo.workload import SEED
+from benchmarks.zoo.zipf import zipf
 
 DIGITS = 10
 FACE_SIDE = 56

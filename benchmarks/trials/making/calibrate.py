@@ -8,9 +8,9 @@ from collections.abc import Callable
 from autopar.lab import Job, Lab
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
-from benchmarks.trials.journal import Journal
+from benchmarks.harness import additions_us
+from benchmarks.trials.making.journal import Journal
 from benchmarks.trials.records import Dataset, LabCalibration
-from benchmarks.trials.speed import additions_us
 
 TIMEOUT_S = 300.0
 
@@ -20,7 +20,7 @@ def calibrate_lab(data: Dataset, journal: Journal, budget_s: float, progress: Ca
     returns how many."""
     wanted = {(t.cluster, t.dilation) for t in data.trials if t.ok and t.compute == "virtual"}
     wanted -= journal.known.calibrations.keys()
-    worker = [sys.executable, "-m", "benchmarks.trials.calibration_rank"]
+    worker = [sys.executable, "-m", "benchmarks.trials.making.calibration_rank"]
     same: dict[object, tuple[float, Calibration]] = {}
     taken = 0
     for cluster in sorted({c for c, _ in wanted}):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopar.formatting import duration, number_of, size, table
 from autopar.spec.plan import ParameterSlice, ParameterSpec, Plan, Prediction
 from autopar.spec.summary import parameters_text, strategy_text
-from autopar.spec.wording import duration, number_of, size, table
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,7 @@ def _title(plan: Plan) -> str:
 
 
 def _facts(a: Plan, b: Plan) -> list[str]:
-    # `difference` of fingerprints speaks of a plan and a model; here both sides are plans.
-    mine = {p.name: p for p in a.model.parameters}
-    theirs = {p.name: p for p in b.model.parameters}
-    lines = [f"model: only in the first: '{name}'" for name in mine if name not in theirs]
-    lines += [f"model: only in the second: '{name}'" for name in theirs if name not in mine]
-    lines += [
-        f"model: '{name}' differs: {_described(spec)} -> {_described(theirs[name])}"
-        for name, spec in mine.items()
-        if name in theirs and theirs[name] != spec
-    ]
+    lines = [f"model: {line}" for line in a.model.difference(b.model, "the first", "the second")]
     if len(lines) > 5:
         lines = [*lines[:5], f"model: {len(lines) - 5} more differences"]
     if a.cluster.digest != b.cluster.digest:
@@ -95,12 +86,6 @@ def _facts(a: Plan, b: Plan) -> list[str]:
     if a.recompute != b.recompute:
         lines.append(f"recompute: {a.recompute} -> {b.recompute}")
     return lines
-
-
-def _described(spec: ParameterSpec) -> str:
-    words = [" x ".join(map(str, spec.shape)) or "scalar", spec.dtype]
-    words += [] if spec.trainable else ["frozen"]
-    return ", ".join([*words, *(f"tied to {name}" for name in spec.ties)])
 
 
 def _predictions(a: Prediction, b: Prediction) -> list[str]:

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.suite.pictures import DIGITS, digits, faces, scenes
-from benchmarks.suite.workload import Workload, adamw, seeded, sgd
-from benchmarks.suite.zipf import EXPONENT
 from benchmarks.zoo.architecture import from_config
+from benchmarks.zoo.pictures import DIGITS, digits, faces, scenes
 from benchmarks.zoo.plain import VGG, cross_entropy
 from benchmarks.zoo.recipes import Detection
 from benchmarks.zoo.resnet import RESNET18, RESNET50, Residual, ResNet
+from benchmarks.zoo.workload import Workload, adamw, seeded, sgd
+from benchmarks.zoo.zipf import EXPONENT
 
 PEOPLE = 200_000
 IMAGENET_CLASSES = 1000

@@ -5,22 +5,11 @@ Hosts are renamed, so that clusters which differ in their rates alone run in one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.cluster_parts import HostSpec
-
-
-@dataclass(frozen=True)
-class ClusterCase:
-    """A cluster that trials run on."""
-
-    name: str
-    about: str
-    cluster: ClusterSpec
-    real: bool
-    """Whether its devices are shares of this machine, so that compute may be real."""
-
+from benchmarks.suite.clusters import CLUSTERS, ClusterCase
 
 _GPUS = {
     "4xt4-10g": ("4 hosts with a T4 each at 10 Gbit/s", "{name: a, count: 4, devices: T4}", "10GbE"),
@@ -42,13 +31,17 @@ _GPUS = {
 
 def clusters() -> dict[str, ClusterCase]:
     """All of them, by name. Made anew on each call: the figures of CPU devices are this machine's."""
-    from benchmarks.suite.clusters import CLUSTERS
-
-    found = {c.name: ClusterCase(c.name, c.about, renamed(c.cluster), not c.virtual) for c in CLUSTERS.values()}
+    found = dict(CLUSTERS)
     for name, (about, hosts, network) in _GPUS.items():
         spec = ClusterSpec.loads(f"{{hosts: [{hosts}], network: {{kind: {network}}}}}")
-        found[name] = ClusterCase(name, about, renamed(spec), real=False)
-    return found
+        found[name] = ClusterCase(name, about, lambda spec=spec: spec, virtual=True)  # type: ignore[misc]
+    return {name: _made(case) for name, case in found.items()}
+
+
+def _made(case: ClusterCase) -> ClusterCase:
+    """The case with its cluster made once, and its hosts renamed."""
+    cluster = renamed(case.cluster)
+    return replace(case, build=lambda: cluster)
 
 
 def renamed(cluster: ClusterSpec) -> ClusterSpec:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.suite import Workload, workload_named
-from benchmarks.suite.workload import SEED, adamw, seeded, sgd
+from benchmarks.zoo.workload import SEED, Workload, adamw, seeded, sgd
 
 ROWS, WIDTH, CLASSES, SAMPLES = 50, 16, 7, 8
 
@@ -69,8 +68,3 @@ TINY: dict[str, Workload] = {
         ),
     )
 }
-
-
-def any_workload(name: str) -> Workload:
-    """A workload of the suite, or a tiny one; raises `KeyError` with the nearest right name."""
-    return TINY[name] if name in TINY else workload_named(name)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sysconfig
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.demo.text import standard_library
-from benchmarks.suite.workload import SEED
+from benchmarks.zoo.workload import SEED
 
 PADDING, BEGIN, END, UNKNOWN, MASK = range(5)
 SPECIAL = 5
@@ -24,10 +24,24 @@ SPECIAL = 5
 
 _WORD = re.compile(r"\w+|[^\w\s]|\n")
 _FOLDER = Path(__file__).parents[2] / "out" / "suite"
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _LIMIT_BYTES = 16_000_000
 """All of the standard library, some 12 MB."""
 
 Ids = npt.NDArray[np.int64]
+
+
+def standard_library(limit_bytes: int) -> list[Path]:
+    """The standard library's sources in sorted order, tests and installed packages left out, up to `limit_bytes`."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files, total = [], 0
+    for path in sorted(root.rglob("*.py")):
+        if not _LEFT_OUT & set(path.relative_to(root).parts):
+            files.append(path)
+            total += path.stat().st_size
+            if total >= limit_bytes:
+                break
+    return files
 
 
 @cache

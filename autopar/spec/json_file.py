@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autopar.errors import SpecError
 from autopar.spec.files import read_file, write_file
 from autopar.spec.units import shown
+from autopar.spec.validation import explain
 
 
 class Record(BaseModel):
@@ -21,12 +22,12 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Stored(Record):
+class JsonFile(Record):
     """A record with a file of its own. Its first field is `schema_version`."""
 
     VERSION: ClassVar[int]
     """What `schema_version` must be."""
-    WHAT: ClassVar[str]
+    noun: ClassVar[str]
     """What it is called in errors: `plan`."""
     COMMAND: ClassVar[str]
     """What writes such files: `autopar plan`."""
@@ -37,38 +38,36 @@ class Stored(Record):
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON; raises `SpecError` where it cannot, and leaves an old file as it was."""
-        write_file(path, self.model_dump_json(indent=1) + "\n", self.WHAT)
+        write_file(path, self.model_dump_json(indent=1) + "\n", self.noun)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads it from JSON; raises an error with the place and the cause where it cannot."""
-        return cls.loads(read_file(path, cls.WHAT, cls.MAX_BYTES, cls.ERROR), str(path))
+        return cls.loads(read_file(path, cls.noun, cls.MAX_BYTES, cls.ERROR), str(path))
 
     @classmethod
     def loads(cls, text: str, source: str | None = None) -> Self:
         """Reads it from a JSON string; `source` is named in errors."""
-        source = source or cls.WHAT
+        source = source or cls.noun
         try:
             data = read_json(text)
         except (ValueError, RecursionError) as e:
             raise cls.ERROR(
-                f"{source}: not JSON ({e}): the file is truncated or is no {cls.WHAT}; write it again with "
+                f"{source}: not JSON ({e}): the file is truncated or is no {cls.noun}; write it again with "
                 f"`{cls.COMMAND}`"
             ) from e
         if not isinstance(data, dict):
-            raise cls.ERROR(f"{source}: a {cls.WHAT} is a JSON object, this is a {type(data).__name__}")
+            raise cls.ERROR(f"{source}: a {cls.noun} is a JSON object, this is a {type(data).__name__}")
         version = data.get("schema_version")
         if type(version) is not int or version != cls.VERSION:
             raise cls.ERROR(
                 f"{source}: schema version {shown(version)}, this autopar reads version {cls.VERSION}: "
-                f"make the {cls.WHAT} again with `{cls.COMMAND}`"
+                f"make the {cls.noun} again with `{cls.COMMAND}`"
             )
         try:
             found = cls.model_validate(data)
         except ValidationError as e:
-            first = e.errors(include_url=False)[0]
-            where = ".".join(str(x)[:60] for x in first["loc"]) or cls.WHAT
-            raise cls.ERROR(f"{source}: {where}: {first['msg'][:1000]}") from e
+            raise cls.ERROR(explain(e, cls, source)) from e
         try:
             found.check()
         except SpecError as e:

@@ -19,15 +19,17 @@ from autopar.lab import Lab
 from autopar.lab.pool import Limits, Pool
 from autopar.lab.trial import TrialResult
 from autopar.lab.wiring import of_cluster
-from benchmarks.harness import Machine
+from benchmarks.harness import Machine, additions_us
 from benchmarks.suite import WORKLOADS
-from benchmarks.trials.cells import BUDGET_S, Captured, Cell, Choice, Draw, cell_name
-from benchmarks.trials.clusters import ClusterCase, clusters
+from benchmarks.suite.clusters import ClusterCase
 from benchmarks.trials.groups import encode
-from benchmarks.trials.journal import Journal, digest
+from benchmarks.trials.making.cells import BUDGET_S, Cell, Choice, Draw, cell_name
+from benchmarks.trials.making.clusters import clusters
+from benchmarks.trials.making.journal import Journal, digest
 from benchmarks.trials.records import ALWAYS, COMPUTES, Cluster, Compute, Graph, Session, Trial
-from benchmarks.trials.small import SMALL, named
-from benchmarks.trials.speed import additions_us
+from benchmarks.zoo.captured import Captured
+from benchmarks.zoo.named import any_workload
+from benchmarks.zoo.small import SMALL
 
 CELLS_A_VISIT, NEW_TRIALS, REPEATS = 12, 3, 1
 """Of a visit: cells, and trials of each."""
@@ -111,7 +113,7 @@ class Collector:
             cost = OptimizerCost(graph.optimizer, graph.state_tensors)
             known = Captured(workload, graph.tables.graph(), cost, graph.sparse_update)
             for case in cases:
-                real = case.real and workload in SMALL
+                real = not case.virtual and workload in SMALL
                 for compute in (c for c in COMPUTES if c in computes and (real or c == "virtual")):
                     cell = Cell(known, case, compute, one_choice=self._one_choice, budget_s=self._budget_s)
                     if cell.ddp_s <= TOO_SLOW_S:
@@ -159,7 +161,7 @@ class Collector:
     def _graph(self, workload: str) -> Graph:
         if workload not in self._graphs:
             self.progress(f"capturing {workload}")
-            made = named(workload)
+            made = any_workload(workload)
             known = Captured.of(made)
             tables = GraphTables.of(known.graph)
             record = Graph(

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import geometric_mean
 
-from autopar.cost_models import AnalyticCostModel, OptimizerCost, optimizer_cost
-from autopar.ir.batch import flatten
-from autopar.ir.build import training_graph
-from autopar.ir.training_graph import TrainingGraph
+from autopar.cost_models import AnalyticCostModel
 from autopar.lab.trial import RealCompute, TrialSpec, VirtualCompute
 from autopar.lab.wiring import of_cluster
-from autopar.runtime.optimizer import leaves_zeros_alone
 from autopar.search.base import Problem
 from autopar.search.moves import Groups
 from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import StepProgram, lower_plan
-from benchmarks.suite.workload import Workload
-from benchmarks.trials.clusters import ClusterCase
-from benchmarks.trials.plans import PlanSource
+from benchmarks.suite.clusters import ClusterCase
+from benchmarks.trials.making.plans import PlanSource
 from benchmarks.trials.records import ALWAYS, Compute
+from benchmarks.zoo.captured import Captured
 
 LAB_BPS, HOST_BPS = 6e9, 2e9
 """What all hosts of a lab may send together, and each of them, in bit/s. [Empirical: on two cores, an all-reduce of
@@ -44,26 +40,6 @@ STEPS, BUDGET_S = 10, 1.5
 Choice = tuple[float, float | None]
 """What plans have in common that may be compared: how many times slower the lab runs, and what gradients are clipped
 to."""
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What is known of a workload without its model."""
-
-    name: str
-    graph: TrainingGraph
-    optimizer: OptimizerCost
-    sparse_update: bool
-    """Whether its optimizer leaves rows alone that no rank has looked up."""
-
-    @classmethod
-    def of(cls, workload: Workload) -> Captured:
-        """Builds and captures the model, and lets it go."""
-        model = workload.model()
-        graph = training_graph(model, flatten(workload.batch(0, 0)), workload.loss_fn)
-        optimizer = workload.optimizer(model)
-        cost = optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
-        return cls(workload.name, replace(graph, joint=None), cost, leaves_zeros_alone(optimizer))
 
 
 @dataclass(frozen=True)
@@ -177,7 +153,9 @@ class Cell:
             groups=drawn.groups,
         )
         if self.compute == "real":
-            compute: RealCompute | VirtualCompute = RealCompute("benchmarks.trials.small:named", (self.workload.name,))
+            compute: RealCompute | VirtualCompute = RealCompute(
+                "benchmarks.zoo.named:any_workload", (self.workload.name,)
+            )
         else:
             known = self.workload
             compute = VirtualCompute(self.graph, drawn.dilation, known.optimizer, known.sparse_update)

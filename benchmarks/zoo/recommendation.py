@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.suite.workload import SEED, Workload, seeded, sgd
-from benchmarks.suite.zipf import EXPONENT, zipf
 from benchmarks.zoo.plain import DLRM
+from benchmarks.zoo.workload import SEED, Workload, seeded, sgd
+from benchmarks.zoo.zipf import EXPONENT, zipf
 
 SAMPLES = 1024
 """Of a rank's batch."""

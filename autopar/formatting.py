@@ -1,13 +1,13 @@
 """How quantities, tables and lists of parameter names are written for people.
 
-Used by the explanation, the command line and the report, so that one figure reads the same everywhere. Binary
+Used by messages, the explanation, the command line and the report, so that one figure reads the same everywhere. Binary
 units are 1024-based (KiB, MiB, GiB).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from itertools import groupby
 
 
 def three_digits(x: float) -> str:
@@ -117,19 +117,5 @@ def name_pattern(names: Sequence[str], width: int = 40) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """`0-3,7` for 0, 1, 2, 3, 7."""
-    parts: list[str] = []
-    start = previous = numbers[0]
-    for n in [*numbers[1:], None]:
-        if n is not None and n == previous + 1:
-            previous = n
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        if n is not None:
-            start = previous = n
-    return ",".join(parts)
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype, from the number of bits in torch's name for it."""
-    bits = re.search(r"\d{1,3}", dtype)
-    return max(1, int(bits.group()) // 8) if bits else 1
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

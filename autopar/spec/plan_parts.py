@@ -1,0 +1,173 @@
+"""The parts of a plan: parameters and slices of them, the groups that synchronize them, and what a plan is predicted
+to cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Annotated, ClassVar, Final, Literal
+
+from pydantic import Field, model_validator
+
+from autopar.errors import PlanError, SpecError
+from autopar.spec.cluster import ClusterFingerprint
+from autopar.spec.json_file import JsonFile, Record
+
+SCHEMA_VERSION: Final = 1
+MAX_ELEMENTS: Final = 2**53
+"""Of one parameter: as many as a float counts exactly."""
+
+Fidelity = Literal["exact", "rounded", "compressed", "stale", "local"]
+Recompute = Literal["none", "selective", "full"]
+"""What of the forward pass is computed again in the backward pass, to save memory (`autopar.ir.recompute`)."""
+FIDELITIES: tuple[Fidelity, ...] = ("exact", "rounded", "compressed", "stale", "local")
+
+OptionValue = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
+
+
+class ParameterSpec(Record):
+    """What a plan must know of one parameter: enough to tell one model from another."""
+
+    name: str
+    shape: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)]
+    dtype: str = Field(max_length=64)
+    """As torch prints it, without the prefix: `float32`."""
+    trainable: bool = True
+    ties: tuple[str, ...] = ()
+    """Other names of the same tensor."""
+
+    @model_validator(mode="after")
+    def _can_be_counted(self) -> ParameterSpec:
+        if self.numel > MAX_ELEMENTS:
+            raise ValueError(f"'{self.name}' has too many elements for a parameter")
+        return self
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class ModelFingerprint(Record):
+    """The parameters of the model that the plan was made for."""
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+
+    @property
+    def digest(self) -> str:
+        """A hash over names, shapes, dtypes, ties and trainability; the model's class name does not count."""
+        table = sorted(p.model_dump_json() for p in self.parameters)
+        return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
+
+    def difference(self, other: ModelFingerprint, here: str = "the plan", there: str = "the model") -> list[str]:
+        """Says in words how `other` differs from this one; empty where the two are the same. `here` and `there` are
+        what this one and `other` are called."""
+        mine = {p.name: p for p in self.parameters}
+        theirs = {p.name: p for p in other.parameters}
+        lines = [f"parameter '{n}' is not in {there}" for n in mine if n not in theirs]
+        lines += [f"parameter '{n}' is not in {here}" for n in theirs if n not in mine]
+        for name in mine.keys() & theirs.keys():
+            a, b = mine[name], theirs[name]
+            for field in ("shape", "dtype", "trainable", "ties"):
+                if getattr(a, field) != getattr(b, field):
+                    lines.append(
+                        f"parameter '{name}': {field} is {getattr(a, field)} in {here}, {getattr(b, field)} in {there}"
+                    )
+        return sorted(lines)
+
+
+class ParameterSlice(Record):
+    """A parameter, or the part of it between `start` and `stop` along dimension `dim`."""
+
+    name: str
+    dim: int = 0
+    start: int | None = None
+    stop: int | None = None
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> ParameterSlice:
+        if (self.start is None) != (self.stop is None):
+            raise ValueError(f"slice of '{self.name}': give both start and stop, or neither")
+        if self.start is not None and self.stop is not None and not 0 <= self.start < self.stop:
+            raise ValueError(f"slice of '{self.name}': expected 0 <= start < stop, got {self.start}:{self.stop}")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        return self.start is None
+
+    def shape(self, parameter: ParameterSpec) -> tuple[int, ...]:
+        """The shape of this slice of `parameter`."""
+        if self.start is None or self.stop is None:
+            return parameter.shape
+        shape = list(parameter.shape)
+        shape[self.dim] = self.stop - self.start
+        return tuple(shape)
+
+    def __str__(self) -> str:
+        return self.name if self.whole else f"{self.name}[{':, ' * self.dim}{self.start}:{self.stop}]"
+
+
+class SyncGroup(Record):
+    """Parameters that are synchronized together, and how."""
+
+    strategy: str
+    """The name of a strategy, as listed by `autopar.strategies`."""
+    members: tuple[ParameterSlice, ...] = Field(min_length=1)
+    options: dict[str, OptionValue] = Field(default_factory=dict)
+    reason: str = ""
+    """Why the search chose this, for people."""
+
+
+class Prediction(Record):
+    """What the cost model says of a plan. Times in seconds, sizes in bytes, per optimizer step."""
+
+    step_time_s: float
+    compute_s: float
+    exposed_communication_s: float
+    """Communication that no compute hides: step time less compute."""
+    wire_bytes: int
+    """Sent by the rank that sends most."""
+    peak_memory_bytes: int
+    """On the rank that needs most: parameters, gradients, optimizer state, activations and buffers."""
+    relative_error: float
+    """The half width of the stated interval, as a fraction of `step_time_s`."""
+    provenance: Literal["measured", "looked up", "guessed"]
+    """The weakest of the figures that it rests on."""
+
+
+class Alternative(Record):
+    """Another plan that the search priced."""
+
+    name: str
+    prediction: Prediction
+    note: str = ""
+
+
+class PlanParts(JsonFile):
+    """A plan as written: `Plan`, before it is known whether its parts fit together."""
+
+    VERSION: ClassVar[int] = SCHEMA_VERSION
+    noun: ClassVar[str] = "plan"
+    COMMAND: ClassVar[str] = "autopar plan"
+    ERROR: ClassVar[type[SpecError]] = PlanError
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str = "searched"
+    model: ModelFingerprint
+    cluster: ClusterFingerprint
+    fidelity: Fidelity = "exact"
+    groups: tuple[SyncGroup, ...]
+    recompute: Recompute = "none"
+    """What of the forward pass is computed again in the backward pass, where memory is short."""
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A hash of what is executed: groups, strategies and options, not predictions or reasons."""
+        core = [g.model_dump(exclude={"reason"}) for g in self.groups]
+        again = [] if self.recompute == "none" else [self.recompute]
+        text = json.dumps([self.model.digest, self.cluster.world_size, core, *again], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
