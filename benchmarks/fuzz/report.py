@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,13 +19,16 @@ def _traits(case: Case) -> tuple[object, ...]:
     """What of a case makes it likely that two findings have one cause."""
     sizes = {n for s in case.samples for n in s}
     narrow = case.dtype in ("bfloat16", "float16")
-    return case.entry, narrow, len(sizes) > 1, bool(case.events), case.world_size > 1
+    return case.twist, case.entry, narrow, len(sizes) > 1, bool(case.events), case.world_size > 1
 
 
 class Tally:
-    """Outcomes so far. `echo` is told each finding at once."""
+    """Outcomes so far. `echo` is told each finding at once; one whose line matches `until` is what is looked for."""
 
-    def __init__(self, echo: Callable[[str], object]) -> None:
+    def __init__(self, echo: Callable[[str], object], until: str | None = None) -> None:
+        self.over = False
+        """Whether what is looked for is found."""
+        self._until = until
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
@@ -44,7 +48,8 @@ class Tally:
         if outcome.is_finding:
             case: Case = told.case or generate(told.name)
             self.findings.append(Found(told.name, case, outcome))
-            said = outcome.said.partition("\n")[0][:200]
+            said = outcome.said.partition("\n")[0][:200] + (f" [{case.twist}]" if case.twist else "")
+            self.over |= self._until is not None and re.search(self._until, f"{outcome.kind}: {said}") is not None
             self._echo(f"{outcome.kind}: {said}\n    python -m benchmarks.fuzz --only {told.name}")
 
     def kinds(self) -> list[Found]:
