@@ -7,6 +7,7 @@ import logging
 import os
 import traceback
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,8 +26,8 @@ from benchmarks.fuzz.compare import difference, digest, finite, judge
 from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome
 from benchmarks.fuzz.plans import as_text
-from benchmarks.fuzz.source import build
-from benchmarks.fuzz.training import Record, eager, prepare, run, said
+from benchmarks.fuzz.source import Built, build
+from benchmarks.fuzz.training import Record, Weighting, eager, prepare, run, said
 
 PATIENCE_S = 15.0
 """How long a rank waits for another one."""
@@ -95,17 +96,13 @@ def _run(case: Case, group: Group) -> Outcome:
                 groups = as_text(prepared.plan.groups)
             found = run(prepared, group)
         found.warned += record.warned
-        if case.entry == "module" and case.world_size > 1:  # a rank's own
-            found.outputs, found.inputs, found.losses = expected.outputs, expected.inputs, expected.losses
         warned = "; ".join(dict.fromkeys(found.warned))
         is_local = case.world_size == 1 and len(case.samples[0]) == 1
-        seen = judge(built, found, expected, buffers=is_local)
+        seen = judge(built, _of_all_ranks(case, found, expected), expected, buffers=is_local)
         bits = digest(found) if isinstance(prepared.program, Program) or group.world_size > 1 else ""
         if seen is None:
             return Outcome("equal", "", warned, groups, bits, drawn=tuple(found.drawn))
-        as_ddp = group.world_size > 1 and any(
-            difference(found, eager(built, w), 1e-8, False) is None for w in ("equal", "samples")
-        )
+        as_ddp = group.world_size > 1 and any(_is_as_ddp(built, found, w) for w in ("equal", "samples"))
         return Outcome("wrong", f"{seen.where} is off by {seen.size:.1e}", warned, groups, bits, as_ddp, seen.size)
     except VerificationError as e:
         return Outcome("disproved", _words(e), groups=groups)
@@ -117,6 +114,19 @@ def _run(case: Case, group: Group) -> Outcome:
         return Outcome("crashed", f"{_words(e)} [{_place(e)}]", groups=groups)
     finally:
         torch._dynamo.reset()
+
+
+def _of_all_ranks(case: Case, found: Record, expected: Record) -> Record:
+    """The record with what is a rank's own as expected: losses, outputs and gradients of inputs of the drop-in."""
+    if case.entry != "module" or case.world_size == 1:
+        return found
+    return replace(found, outputs=expected.outputs, inputs=expected.inputs, losses=expected.losses)
+
+
+def _is_as_ddp(built: Built, found: Record, weighting: Weighting) -> bool:
+    """Whether numbers are those of ranks that each train on their own batch, and average their gradients."""
+    expected = eager(built, weighting)
+    return difference(_of_all_ranks(built.case, found, expected), expected, 1e-8, False) is None
 
 
 def _refused(case: Case, group: Group) -> Outcome:
