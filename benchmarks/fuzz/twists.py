@@ -139,6 +139,25 @@ def resumed(case: Case, rng: random.Random) -> Case:
     return _with(case, ('self.register_buffer("drawn", torch.zeros(8))',), ("self.drawn.copy_(torch.rand(8))",), event)
 
 
+_BLOCKS = (
+    "torch.tanh(F.layer_norm(F.linear(x, self.{w}), ({width},)))",
+    "torch.sigmoid(F.layer_norm(F.linear(x, self.{w}), ({width},), 1 + self.{w}[0]))",
+    "torch.tanh(F.linear(x, self.{w}).sort(-1).values)",
+    "x - torch.tanh(F.linear(x, self.{w}).max(-1, keepdim=True).values)",
+)
+
+
+def deep(case: Case, rng: random.Random) -> Case:
+    """Blocks of an operator with several results and one that may write over them, which are computed again."""
+    found = re.fullmatch(r"values\(\(n(?:, \d+)*, (\d+)\), seed\)", case.inputs[0][1])
+    if case.entry != "step" or found is None or found[1] == "1" or case.dtype != "float64":
+        raise Rejected("nothing to normalize")
+    names, block = [f"w{i}" for i in range(rng.choice((2, 3, 4)))], rng.choice(_BLOCKS)
+    init = tuple(f"self.{w} = parameter(({found[1]}, {found[1]}), {i + 50}, 0.8)" for i, w in enumerate(names))
+    case = replace(case, recompute=rng.choice(("full", "full", "selective")), plan_seed=rng.randrange(1, 10**6))
+    return _with(case, init, tuple("x = " + block.format(w=w, width=found[1]) for w in names))
+
+
 _OTHERWISE = (
     (r"grouped\(parameters, \d, ([\d.]+)\)", r"grouped(parameters, 1, \1 * (1 + RANK))"),
     (r"weight_decay=[\d.]+", "weight_decay=0.1 * RANK"),
@@ -161,9 +180,10 @@ def ranks_that_differ(case: Case, rng: random.Random) -> Case:
 
 
 ALONE: tuple[Twist, ...] = (python_state, python_state, loss_state, frozen_or_not, hook, implementation, shared_memory,
-                            average, resumed)  # fmt: skip
+                            average, resumed, deep, deep)  # fmt: skip
 TOGETHER: tuple[Twist, ...] = (python_state, frozen_or_not, hook, implementation, implementation, shared_memory,
-                               average, average, resumed, resumed, ranks_that_differ)  # fmt: skip
+                               average, average, resumed, resumed, ranks_that_differ, ranks_that_differ,
+                               deep)  # fmt: skip
 
 
 def twisted(case: Case, rng: random.Random) -> Case:
