@@ -123,8 +123,10 @@ def build(case: Case, dtype: str | None = None) -> Built:
     """Runs the case's source. `dtype`: another working dtype than the case's."""
     text, name = render(case, dtype), f"fuzz-{case.name.replace('/', '-')}.py"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-    module = types.ModuleType(f"fuzz_case_{next(_made) % 8}")
-    sys.modules[module.__name__] = module  # TorchDynamo looks globals up in the module of a frame's name
+    number = next(_made)
+    module = types.ModuleType(f"fuzz_case_{number}")
+    sys.modules[module.__name__] = module  # TorchDynamo looks globals up in the module of a frame's name, and keeps it
+    sys.modules.pop(f"fuzz_case_{number - 8}", None)
     space = vars(module)
     exec(compile(text, name, "exec"), space)
     return Built(case, space, dict(space))
