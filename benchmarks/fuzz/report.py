@@ -13,6 +13,8 @@ from benchmarks.fuzz.outcome import FINDINGS
 from benchmarks.fuzz.workers import Told
 
 _REASONS, _SHOWN = 12, 30
+_PROGRESS = 200
+"""Cases after which the counts so far are said."""
 
 
 def _traits(case: Case) -> tuple[object, ...]:
@@ -40,6 +42,9 @@ class Tally:
         outcome = told.outcome
         self.counts[outcome.kind] += 1
         self.counts["models" if told.name.partition("/")[2].startswith("m") else "plans"] += 1
+        if (self.counts["models"] + self.counts["plans"]) % _PROGRESS == 0:
+            found = ", ".join(f"{self.counts[k]} {k}" for k in ("equal", "refused", "unusable"))
+            self._echo(f"... {self.counts['models']} models, {self.counts['plans']} plans: {found}")
         if outcome.warned:
             self.counts["equal, with a warning"] += outcome.kind == "equal"
         if outcome.kind == "refused":
