@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.fuzz.plans import as_text, groups_of
 from benchmarks.fuzz.rank import run_case
 from benchmarks.fuzz.script import script
 from benchmarks.fuzz.shrink import pruned, shrink
-from benchmarks.fuzz.source import render
+from benchmarks.fuzz.source import build, render
 from benchmarks.fuzz.twists import ALONE as ALL_ALONE
 from benchmarks.fuzz.twists import TOGETHER, Twist, average, hook, python_state, resumed
 
@@ -167,6 +168,13 @@ def test_a_hostile_script_is_followed_or_refused(twist: Twist, expected: str) ->
     for seed in range(2):
         outcome = run_case(twist(CASE, random.Random(seed)), ALONE)
         assert outcome.kind == expected, outcome
+
+
+def test_each_case_is_a_module_of_its_own_name() -> None:
+    """TorchDynamo remembers modules by name: guards on globals would look at those of an earlier case."""
+    names = [build(CASE).model().__module__ for _ in range(20)]
+    assert len(set(names)) == len(names)
+    assert names[0] not in sys.modules and names[-1] in sys.modules
 
 
 def test_each_fault_is_known_by_what_it_leads_to() -> None:
