@@ -29,7 +29,7 @@ LEADS_TO = {
     "one_stream_for_all_ranks": r"^drifted: ranks have drawn the same random numbers",
     "python_state_frozen": _NUMBERS + r"(?!.*\[(hook|average|implementation)\])",
     "ranks_may_differ": r"^wrong: ranks that differ were trained",
-    "strided_slices_to_gloo": r"^(wrong|drifted|disproved|crashed: RuntimeError: Tensors must be contiguous)",
+    "strided_slices_to_gloo": r"^(wrong: |drifted: |disproved: |crashed: .*contig)",
 }
 """By what the line of a finding must match; others lead to wrong numbers, or to the proof's message."""
 
