@@ -18,6 +18,8 @@ from benchmarks.fuzz.source import render
 CHECK = 2000, 1000
 """Models and plans of `--check`."""
 
+_IN_TURNS = 24
+
 _ALTOGETHER = 6
 """How many times as long as one finding may be made small, all of them may."""
 
@@ -31,10 +33,11 @@ _ALTOGETHER = 6
 @click.option("--only", multiple=True, metavar="SEED/CASE", help="Runs these cases again, and shows them.")
 @click.option("--jobs", default=2, show_default=True, help="Models that are tried at the same time.")
 @click.option("--shrink", "shrink_s", default=20.0, show_default=True, help="Seconds to make a finding small; 0: not.")
+@click.option("--until", metavar="REGEX", help="Stop at the first finding whose line matches.")
 @click.option("--scripts", type=click.Path(path_type=Path), help="A folder for a script of each kind of finding.")
 def main(
     seconds: float, seed: int | None, models: int | None, plans: int | None, check: bool, only: tuple[str, ...],
-    jobs: int, shrink_s: float, scripts: Path | None,
+    jobs: int, shrink_s: float, until: str | None, scripts: Path | None,
 ) -> None:  # fmt: skip
     """Trains random models under random plans with autopar and with eager PyTorch, and compares the numbers.
 
@@ -44,7 +47,7 @@ def main(
         models, plans = CHECK
     counted = models is not None or plans is not None
     drawn = int(time.time()) if seed is None else seed
-    tally = Tally(click.echo)
+    tally = Tally(click.echo, until)
     with Hunt(jobs, tally) as hunt:
         if only:
             for name in only:
@@ -54,8 +57,12 @@ def main(
             hunt.run([f"{drawn}/m{i}" for i in range(models or 0)])
             hunt.run([f"{drawn}/p{i}" for i in range(plans or 0)])
         else:
-            hunt.run((f"{drawn}/m{i}" for i in range(10**9)), seconds / 2)
-            hunt.run((f"{drawn}/p{i}" for i in range(10**9)), seconds / 2)
+            end = time.monotonic() + seconds
+            for start in range(0, 10**9, _IN_TURNS):
+                for kind in "mp":  # models take about half of the time, plans the other
+                    hunt.run([f"{drawn}/{kind}{start + i}" for i in range(_IN_TURNS // (1 + (kind == "p")))], end)
+                if time.monotonic() > end or tally.over:
+                    break
         end = time.monotonic() + _ALTOGETHER * shrink_s
         for found in tally.kinds() if shrink_s else ():
             if time.monotonic() > end:

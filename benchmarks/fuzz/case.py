@@ -41,7 +41,11 @@ class Case:
     samples: tuple[tuple[int, ...], ...] = ((4,),)
     """Of each rank's micro-batches."""
     events: tuple[tuple[int, str], ...] = ()
-    """Before which step, and a line in `model` and `optimizer`."""
+    """Before which step, and a line in `model`, `loss`, `optimizer` and `program`, which eagerly is the model."""
+    twist: str = ""
+    """What is hostile about the script, in words; see `benchmarks.fuzz.twists`."""
+    must_refuse: bool = False
+    """Whether autopar has to refuse it."""
     clip: float | None = None
     entry: Entry = "step"
     unused: Literal["error", "freeze"] = "error"
@@ -61,6 +65,12 @@ class Case:
     @property
     def world_size(self) -> int:
         return len(self.samples)
+
+    @property
+    def unfused(self) -> bool:
+        """Whether autopar does not follow `fused=True`, where PyTorch's implementation on CPUs is wrong."""
+        narrow = "SGD" in self.optimizer and self.dtype in ("bfloat16", "float16")
+        return self.entry != "module" and (narrow or any('layout="strided"' in line for line in self.init))
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

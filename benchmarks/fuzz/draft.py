@@ -117,7 +117,7 @@ class Draft:
         frozen = ", trainable=False" if self.rng.random() < 0.06 else ""
         seed = self.rng.randrange(10_000)
         self._add(f"self.{name} = parameter({wanted}, {seed}, {scale}{layout}{frozen})")
-        if same and self.rng.random() < 0.15 and not frozen and wanted:
+        if same and self.rng.random() < 0.05 and not frozen and wanted:
             self._add(f"self.{name}.data = self.{self.rng.choice(same)}.data")
             self.shared_storage = True
         self.parameters[name] = wanted

@@ -12,13 +12,16 @@ from typing import cast
 from autopar.spec.plan import Recompute
 from benchmarks.fuzz.case import Case, Entry, Form
 from benchmarks.fuzz.draft import Draft, Rejected, Variable
-from benchmarks.fuzz.operators import FAMILIES, able
+from benchmarks.fuzz.families import FAMILIES
+from benchmarks.fuzz.operators import able
 from benchmarks.fuzz.source import renamed
+from benchmarks.fuzz.twists import twisted
 
 _ATTEMPTS = 60
 _DTYPES = ("float64",) * 14 + ("float32", "float32", "bfloat16", "bfloat16", "float16", "mixed")
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "none", "none", "none", "selective", "full")
 _IN_STEPS = 3
+_TWISTED = 0.3
 
 
 def generate(name: str) -> Case:
@@ -31,7 +34,8 @@ def generate(name: str) -> Case:
             rowwise = plan or rng.random() < 0.3
             with contextlib.suppress(Rejected):
                 case = _model(name, rng, rowwise)
-                return _planned(case, rng) if plan else _alone(case, rng, rowwise)
+                case = _planned(case, rng) if plan else _alone(case, rng, rowwise)
+                return twisted(case, rng) if rng.random() < _TWISTED else case
     raise Rejected(f"no case for {name}")
 
 

@@ -13,7 +13,10 @@ from benchmarks.fuzz.outcome import Outcome
 from benchmarks.fuzz.rank import work
 from benchmarks.fuzz.report import Tally
 from benchmarks.fuzz.shrink import shrink
-from benchmarks.fuzz.workers import Team, answers
+from benchmarks.fuzz.workers import Team, Told, answers
+
+PATIENT = 8.0
+"""How many times as long as otherwise a case may take that is tried again."""
 
 
 class Hunt:
@@ -22,7 +25,7 @@ class Hunt:
     def __init__(self, jobs: int, tally: Tally, target: Callable[..., None] = work) -> None:
         self._alone = [Team(1, target) for _ in range(jobs)]
         self._together = {n: Team(n, target) for n in (2, 3)}
-        self._tally = tally
+        self._tally, self._target = tally, target
 
     def __enter__(self) -> Hunt:
         return self
@@ -31,16 +34,16 @@ class Hunt:
         for team in [*self._alone, *self._together.values()]:
             team.stop()
 
-    def run(self, names: Iterable[str], seconds: float = float("inf")) -> None:
-        """Runs cases by their names, until there are no more or the time is over; those with several ranks one at a
-        time, each world size in batches, so that few processes are awake."""
-        end = time.monotonic() + seconds
+    def run(self, names: Iterable[str], end: float = float("inf")) -> None:
+        """Runs cases by their names, until there are no more, it is `end` by the monotonic clock, or the tally has what
+        is looked for; those with several ranks one at a time, each world size in batches, so that few processes are
+        awake. What may only have been too slow is run once more, with patience."""
         waiting: dict[int, list[str]] = {1: [], 2: [], 3: []}
         coming = iter(names)
         dry = False
         while True:
             for team in [*self._alone, *self._together.values()]:
-                if team.name or time.monotonic() > end:
+                if team.name or time.monotonic() > end or self._tally.over:
                     continue
                 if team.world_size > 1 and any(t.name for t in self._together.values()):
                     continue
@@ -54,8 +57,20 @@ class Hunt:
             busy = [t for t in [*self._alone, *self._together.values()] if t.name]
             if not busy:
                 return
-            for _, told in answers(busy):
-                self._tally.add(told)
+            for team, told in answers(busy):
+                self._tally.add(self._patiently(team, told) if told.outcome.may_be_slow else told)
+
+    def _patiently(self, team: Team, told: Told) -> Told:
+        """What becomes of a case with new processes and long deadlines: a fault shows again, a loaded machine does
+        not."""
+        patient = Team(team.world_size, self._target, patience=PATIENT)
+        try:
+            patient.begin(told.name, told.case)
+            while True:
+                for _, again in answers([patient]):
+                    return again
+        finally:
+            patient.stop()
 
     def small(self, found: Found, seconds: float) -> Found:
         """The finding, shrunk."""

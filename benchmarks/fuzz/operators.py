@@ -263,12 +263,6 @@ def buffer(d: Draft) -> list[str]:
     return [[write], [read, write], [write, read], [read, write, again]][d.rng.randrange(4)]
 
 
-FAMILIES: tuple[tuple[Make, int], ...] = (
-    (unary, 6), (reduction, 3), (view, 3), (binary, 9), (product, 6), (convolution, 2), (normalization, 2),
-    (lookup, 4), (indexing, 2), (joined, 2), (odd, 1), (in_place, 4), (buffer, 2),
-)  # fmt: skip
-
-
 def able(v: Variable) -> bool:
     """Whether a variable can be part of the output: one row a sample."""
     return bool(v.shape) and v.shape[0] is None and all(s is not None and s > 0 for s in v.shape[1:])

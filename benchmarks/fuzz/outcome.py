@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["equal", "refused", "unusable", "wrong", "drifted", "disproved", "crashed", "died", "hung"]
@@ -27,10 +27,17 @@ class Outcome:
     as_ddp: bool = False
     """Whether a wrong number is what DDP computes."""
     size: float = 0.0
+    drawn: tuple[str, ...] = ()
+    """Of the random numbers of each step, which ranks must not have alike."""
 
     @property
     def is_finding(self) -> bool:
         return self.kind in FINDINGS
+
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether a loaded machine may have led to it: a rank has waited in vain, or was ended for its memory."""
+        return self.kind in ("hung", "died") or (self.is_finding and "CollectiveError" in self.said)
 
     @property
     def reason(self) -> str:
@@ -50,13 +57,17 @@ def merged(outcomes: list[Outcome]) -> Outcome:
         warned = next((o.warned for o in outcomes if o.warned), "")
         if warned:
             first = outcomes[0]
-            outcomes = [Outcome("equal", "", warned, first.groups, o.digest) for o in outcomes]
+            outcomes = [Outcome("equal", "", warned, first.groups, o.digest, drawn=o.drawn) for o in outcomes]
     order: list[Kind] = ["equal", "unusable", "refused", *FINDINGS[::-1]]
     worst = max(outcomes, key=lambda o: (order.index(o.kind), not _follows(o)))
     if _follows(worst):  # what another rank has said comes first
         worst = next((o for o in outcomes if o.kind in ("crashed", "refused") and not _follows(o)), worst)
     if worst.kind == "equal" and len({o.digest for o in outcomes}) > 1:
-        return Outcome("drifted", "ranks' parameters differ after the last step", worst.warned, worst.groups)
+        return replace(worst, kind="drifted", said="ranks' parameters differ after the last step")
+    drawn = [o.drawn for o in outcomes if o.kind == "equal"]
+    alike = [step for step, numbers in enumerate(zip(*drawn, strict=True)) if len(set(numbers)) < len(numbers)]
+    if worst.kind == "equal" and alike:
+        return replace(worst, kind="drifted", said=f"ranks have drawn the same random numbers in step {alike[0]}")
     return worst
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 DTYPE = torch.float64
+SCALE = 0.75
+RANK = int(os.environ.get("RANK", "0"))
 
 
 def values(shape: Any, seed: int, scale: float = 1.0, dtype: Any = None) -> torch.Tensor:
@@ -50,6 +54,27 @@ def grouped(parameters: Any, count: int, lr: float) -> list[dict[str, Any]]:
     """Parameter groups, each with half the learning rate of the one before."""
     groups = [{"params": parameters[i::count], "lr": lr * 0.5**i} for i in range(count)]
     return [g for g in groups if g["params"]]
+
+
+def scale() -> float:
+    """A function that a script may replace."""
+    return 0.75
+
+
+def halved(optimizer: Any) -> None:
+    """Halves the gradients that an optimizer is about to use."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+def resume(program: Any) -> None:
+    """Saves a program's state, or a model's, and goes on from what was saved."""
+    file = io.BytesIO()
+    torch.save(program.state_dict(), file)
+    file.seek(0)
+    program.load_state_dict(torch.load(file, weights_only=True))
 
 
 @dataclass

@@ -7,6 +7,7 @@ import logging
 import os
 import traceback
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,19 +26,19 @@ from benchmarks.fuzz.compare import difference, digest, finite, judge
 from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome
 from benchmarks.fuzz.plans import as_text
-from benchmarks.fuzz.source import build
-from benchmarks.fuzz.training import Record, eager, prepare, run, said
+from benchmarks.fuzz.source import Built, build
+from benchmarks.fuzz.training import Record, Weighting, eager, prepare, run, said
 
 PATIENCE_S = 15.0
 """How long a rank waits for another one."""
 
 
-def work(rank: int, world_size: int, port: int, connection: Connection) -> None:
-    """The life of a worker."""
+def work(rank: int, world_size: int, port: int, connection: Connection, patience: float = 1.0) -> None:
+    """The life of a worker. `patience`: how many times as long as usual it waits for other ranks."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    group = _group(rank, world_size, port)
+    group = _group(rank, world_size, port, patience * PATIENCE_S)
     connection.send_bytes(b"ready")
     while True:
         told = json.loads(connection.recv_bytes())
@@ -52,17 +53,17 @@ def work(rank: int, world_size: int, port: int, connection: Connection) -> None:
     os._exit(0)
 
 
-def _group(rank: int, world_size: int, port: int) -> Group:
+def _group(rank: int, world_size: int, port: int, timeout_s: float) -> Group:
     if world_size == 1:
         return Group(0, 1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * PATIENCE_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * timeout_s))
     if rank == 0:
         serve_here(SERVERS)
-    return join(PATIENCE_S)
+    return join(timeout_s)
 
 
 def run_case(case: Case, group: Group) -> Outcome:
@@ -73,6 +74,8 @@ def run_case(case: Case, group: Group) -> Outcome:
 
 
 def _run(case: Case, group: Group) -> Outcome:
+    if case.must_refuse:
+        return _refused(case, group)
     try:
         built = build(case)
         expected = eager(built)
@@ -93,17 +96,13 @@ def _run(case: Case, group: Group) -> Outcome:
                 groups = as_text(prepared.plan.groups)
             found = run(prepared, group)
         found.warned += record.warned
-        if case.entry == "module" and case.world_size > 1:  # a rank's own
-            found.outputs, found.inputs, found.losses = expected.outputs, expected.inputs, expected.losses
         warned = "; ".join(dict.fromkeys(found.warned))
         is_local = case.world_size == 1 and len(case.samples[0]) == 1
-        seen = judge(built, found, expected, buffers=is_local)
+        seen = judge(built, _of_all_ranks(case, found, expected), expected, buffers=is_local)
         bits = digest(found) if isinstance(prepared.program, Program) or group.world_size > 1 else ""
         if seen is None:
-            return Outcome("equal", "", warned, groups, bits)
-        as_ddp = group.world_size > 1 and any(
-            difference(found, eager(built, w), 1e-8, False) is None for w in ("equal", "samples")
-        )
+            return Outcome("equal", "", warned, groups, bits, drawn=tuple(found.drawn))
+        as_ddp = group.world_size > 1 and any(_is_as_ddp(built, found, w) for w in ("equal", "samples"))
         return Outcome("wrong", f"{seen.where} is off by {seen.size:.1e}", warned, groups, bits, as_ddp, seen.size)
     except VerificationError as e:
         return Outcome("disproved", _words(e), groups=groups)
@@ -115,6 +114,35 @@ def _run(case: Case, group: Group) -> Outcome:
         return Outcome("crashed", f"{_words(e)} [{_place(e)}]", groups=groups)
     finally:
         torch._dynamo.reset()
+
+
+def _of_all_ranks(case: Case, found: Record, expected: Record) -> Record:
+    """The record with what is a rank's own as expected: losses, outputs and gradients of inputs of the drop-in."""
+    if case.entry != "module" or case.world_size == 1:
+        return found
+    return replace(found, outputs=expected.outputs, inputs=expected.inputs, losses=expected.losses)
+
+
+def _is_as_ddp(built: Built, found: Record, weighting: Weighting) -> bool:
+    """Whether numbers are those of ranks that each train on their own batch, and average their gradients."""
+    expected = eager(built, weighting)
+    return difference(_of_all_ranks(built.case, found, expected), expected, 1e-8, False) is None
+
+
+def _refused(case: Case, group: Group) -> Outcome:
+    """Of a case that autopar must refuse."""
+    try:
+        built = build(case)
+        run(prepare(built, group), group)
+    except CollectiveError as e:
+        return Outcome("crashed", _words(e))
+    except AutoparError as e:
+        return Outcome("refused", _words(e))
+    except Exception as e:
+        return Outcome("crashed", f"{_words(e)} [{_place(e)}]")
+    finally:
+        torch._dynamo.reset()
+    return Outcome("wrong", "ranks that differ were trained without a word")
 
 
 def _words(e: BaseException) -> str:

@@ -45,16 +45,22 @@ def loss_of(model, loss, b):
 
 
 def train(autopar_settings=None):
+    globals().update(FIRST)
+    torch.manual_seed(SEED)
     model, loss, parameters, optimizer = make()
+    if autopar_settings is None and {unfused}:
+        for group in optimizer.param_groups:
+            group["fused"] = False  # PyTorch's is wrong here
     program, rank = None, 0
     if autopar_settings is not None:
         program, rank = started(model, loss, optimizer, **autopar_settings)
     schedule = eval(SCHEDULE, {{"torch": torch, "optimizer": optimizer}}) if SCHEDULE else None
     losses = []
     for step in range(STEPS):
+        globals().update(model=model, loss=loss, optimizer=optimizer, program=program or model)
         for when, line in EVENTS:
             if when == step:
-                exec(line, {{**globals(), "model": model, "optimizer": optimizer}})
+                exec(line, globals())
         if program is not None and ENTRY != "module":
             mine = batches(step, rank)
             value = program.step(micro_batches=mine) if len(mine) > 1 else program.step(mine[0])
@@ -71,6 +77,8 @@ def train(autopar_settings=None):
         if schedule is not None:
             schedule.step()
         losses.append(float(value))
+        if program is not None and hasattr(model, "drawn"):
+            print(f"rank {{rank}} has drawn in step {{step}}:", model.drawn[:3].tolist())
     if program is not None and ENTRY != "module":
         with program.gathered():
             return losses, {{n: p.detach().clone() for n, p in model.named_parameters()}}, dict(model.named_buffers())
@@ -110,6 +118,9 @@ def started(model, loss, optimizer, groups, recompute, late):
     return autopar.optimize(model, **settings), rank
 
 
+FIRST = dict(globals())
+
+
 def main():
     expected = train()
     found = train({{"groups": {groups}, "recompute": {recompute!r}, "late": {late}}})
@@ -131,6 +142,7 @@ def script(case: Case, outcome: Outcome) -> str:
     said = outcome.said.replace("\n", "\n# ")
     told = {k: getattr(case, k) for k in ("entry", "steps", "samples", "data_seed", "events", "clip", "schedule")}
     told |= {k: getattr(case, k) for k in ("sums", "input_gradients", "recompute", "late")}
+    told["unfused"] = case.unfused
     groups = json.loads(case.groups) if case.groups else None
     head = f"# {case.name}: {outcome.kind}: {said}\n# Run with: {start} THIS_FILE\n"
     return head + render(case) + _HARNESS.format(**told, groups=groups)

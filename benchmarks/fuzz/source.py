@@ -34,6 +34,8 @@ def render(case: Case, dtype: str | None = None) -> str:
     }.get(case.form, "return out")
     body = [*case.forward, f"out = {case.output}", last.format(loss=case.loss)]
     lines = [
+        "import io",
+        "import os",
         "from dataclasses import dataclass",
         "from typing import Any",
         "import torch",
@@ -56,7 +58,12 @@ def render(case: Case, dtype: str | None = None) -> str:
         named = [f'{n} = target["{n}"]' for n, _ in case.targets]
         if case.form == "loss_module":
             lines += ["class Loss(nn.Module):", "    def __init__(self):", "        super().__init__()"]
-            lines += ["        self.t = parameter((), 99)", "", "    def forward(self, out, target):"]
+            lines += [
+                "        self.t = parameter((), 99)",
+                "        self.weight = 1.0",
+                "",
+                "    def forward(self, out, target):",
+            ]
             lines += _indented([*named, f"return (1 + 0.1 * self.t) * ({case.loss})"], 8)
         else:
             lines += ["def loss_fn(out, target):", *_indented([*named, f"return {case.loss}"], 4)]
@@ -78,8 +85,11 @@ class Built:
 
     case: Case
     space: dict[str, Any]
+    first: dict[str, Any]
+    """The globals as they are before a training, which an event may change."""
 
     def model(self) -> nn.Module:
+        self.space.update(self.first)
         made: nn.Module = self.space["Model"]()
         return made.train()
 
@@ -101,22 +111,25 @@ class Built:
             return None
         return eval(self.case.schedule, {"torch": torch, "optimizer": optimizer})
 
-    def event(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Does what the case says happens before a step."""
+    def event(self, step: int, **held: Any) -> None:
+        """Does what the case says happens before a step, to what `held` names."""
         for when, line in self.case.events:
             if when == step:
-                exec(line, {**self.space, "model": model, "optimizer": optimizer})
+                self.space.update(held)
+                exec(line, self.space)
 
 
 def build(case: Case, dtype: str | None = None) -> Built:
     """Runs the case's source. `dtype`: another working dtype than the case's."""
     text, name = render(case, dtype), f"fuzz-{case.name.replace('/', '-')}.py"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-    module = types.ModuleType(f"fuzz_case_{next(_made) % 8}")
-    sys.modules[module.__name__] = module  # TorchDynamo looks globals up in the module of a frame's name
+    number = next(_made)
+    module = types.ModuleType(f"fuzz_case_{number}")
+    sys.modules[module.__name__] = module  # TorchDynamo looks globals up in the module of a frame's name, and keeps it
+    sys.modules.pop(f"fuzz_case_{number - 8}", None)
     space = vars(module)
     exec(compile(text, name, "exec"), space)
-    return Built(case, space)
+    return Built(case, space, dict(space))
 
 
 def trainable(model: nn.Module, loss_fn: Any) -> list[nn.Parameter]:

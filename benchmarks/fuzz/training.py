@@ -46,6 +46,8 @@ class Record:
     observed: list[list[tuple[Fragment, torch.Tensor]]] = field(default_factory=list)
     """Gradients as a program's optimizer was given them."""
     warned: list[str] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+    """Digests of the random numbers that the model has drawn in each step, where it keeps them."""
 
 
 def batches_of(built: Built, step: int, rank: int) -> list[Any]:
@@ -66,10 +68,14 @@ def eager(built: Built, weighting: Weighting = "joined", noise: float = 0.0, lik
         _disturb(model, noise)
     parameters = trainable(model, loss_fn)
     optimizer = built.optimizer(parameters)
+    if case.unfused:
+        for group in optimizer.param_groups:
+            group["fused"] = False
     scheduler = built.scheduler(optimizer)
     dtype = getattr(torch, case.dtype)
+    torch.manual_seed(case.data_seed)
     for step in range(case.steps):
-        built.event(step, model, optimizer)
+        built.event(step, model=model, optimizer=optimizer, loss=loss_fn, program=model)
         parts = [b for r in range(case.world_size) for b in batches_of(built, step, r)]
         if like is not None:
             parts = [map_batch(b, lambda t: t.to(dtype).double() if t.is_floating_point() else t) for b in parts]
@@ -82,13 +88,28 @@ def eager(built: Built, weighting: Weighting = "joined", noise: float = 0.0, lik
             if case.sums and case.entry == "module":  # which sees no loss, and takes the mean over ranks, as DDP does
                 loss = loss / case.world_size
         else:
-            loss = torch.zeros(())
-            weights = [float(len(flatten(p).tensors[0])) if weighting == "samples" else 1.0 for p in parts]
-            for part, weight in zip(parts, weights, strict=True):
-                loss = loss + _loss(built, model, loss_fn, part, record) * (weight / sum(weights))
+            loss = _by_rank(built, model, loss_fn, parts, weighting, record)
         loss.backward()  # type: ignore[no-untyped-call]
         _end_of_step(built, record, model, loss_fn, parameters, optimizer, scheduler, loss)
     return record
+
+
+def _by_rank(
+    built: Built, model: nn.Module, loss_fn: Any, parts: list[Any], weighting: Weighting, record: Record
+) -> torch.Tensor:
+    """The mean of each rank's losses on its own batches. All begin with the same buffers, of which rank 0's stay."""
+    weights = [float(len(flatten(p).tensors[0])) if weighting == "samples" else 1.0 for p in parts]
+    ranks = [r for r, sizes in enumerate(built.case.samples) for _ in sizes]
+    first = {n: b.clone() for n, b in model._buffers.items() if b is not None}
+    of_rank_0: dict[str, torch.Tensor | None] = {}
+    loss = torch.zeros(())
+    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        if i and ranks[i] != ranks[i - 1]:
+            of_rank_0 = of_rank_0 or dict(model._buffers)
+            model._buffers.update({n: b.clone() for n, b in first.items()})
+        loss = loss + _loss(built, model, loss_fn, part, record) * (weight / sum(weights))
+    model._buffers.update(of_rank_0)
+    return loss
 
 
 def _loss(built: Built, model: nn.Module, loss_fn: Any, batch: Any, record: Record) -> torch.Tensor:
@@ -176,6 +197,7 @@ def said(record: Record) -> Iterator[None]:
 def prepare(built: Built, group: Group) -> Prepared:
     """Optimizes the case's model on this rank."""
     case = built.case
+    torch.manual_seed(case.data_seed)
     model, loss_fn = built.model(), built.loss_fn()
     parameters = trainable(model, loss_fn)
     optimizer = built.optimizer(parameters)
@@ -228,8 +250,10 @@ def run(prepared: Prepared, group: Group) -> Record:
     scheduler = built.scheduler(prepared.optimizer)
     if isinstance(prepared.program, Program) and built.case.clip is None:
         _observe(prepared.program, record)
+    torch.manual_seed(built.case.data_seed)
     for step in range(built.case.steps):
-        built.event(step, prepared.model, prepared.optimizer)
+        built.event(step, model=prepared.model, loss=prepared.loss_fn, optimizer=prepared.optimizer,
+                    program=prepared.program)  # fmt: skip
         record.inputs.append({})
         record.outputs.append({})
         record.observed.append([])
@@ -251,6 +275,8 @@ def run(prepared: Prepared, group: Group) -> Record:
                 built, record, prepared.model, prepared.loss_fn, prepared.parameters, prepared.optimizer, scheduler,
                 loss,
             )  # fmt: skip
+        drawn = dict(prepared.model.named_buffers()).get("drawn")
+        record.drawn += [] if drawn is None else [str(drawn.sum().item())]
     if group.world_size > 1 and isinstance(prepared.program, Program):
         with prepared.program.gathered():
             record.parameters = [

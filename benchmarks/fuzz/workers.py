@@ -38,7 +38,9 @@ class Team:
 
     world_size: int
     target: Callable[..., None]
-    """What each of them runs, given its rank, the world size, a port, and its end of a pipe."""
+    """What each of them runs, given its rank, the world size, a port, its end of a pipe, and `patience`."""
+    patience: float = 1.0
+    """How many times as long as usual ranks wait for each other, and this process for them."""
     processes: list[Any] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     name: str = ""
@@ -54,12 +56,13 @@ class Team:
         self._ready, self._done = False, 0
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=self.target, args=(rank, self.world_size, port, theirs), daemon=True)
+            process = context.Process(target=self.target, args=(rank, self.world_size, port, theirs, self.patience),
+                                      daemon=True)  # fmt: skip
             process.start()
             theirs.close()
             self.processes.append(process)
             self.connections.append(mine)
-        self._answers, self._deadline = {}, time.monotonic() + START_S
+        self._answers, self._deadline = {}, time.monotonic() + START_S * self.patience
 
     def stop(self) -> None:
         for process in self.processes:
@@ -80,7 +83,7 @@ class Team:
             self._send()
 
     def _send(self) -> None:
-        self._answers, self._deadline = {}, time.monotonic() + CASE_S
+        self._answers, self._deadline = {}, time.monotonic() + CASE_S * self.patience
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.send_bytes(self._given.encode())
@@ -115,14 +118,18 @@ class Team:
         self.name, self._done = "", self._done + 1
         kinds = {(o.kind, o.reason) for o in outcomes}
         apart = self.world_size > 1 and (outcome.kind == "crashed" or len(kinds) > 1)
-        if apart or self._done >= _CASES or (self.world_size > 1 and outcome.kind == "refused"):
+        if apart or self._done >= _CASES:
             self.stop()
         return Told(name, outcome, None if text is None else Case.loads(text))
 
     def _failed(self, kind: Any, rank: int) -> Told:
         process = self.processes[rank]
         process.join(1.0)
-        end = f"with exit code {process.exitcode}" if kind == "died" else f"did not answer within {CASE_S:g} s"
+        end = (
+            f"with exit code {process.exitcode}"
+            if kind == "died"
+            else f"did not answer within {CASE_S * self.patience:g} s"
+        )
         found = [Outcome(**{k: v for k, v in json.loads(a).items() if k != "case"}) for a in self._answers.values()
                  if a != b"ready"]  # fmt: skip
         said = "; others: " + "; ".join(o.said for o in found) if found else ""

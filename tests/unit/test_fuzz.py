@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,15 +16,18 @@ import torch
 from autopar.ir import build as ir_build
 from autopar.ir.reuse import reuse_memory
 from autopar.runtime.process_group import Group
+from benchmarks.faults import FAULTS, LEADS_TO
 from benchmarks.fuzz.case import Case
-from benchmarks.fuzz.draft import Rejected
+from benchmarks.fuzz.draft import Draft, Rejected
 from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome, merged
 from benchmarks.fuzz.plans import as_text, groups_of
 from benchmarks.fuzz.rank import run_case
 from benchmarks.fuzz.script import script
 from benchmarks.fuzz.shrink import pruned, shrink
-from benchmarks.fuzz.source import render
+from benchmarks.fuzz.source import build, render
+from benchmarks.fuzz.twists import ALONE as ALL_ALONE
+from benchmarks.fuzz.twists import TOGETHER, Twist, average, hook, python_state, resumed
 
 ALONE = Group(0, 1)
 CASE = Case(
@@ -124,16 +131,58 @@ def test_ranks_are_judged_together() -> None:
     late = Outcome("crashed", "CollectiveError: rank 1 is late")
     assert merged([late, Outcome("crashed", "KeyError: 3")]).said == "KeyError: 3"
     assert merged([late, Outcome("refused", "CaptureError: no")]).kind == "refused"
+    apart = [replace(equal, drawn=("1", "2")), replace(equal, drawn=("3", "4"))]
+    assert merged(apart).kind == "equal"
+    assert (
+        merged([*apart, replace(equal, drawn=("5", "4"))]).said == "ranks have drawn the same random numbers in step 1"
+    )
     as_ddp = Outcome("wrong", "loss", as_ddp=True)
     assert merged([as_ddp, equal]).kind == "wrong"
     assert merged([replace(as_ddp, warned="as DDP would"), as_ddp]).kind == "equal"
 
 
+def test_what_a_slow_machine_may_lead_to_is_told_from_a_fault() -> None:
+    assert Outcome("hung", "rank 1 did not answer within 60 s").may_be_slow
+    assert Outcome("crashed", "CollectiveError: rank 1 was silent for 15 s").may_be_slow
+    assert not Outcome("crashed", "KeyError: 3").may_be_slow
+    assert not Outcome("wrong", "loss of step 1 is off by 2.0e-01").may_be_slow
+    assert not Outcome("refused", "CaptureError: no").may_be_slow
+
+
+@pytest.mark.parametrize("twist", dict.fromkeys([*ALL_ALONE, *TOGETHER]))
+def test_a_twist_adds_lines_that_compile(twist: Twist) -> None:
+    cases = [replace(CASE, samples=samples) for samples in (((4,),), ((2,), (3,)))]
+    made = []
+    for case, seed in itertools.product(cases, range(8)):
+        with contextlib.suppress(Rejected):
+            made.append(twist(case, random.Random(seed)))
+            text = script(made[-1], Outcome("wrong", "a number"))
+            compile(text, "script", "exec")
+    assert made and all(case != CASE for case in made)
+
+
+@pytest.mark.parametrize(
+    ("twist", "expected"), [(python_state, "equal"), (average, "equal"), (resumed, "equal"), (hook, "refused")]
+)
+def test_a_hostile_script_is_followed_or_refused(twist: Twist, expected: str) -> None:
+    for seed in range(2):
+        outcome = run_case(twist(CASE, random.Random(seed)), ALONE)
+        assert outcome.kind == expected, outcome
+
+
+def test_each_case_is_a_module_of_its_own_name() -> None:
+    """TorchDynamo remembers modules by name: guards on globals would look at those of an earlier case."""
+    names = [build(CASE).model().__module__ for _ in range(20)]
+    assert len(set(names)) == len(names)
+    assert names[0] not in sys.modules and names[-1] in sys.modules
+
+
+def test_each_fault_is_known_by_what_it_leads_to() -> None:
+    patches = {p.stem for p in FAULTS.glob("*.patch")}
+    assert len(patches) == 14 and set(LEADS_TO) <= patches
+
+
 def test_a_draft_rejects_what_mixes_samples() -> None:
-    import random
-
-    from benchmarks.fuzz.draft import Draft
-
     draft = Draft(random.Random(0), rowwise=True, dtype="float64")
     draft.input("x", "values((n, 3), seed)")
     draft.keep(["h1 = x * 0.5"])
