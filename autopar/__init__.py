@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from autopar.calibration import calibrate as calibrate
     from autopar.errors import AutoparError as AutoparError
     from autopar.errors import AutoparWarning as AutoparWarning
+    from autopar.ir.passes import Pass as Pass
+    from autopar.ir.passes import Passes as Passes
     from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
     from autopar.spec.calibration import Calibration as Calibration
@@ -31,6 +33,8 @@ _HOMES = {
     "AutoparWarning": "autopar.errors",
     "Calibration": "autopar.spec.calibration",
     "ClusterSpec": "autopar.spec.cluster",
+    "Pass": "autopar.ir.passes",
+    "Passes": "autopar.ir.passes",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
     "SyncedModule": "autopar.runtime.module",
@@ -47,6 +51,8 @@ __all__ = [
     "AutoparWarning",
     "Calibration",
     "ClusterSpec",
+    "Pass",
+    "Passes",
     "Plan",
     "Program",
     "SyncedModule",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from autopar.errors import CaptureError, PlanMismatchError, SpecError, did_you_mean
 from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
+from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training
 from autopar.runtime.compiled import Check, LossFn, Settings, Weight
 from autopar.runtime.eager import owners_of
@@ -55,6 +56,7 @@ def plan(
     seed: int = 0,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
+    passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
@@ -66,7 +68,7 @@ def plan(
     _check_choices(
         mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
     )
-    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters)
+    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
     return planner.plan(training, cluster)
@@ -94,6 +96,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program: ...
 @overload
@@ -115,6 +118,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> SyncedModule: ...
 def optimize(
@@ -138,6 +142,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
     """Makes `model` a distributed training program on the ranks of this job (torchrun's, or this process alone).
@@ -168,6 +173,8 @@ def optimize(
         measure_compute: times the model's forward and backward pass here, a few runs of them, and takes that for what
             devices of this kind do; else they are computed from what the devices reach.
         check: which steps are compared with the model run eagerly: the "first", "always", or "never".
+        passes: which rewrite the captured graph: `Passes(without=("memory reused",))` leaves an optional one out,
+            `Passes(also=(mine,))` runs one of your own. On all ranks alike.
         timeout_s: how long a collective may wait for a late rank.
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
@@ -196,9 +203,10 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
+    said += f", passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
-    settings = Settings(loss_fn if mode == "step" else None, clip_grad_norm, weight, unused_parameters, check)
+    settings = Settings(loss_fn if mode == "step" else None, clip_grad_norm, weight, unused_parameters, check, passes)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)
@@ -210,9 +218,9 @@ def optimize(
         graph = training.graph(plan.recompute)
     context = training.context(group.world_size, late_parameters)
     if optimizer is None:
-        passes = GradientProgram(model, plan, group, settings, context)
-        passes.adopt(graph, training.batch)
-        return SyncedModule(passes)
+        gradients = GradientProgram(model, plan, group, settings, context)
+        gradients.adopt(graph, training.batch)
+        return SyncedModule(gradients)
     program = Program(model, plan, group, optimizer, settings, context)
     program.adopt(graph, training.batch)
     return program

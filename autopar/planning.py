@@ -64,8 +64,10 @@ class Training:
         """The captured step or module; captured once. Raises `CaptureError`."""
         if recompute not in self._graphs:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
-            unused = self.settings.unused_parameters
-            self._graphs[recompute] = training_graph(self.model, self.batch, loss_fn, self.mode, unused, recompute)
+            unused, passes = self.settings.unused_parameters, self.settings.passes
+            self._graphs[recompute] = training_graph(
+                self.model, self.batch, loss_fn, self.mode, unused, recompute, passes
+            )
         return self._graphs[recompute]
 
     def context(self, world_size: int, late_parameters: bool) -> Context:

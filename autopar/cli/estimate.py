@@ -8,8 +8,11 @@ if TYPE_CHECKING:
     from autopar.cli.model_argument import ModelArgument
     from autopar.cost_models.base import Estimate
     from autopar.ir.capture import Mode
+    from autopar.ir.training_graph import TrainingGraph
+    from autopar.planning import Training
     from autopar.spec.calibration import Calibration
     from autopar.spec.plan import Plan
+    from autopar.strategies.lowering import StepProgram
 
 
 def estimate(
@@ -19,18 +22,33 @@ def estimate(
 
     Raises `PlanMismatchError` where the model is another one, `SpecError` where the calibration is of another cluster.
     """
+    from autopar.spec.topology import Topology
+
+    training = _training(made, optimizer)
+    graph, program = _lowered(plan, training)
+    cluster = plan.cluster.cluster
+    return training.cost_model(cluster, calibration).predict(graph, program, Topology(cluster), timeline=True)
+
+
+def lowered(plan: Plan, made: ModelArgument, optimizer: str | None) -> tuple[TrainingGraph, StepProgram]:
+    """The model's graph, and the plan lowered for it. Raises `PlanMismatchError` where the model is another one."""
+    return _lowered(plan, _training(made, optimizer))
+
+
+def _training(made: ModelArgument, optimizer: str | None) -> Training:
     from autopar.cli.model_argument import chosen_optimizer
     from autopar.planning import Training
     from autopar.runtime.compiled import Settings
-    from autopar.spec.topology import Topology
-    from autopar.strategies.lowering import lower_plan
 
     chosen = chosen_optimizer(made, optimizer)
     mode: Mode = "step" if chosen is not None else "module"
-    training = Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
+    return Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
+
+
+def _lowered(plan: Plan, training: Training) -> tuple[TrainingGraph, StepProgram]:
+    from autopar.strategies.lowering import lower_plan
+
     graph = training.graph(plan.recompute)
     plan.check_model(graph.model)
-    cluster = plan.cluster.cluster
     context = training.context(plan.cluster.world_size, late_parameters=True)
-    program = lower_plan(plan.groups, graph, context.on(cluster))
-    return training.cost_model(cluster, calibration).predict(graph, program, Topology(cluster), timeline=True)
+    return graph, lower_plan(plan.groups, graph, context.on(plan.cluster.cluster))

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from autopar.cli.console import json_option, result, result_json, standard_options
+from autopar.cli.console import json_option, quiet_libraries, result, result_json, result_table, standard_options
+from autopar.cli.model_argument import OPTIMIZERS, load_model
 
 
 @click.command("explain")
 @click.argument("plan")
 @click.option("--parameter", metavar="NAME", help="Only what happens to this parameter.")
 @click.option("--diff", "other", metavar="OTHER", help="What changes from PLAN to this plan.")
+@click.option("--passes", is_flag=True, help="With --model: what each pass does on the way to the step that runs.")
+@click.option("--model", metavar="MODEL", help="The model of the plan.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="With --model: as given to `autopar plan`.")
 @json_option
 @standard_options
-def command(plan: str, parameter: str | None, other: str | None, as_json: bool) -> None:
+def command(
+    plan: str,
+    parameter: str | None,
+    other: str | None,
+    passes: bool,
+    model: str | None,
+    optimizer: str | None,
+    as_json: bool,
+) -> None:
     """Say in words what the plan in file PLAN does, at what predicted cost, and why."""
-    if parameter is not None and other is not None:
-        raise click.UsageError("give either --parameter or --diff, not both")
+    if (parameter is not None) + (other is not None) + passes > 1:
+        raise click.UsageError("give one of --parameter, --diff and --passes")
+    if passes != (model is not None):
+        raise click.UsageError("--passes needs --model, whose graph it is about, and --model is for --passes")
     from autopar.report.difference import diff
     from autopar.report.parameter import explain_parameter, find_parameter
     from autopar.spec.plan import Plan
@@ -37,10 +52,33 @@ def command(plan: str, parameter: str | None, other: str | None, as_json: bool) 
             result_json([row for row in _parameters(loaded) if row["parameter"] == name])
         else:
             result(text)
+    elif model is not None:
+        _passes(loaded, model, optimizer, as_json)
     elif as_json:
         result_json(_whole(loaded))
     else:
         result(loaded.explain())
+
+
+def _passes(plan: Any, model: str, optimizer: str | None, as_json: bool) -> None:
+    from autopar.cli.estimate import lowered
+    from autopar.formatting import number_of
+
+    with quiet_libraries():
+        graph, program = lowered(plan, load_model(model), optimizer)
+    sent = sum(call.is_pending for call in program.calls)
+    rows = [asdict(done) for done in graph.passes]
+    lowering = {"groups": len(program.groups), "operations": len(program.calls), "collectives": sent}
+    if as_json:
+        result_json({"passes": rows, "lowering": lowering, "nodes": len(graph.compute)})
+        return
+    header = ("pass", "what it does", "added", "removed", "changed", "moved")
+    result_table(header, [[str(value) for value in row.values()] for row in rows], "llrrrr")
+    groups = number_of(lowering["groups"], "group")
+    result(
+        f"lowering: the strategies of {groups} emit {lowering['operations']} operations, {sent} of them collectives, "
+        f"placed between {len(graph.compute)} nodes"
+    )
 
 
 def _whole(plan: Any) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class Passes:
                     f"no pass '{name}' can be left out{did_you_mean(name, optional)} optional: {', '.join(optional)}"
                 )
 
+    @property
+    def said(self) -> str:
+        """What ranks compare."""
+        return f"without {sorted(self.without)}, also {[p.name for p in self.also]}"
+
     def before(self) -> tuple[Pass, ...]:
         """Those that run before the table of parameters is read off the graph."""
         return (*self._kept(BEFORE), *self.also)

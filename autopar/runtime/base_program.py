@@ -90,7 +90,7 @@ class BaseProgram:
         s = self.settings
         with self._traceable():
             graph = training_graph(
-                self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute
+                self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
             )
         return self.adopt(graph, batch)
 

@@ -12,6 +12,7 @@ import torch.fx
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
+from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.strategies.lowering import StepProgram
 
@@ -34,6 +35,8 @@ class Settings:
     """`None`: read off the loss."""
     unused_parameters: Unused = "error"
     check: Check = "never"
+    passes: Passes = EVERY
+    """That rewrite what was captured."""
 
 
 @dataclass(eq=False)

@@ -66,6 +66,19 @@ def model_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_each_pass_says_what_it_does_to_the_model(model_file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    run("plan", f"{model_file}:mlp", "--cluster", "local:4", "-o", str(written), "--strategy", "ddp")
+    done = run("explain", str(written), "--passes", "--model", f"{model_file}:mlp")
+    assert done.exit_code == 0, done.output
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert rows[:2] == ["pass", "identities"] and "memory reused" in rows
+    assert "the strategies of 1 group emit" in done.stdout
+    told = json.loads(run("explain", str(written), "--passes", "--model", f"{model_file}:mlp", "--json").stdout)
+    assert sum(row["removed"] for row in told["passes"]) > 0
+    assert run("explain", str(written), "--passes").exit_code == 2
+
+
 def test_a_searched_plan_is_written_and_told(model_file: Path, tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
     done = run("plan", f"{model_file}:mlp", "--cluster", "local:4", "-o", str(written), "--time-budget", "2")
