@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
+from autopar import Pass, Passes
 from autopar.cost_models.analytic import AnalyticCostModel
+from autopar.errors import VerificationError
+from autopar.ir.capture import JointGraph
+from autopar.ir.passes import Capture
 from autopar.ops.context import Context
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.spec.topology import Topology
@@ -14,6 +21,7 @@ from autopar.strategies import STRATEGIES, register
 from autopar.strategies.lowering import lower_plan
 from autopar.testing import check_strategy
 from tests.extension.fixed_latency import FIXED_S, TOY
+from tests.extension.reciprocals import RECIPROCALS
 from tests.extension.recursive_doubling import RecursiveDoubling
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
@@ -56,3 +64,36 @@ def test_a_library_of_ones_own_is_planned_for_and_simulated() -> None:
         program = lower_plan(specs, graph, Context(4))
         times.append(model.predict(graph, program, Topology(cpu_hosts(4))).communication_s)
     assert times[0] - times[1] == pytest.approx((len(MLP) - 1) * FIXED_S, rel=0.2)
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (torch.sigmoid(self.layer(x)) / 4).sum()
+        return found
+
+
+def _program(*own: Pass) -> autopar.Program:
+    model = Halved()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autopar.optimize(model, example_inputs=torch.ones(5, 3), optimizer=optimizer, passes=Passes(also=own))
+
+
+def test_a_pass_of_ones_own_rewrites_the_step_and_is_compared_with_the_model() -> None:
+    program = _program(RECIPROCALS)
+    program.step(torch.ones(5, 3))
+    code = program.graph_module.code
+    assert "aten.mul" in code and "aten.div" not in code
+
+
+def test_a_pass_that_changes_numbers_is_found() -> None:
+    def harden(joint: JointGraph, capture: Capture) -> JointGraph:
+        for node in joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default):
+            node.target = torch.ops.aten.hardsigmoid.default
+        return joint
+
+    with pytest.raises(VerificationError, match="the loss"):
+        _program(Pass("harden", "makes sigmoids hard", harden)).step(torch.ones(5, 3))
