@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.dtypes import WireDtype
-from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Operation
+from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission, Operation
 from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
 from autopar.ops.context import Context
 from autopar.ops.exchanges import AllGather, ReduceScatter
@@ -170,7 +170,7 @@ class Emitter:
         position: int | None,
         deferred: bool = False,
     ) -> Call:
-        made = op.value(group, inputs, self.context)
+        made = op.value(Emission(group, inputs, self.context))
         self.calls.append(Call(len(self.calls), op, inputs, group, made, stage, position, deferred))
         return self.calls[-1]
 

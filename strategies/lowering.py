@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from autopar.errors import PlanError, did_you_mean
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call
+from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission
 from autopar.ops.context import Context
 from autopar.ops.gradients import Clip
 from autopar.ops.group import Group, Member
@@ -183,7 +183,7 @@ def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Opti
 
 def _clip(calls: Sequence[Call], context: Context) -> Call:
     sources = tuple(c.inputs[0] for c in calls if c.op.takes_clip)
-    return Call(len(calls), Clip(), sources, None, Clip().value(None, sources, context), stage=CLIP_STAGE - 1)
+    return Call(len(calls), Clip(), sources, None, Clip().value(Emission(None, sources, context)), stage=CLIP_STAGE - 1)
 
 
 def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> tuple[Placed, ...]:

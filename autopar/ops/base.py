@@ -17,6 +17,25 @@ from autopar.ops.layouts import Layout, Owned, Partial, held_elements, is_sharde
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What an operation is emitted with."""
+
+    of: Group | None
+    """The sync group; `None` where it belongs to the whole step."""
+    inputs: tuple[Call, ...]
+    context: Context
+
+    @property
+    def group(self) -> Group:
+        assert self.of is not None, "it belongs to a sync group"
+        return self.of
+
+    @property
+    def world_size(self) -> int:
+        return self.context.world_size
+
+
 class Operation(ABC):
     """One operation. Subclass it as a frozen dataclass whose fields are all that two calls on equal values may differ
     in: prices are remembered by them."""
@@ -45,7 +64,7 @@ class Operation(ABC):
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
 
     @abstractmethod
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         """What it makes."""
 
     @abstractmethod

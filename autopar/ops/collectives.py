@@ -21,7 +21,6 @@ R is `ring_reduce_bytes`: (n-1)/n S for small values, nearly S for large ones.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +28,7 @@ import numpy as np
 
 from autopar.backends import collectives
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Call, Operation, Site
-from autopar.ops.context import Context
-from autopar.ops.group import Group
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.layouts import REPLICATE, Owned, Partial, Shard, summed
 from autopar.ops.links import Links, Phase, Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups
@@ -102,11 +99,11 @@ class AllReduce(Collective):
 
     name = "all_reduce"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        made, layout = inputs[0].made, inputs[0].layout
+    def value(self, at: Emission) -> Value:
+        made, layout = at.inputs[0].made, at.inputs[0].layout
         assert isinstance(layout, Partial), "an all-reduce takes values that are still to be added up"
         for subgroup in self.subgroups if isinstance(layout.of, Shard) else ():
-            assert len({inputs[0].sizes[r] for r in subgroup}) == 1, "an all-reduce needs values of one size"
+            assert len({at.inputs[0].sizes[r] for r in subgroup}) == 1, "an all-reduce needs values of one size"
         return replace(made, layout=summed(layout, self.subgroups, layout.of))
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
@@ -141,9 +138,9 @@ class Reduce(Collective):
     name = "reduce"
     owner: int = 0
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        summed(inputs[0].layout, (), REPLICATE)
-        return replace(inputs[0].made, layout=Owned(self.owner))
+    def value(self, at: Emission) -> Value:
+        summed(at.inputs[0].layout, (), REPLICATE)
+        return replace(at.inputs[0].made, layout=Owned(self.owner))
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return None
@@ -177,8 +174,8 @@ class Broadcast(Collective):
 
     name = "broadcast"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return replace(inputs[0].made, layout=REPLICATE)
+    def value(self, at: Emission) -> Value:
+        return replace(at.inputs[0].made, layout=REPLICATE)
 
     def sender(self, call: Call) -> int:
         layout = call.inputs[0].layout
@@ -223,9 +220,9 @@ class AllToAll(Collective):
 
     name = "all_to_all"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert inputs[0].sizes, "an all-to-all sends what each rank has of its own"
-        return inputs[0].made
+    def value(self, at: Emission) -> Value:
+        assert at.inputs[0].sizes, "an all-to-all sends what each rank has of its own"
+        return at.inputs[0].made
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, held = len(subgroup), [call.sizes[r] * DTYPE_BYTES[call.dtype] for r in subgroup]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from autopar.backends import collectives
 from autopar.backends.exchange import ROUNDS_BYTES, alike
 from autopar.ir.dtypes import DTYPE_BYTES, EXACT_BYTES
-from autopar.ops.base import Call, Site
+from autopar.ops.base import Call, Emission, Site
 from autopar.ops.collectives import Collective, RankBytes, copied, other_ranks
-from autopar.ops.context import Context
-from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Partial, Shard, summed
 from autopar.ops.links import Links, Phase, Vector
 from autopar.ops.subgroups import all_subgroups, subgroup_of
@@ -64,12 +61,12 @@ class ReduceScatter(_Exchange):
     name = "reduce_scatter"
     sizes: tuple[int, ...] = ()
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n, elements = context.world_size, inputs[0].elements
+    def value(self, at: Emission) -> Value:
+        n, elements = at.world_size, at.inputs[0].elements
         assert len(self.sizes) == n, "one part a rank"
         for subgroup in all_subgroups(self.subgroups, n):
             assert sum(self.sizes[r] for r in subgroup) == elements, "the parts of a subgroup must cover the value"
-        return replace(inputs[0].made, layout=summed(inputs[0].layout, self.subgroups, Shard(self.sizes)))
+        return replace(at.inputs[0].made, layout=summed(at.inputs[0].layout, self.subgroups, Shard(self.sizes)))
 
     def sizes_of(self, call: Call) -> tuple[int, ...]:
         return self.sizes
@@ -126,12 +123,12 @@ class AllGather(_Exchange):
 
     name = "all_gather"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        layout = inputs[0].layout
+    def value(self, at: Emission) -> Value:
+        layout = at.inputs[0].layout
         if isinstance(layout, Partial):
-            return replace(inputs[0].made, layout=Partial(layout.summed, REPLICATE))
+            return replace(at.inputs[0].made, layout=Partial(layout.summed, REPLICATE))
         assert isinstance(layout, Shard), f"an all-gather takes what is sharded, not {layout}"
-        return replace(inputs[0].made, layout=REPLICATE)
+        return replace(at.inputs[0].made, layout=REPLICATE)
 
     def sizes_of(self, call: Call) -> tuple[int, ...]:
         return call.inputs[0].sizes

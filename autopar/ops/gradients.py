@@ -11,11 +11,10 @@ from torch import nn
 
 from autopar.backends.collectives import all_reduce, wait
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Call, Operation, Site
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
-from autopar.ops.context import Context
 from autopar.ops.fragments import pack
-from autopar.ops.group import Group, Member
+from autopar.ops.group import Member
 from autopar.ops.layouts import unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 from autopar.ops.waits import StepSum
@@ -34,9 +33,8 @@ class Pack(Operation):
     takes_gradients = True
     dtype: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, self.dtype, unsummed(context.world_size))
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, self.dtype, unsummed(at.world_size))
 
     def passes_through(self, call: Call) -> bool:
         """Whether one gradient is taken as it is."""
@@ -74,9 +72,8 @@ class Deliver(Operation):
     changes_parameters = True
     takes_clip = True
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, inputs[0].layout)
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, at.inputs[0].layout)
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         cast = 2 * call.bytes if call.inputs[0].dtype != call.owner_group.dtype else 0
@@ -97,7 +94,7 @@ class Clip(Operation):
     name = "clip"
     reads_members = False
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         return Value(1, "float64")
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:

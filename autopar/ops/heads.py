@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Head
-from autopar.ops.base import Call, Operation, Site
-from autopar.ops.context import Context
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group
 from autopar.ops.head_shard import HeadShard
 from autopar.ops.layouts import VARYING, Shard, unsummed
@@ -75,8 +74,8 @@ class HeadCount(_OfHead):
 
     name = "head.count"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return Value(context.world_size, "int64", Shard((1,) * context.world_size), expected=True)
+    def value(self, at: Emission) -> Value:
+        return Value(at.world_size, "int64", Shard((1,) * at.world_size), expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
         return sample_count(site, self.head.samples)
@@ -90,8 +89,8 @@ class HeadSamples(_OfHead):
     method = "samples"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n, one = context.world_size, self.head.samples * (self.head.width + index_width(self.sent_as))
+    def value(self, at: Emission) -> Value:
+        n, one = at.world_size, self.head.samples * (self.head.width + index_width(self.sent_as))
         one += one % 2
         return Value(n * one, self.sent_as, Shard((one,) * n), expected=True)
 
@@ -107,7 +106,7 @@ class HeadScores(_OfHead):
     name = "head.scores"
     method = "scores"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         return Value(self.head.samples * self.head.classes, self.head.dtype, VARYING, expected=True)
 
     def flops(self) -> int:
@@ -127,8 +126,8 @@ class HeadSums(_OfHead):
     name = "head.sums"
     method = "sums"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n, one = context.world_size, self.head.numbers * context.world_size * self.head.samples
+    def value(self, at: Emission) -> Value:
+        n, one = at.world_size, self.head.numbers * at.world_size * self.head.samples
         return Value(n * one, self.head.dtype, Shard((one,) * n), expected=True)
 
 
@@ -139,7 +138,7 @@ class HeadLoss(_OfHead):
     name = "head.loss"
     method = "loss"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         return Value(1, self.head.dtype, VARYING, expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
@@ -155,7 +154,7 @@ class HeadLogSum(_OfHead):
     name = "head.log_sum"
     method = "log_sum"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         return Value(self.head.samples, self.head.dtype, VARYING, expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
@@ -172,8 +171,8 @@ class HeadSeed(_OfHead):
     name = "head.seed"
     method = "seed"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n, one = context.world_size, 1 if self.head.log_sum is None else 1 + self.head.samples
+    def value(self, at: Emission) -> Value:
+        n, one = at.world_size, 1 if self.head.log_sum is None else 1 + self.head.samples
         return Value(n * one, self.head.dtype, Shard((one,) * n), expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
@@ -188,9 +187,8 @@ class HeadErrors(_OfHead):
     name = "head.errors"
     method = "errors"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(self.head.samples * self.head.classes, group.dtype, VARYING, expected=True)
+    def value(self, at: Emission) -> Value:
+        return Value(self.head.samples * self.head.classes, at.group.dtype, VARYING, expected=True)
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return 2 * self._score_bytes()
@@ -207,8 +205,8 @@ class HeadReturned(_OfHead):
     method = "returned"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n = context.world_size
+    def value(self, at: Emission) -> Value:
+        n = at.world_size
         return Value(n * self.head.samples * self.head.width, self.sent_as, unsummed(n), expected=True)
 
     def flops(self) -> int:
@@ -227,9 +225,8 @@ class HeadHandBack(_OfHead):
 
     name = "head.hand_back"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(self.head.samples * self.head.width, group.dtype, VARYING, expected=True)
+    def value(self, at: Emission) -> Value:
+        return Value(self.head.samples * self.head.width, at.group.dtype, VARYING, expected=True)
 
     def makes(self, group: Group) -> Sequence[str]:
         return [name for name in (self.head.hidden_gradient,) if name is not None]
@@ -248,9 +245,8 @@ class HeadGradient(_OfHead):
     method = "gradient"
     in_pieces: bool = False
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, Shard(row_shares(group, context.world_size)))
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
 
     def flops(self) -> int:
         return self._product_flops()

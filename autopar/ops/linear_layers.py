@@ -14,8 +14,7 @@ from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Layer
-from autopar.ops.base import Call, Operation, Site
-from autopar.ops.context import Context
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group
 from autopar.ops.layouts import VARYING, Shard, unsummed
 from autopar.ops.messages import Message, unpacked
@@ -159,8 +158,8 @@ class LayerCount(_OfLayer):
 
     name = "layer.count"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return Value(context.world_size, "int64", Shard((1,) * context.world_size), expected=True)
+    def value(self, at: Emission) -> Value:
+        return Value(at.world_size, "int64", Shard((1,) * at.world_size), expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
         return sample_count(site, self.layer.samples)
@@ -173,8 +172,8 @@ class LayerGiven(_OfLayer):
     name = "layer.given"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n, one = context.world_size, self.layer.samples * self.layer.width
+    def value(self, at: Emission) -> Value:
+        n, one = at.world_size, self.layer.samples * self.layer.width
         return Value(n * one, self.sent_as, Shard((one,) * n), expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
@@ -190,8 +189,8 @@ class LayerOutputs(_OfLayer):
     name = "layer.found"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return self.of_outputs(self.sent_as, context.world_size)
+    def value(self, at: Emission) -> Value:
+        return self.of_outputs(self.sent_as, at.world_size)
 
     def flops(self, n: int) -> int:
         return self.product_flops(n)
@@ -215,9 +214,8 @@ class LayerProduct(_OfLayer):
 
     name = "layer.product"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(self.layer.samples * self.layer.outputs, group.dtype, VARYING, expected=True)
+    def value(self, at: Emission) -> Value:
+        return Value(self.layer.samples * self.layer.outputs, at.group.dtype, VARYING, expected=True)
 
     def moved_bytes(self, call: Call, n: int) -> int:
         return 2 * self.error_bytes(call, n)
@@ -241,8 +239,8 @@ class LayerErrors(_OfLayer):
     name = "layer.errors"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return self.of_outputs(self.sent_as, context.world_size)
+    def value(self, at: Emission) -> Value:
+        return self.of_outputs(self.sent_as, at.world_size)
 
     def moved_bytes(self, call: Call, n: int) -> int:
         return 2 * self.error_bytes(call, n)
@@ -260,8 +258,8 @@ class LayerReturned(_OfLayer):
     name = "layer.returned"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        n = context.world_size
+    def value(self, at: Emission) -> Value:
+        n = at.world_size
         elements = n * self.layer.samples * self.layer.width
         return Value(elements, self.sent_as, unsummed(n), expected=True)
 
@@ -282,9 +280,8 @@ class LayerHandBack(_OfLayer):
 
     name = "layer.hand_back"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return self.of_samples(group.dtype)
+    def value(self, at: Emission) -> Value:
+        return self.of_samples(at.group.dtype)
 
     def makes(self, group: Group) -> Sequence[str]:
         return [name for name in (self.layer.given_gradient,) if name is not None]
@@ -302,9 +299,8 @@ class LayerGradient(_OfLayer):
     name = "layer.gradient"
     in_pieces: bool = False
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, Shard(row_shares(group, context.world_size)))
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
 
     def flops(self, n: int) -> int:
         return self.product_flops(n)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ops.base import Call, Operation, Site
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
 from autopar.ops.context import Context, Server
 from autopar.ops.exchanges import AllGather, ReduceScatter
-from autopar.ops.group import Group
 from autopar.ops.layouts import Layout, Owned, Shard, unsummed
 from autopar.ops.servers import ServerReduce
 from autopar.ops.subgroups import Subgroups, subgroup_of
@@ -24,7 +23,7 @@ class Given(Operation):
     name = "given"
     made: Value
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         return self.made
 
     def write(self, site: Site, call: Call) -> Any:
@@ -64,4 +63,4 @@ def collective_named(
     op, layout = known[name]
     context = Context(world_size, servers=(Server("server", 1.0),) * (len(parts) - world_size))
     source = _given(elements, dtype, layout)
-    return Call(1, op, (source,), None, op.value(None, (source,), context), stage=0)
+    return Call(1, op, (source,), None, op.value(Emission(None, (source,), context)), stage=0)

@@ -17,8 +17,7 @@ from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Parts
-from autopar.ops.base import Call, Operation, Site
-from autopar.ops.context import Context
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import REPLICATE, Shard
 from autopar.ops.values import Bytes, Setting, Value, Work
@@ -220,9 +219,8 @@ class CountParts(Operation):
 
     name = "count"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        n, members = context.world_size, len(group.members)
+    def value(self, at: Emission) -> Value:
+        n, members = at.world_size, len(at.group.members)
         return Value(n * members, "int64", Shard((members,) * n))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
@@ -258,9 +256,8 @@ class PackParts(Operation):
     forms_gradients = True
     dtype: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        n, own = context.world_size, self._elements(group)
+    def value(self, at: Emission) -> Value:
+        n, own = at.world_size, self._elements(at.group)
         return Value(n * own, self.dtype, Shard((own,) * n), expected=True)
 
     def _elements(self, group: Group) -> int:
@@ -294,9 +291,8 @@ class FormGradients(Operation):
     name = "form"
     touched: int | None = None
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, REPLICATE)
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, REPLICATE)
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         group, parts, n = call.owner_group, call.inputs[0], setting.world_size

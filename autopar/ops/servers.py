@@ -6,17 +6,14 @@ serving host that adds up s receives, and sends, n s. s_r is what rank r adds up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.backends import collectives
 from autopar.backends.served_sum import served_pieces
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Call, Site
+from autopar.ops.base import Call, Emission, Site
 from autopar.ops.collectives import Collective, RankBytes
-from autopar.ops.context import Context
-from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, summed
 from autopar.ops.links import Links, Phase
 from autopar.ops.values import Bytes, Setting, Value
@@ -30,10 +27,10 @@ class ServerReduce(Collective):
     summed_by: tuple[int, ...] = ()
     """Elements that each rank adds up, and behind those each serving host, in the cluster's order."""
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert len(self.summed_by) == context.world_size + len(context.servers), "one part for each that may add up"
-        assert sum(self.summed_by) == inputs[0].elements, "the parts must cover the value"
-        return replace(inputs[0].made, layout=summed(inputs[0].layout, (), REPLICATE))
+    def value(self, at: Emission) -> Value:
+        assert len(self.summed_by) == at.world_size + len(at.context.servers), "one part for each that may add up"
+        assert sum(self.summed_by) == at.inputs[0].elements, "the parts must cover the value"
+        return replace(at.inputs[0].made, layout=summed(at.inputs[0].layout, (), REPLICATE))
 
     def in_rounds(self, call: Call) -> bool:
         return True

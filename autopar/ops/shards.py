@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Call, Operation, Site
-from autopar.ops.context import Context
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.fragments import pack, rows_of_rank
 from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Shard, unsummed
@@ -103,11 +102,10 @@ class OwnShards(_OfPass):
 
     name = "shards.own"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        some, n = self.some(group), context.world_size
+    def value(self, at: Emission) -> Value:
+        some, n = self.some(at.group), at.world_size
         sizes = tuple(share + self.flags for share in row_shares(some, n))
-        return Value(some.elements + n * self.flags, group.dtype, Shard(sizes))
+        return Value(some.elements + n * self.flags, at.group.dtype, Shard(sizes))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         own = self.some(call.owner_group).elements // setting.world_size
@@ -125,9 +123,8 @@ class WholeParameters(_OfPass):
 
     name = "shards.whole"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(self.some(group).elements, group.dtype, REPLICATE)
+    def value(self, at: Emission) -> Value:
+        return Value(self.some(at.group).elements, at.group.dtype, REPLICATE)
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return Work(moved_bytes=2 * call.bytes, kernels=PART_KERNELS * len(call.members))
@@ -153,9 +150,8 @@ class PackRows(Operation):
     takes_gradients = True
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, self.sent_as, unsummed(context.world_size))
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, self.sent_as, unsummed(at.world_size))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         moved = call.elements * (DTYPE_BYTES[call.owner_group.dtype] + DTYPE_BYTES[call.dtype])
@@ -172,9 +168,8 @@ class ShardGradient(Operation):
 
     name = "shards.gradient"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, Shard(row_shares(group, context.world_size)))
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return Work(kernels=PART_KERNELS * len(call.members))

@@ -12,8 +12,7 @@ from typing import Any
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ir.training_graph import Lookup
-from autopar.ops.base import Call, Operation, Site
-from autopar.ops.context import Context
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import VARYING, Shard
 from autopar.ops.messages import unpacked
@@ -59,9 +58,8 @@ class AskRows(_OfRows):
 
     name = "rows.ask"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return self.to_each(1 + context.world_size * len(self.of(group).entries), "int64", context.world_size)
+    def value(self, at: Emission) -> Value:
+        return self.to_each(1 + at.world_size * len(self.of(at.group).entries), "int64", at.world_size)
 
     def moved_bytes(self, call: Call) -> int:
         return sum(k.rows for _, k in self.of(call.owner_group).entries) * SORT_BYTES
@@ -80,9 +78,8 @@ class WantRows(_OfRows):
 
     name = "rows.wanted"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        n, distinct = context.world_size, sum(k.distinct for _, k in self.of(group).entries)
+    def value(self, at: Emission) -> Value:
+        n, distinct = at.world_size, sum(k.distinct for _, k in self.of(at.group).entries)
         return self.to_each(_multiple(distinct, n), "int64", n)
 
     def write(self, site: Site, call: Call) -> Any:
@@ -98,10 +95,9 @@ class FindRows(_OfRows):
     name = "rows.found"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        n = context.world_size
-        return self.to_each(_expected(group, self.of(group), n), self.sent_as, n)
+    def value(self, at: Emission) -> Value:
+        n = at.world_size
+        return self.to_each(_expected(at.group, self.of(at.group), n), self.sent_as, n)
 
     def write(self, site: Site, call: Call) -> Any:
         wanted, counts = site.value_of(call.inputs[0]), self.counts(site, call)
@@ -114,9 +110,8 @@ class ReceiveRows(_OfRows):
 
     name = "rows.received"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(inputs[0].elements // context.world_size, group.dtype, VARYING, expected=True)
+    def value(self, at: Emission) -> Value:
+        return Value(at.inputs[0].elements // at.world_size, at.group.dtype, VARYING, expected=True)
 
     def moved_bytes(self, call: Call) -> int:
         return _row_bytes(call.owner_group, self.of(call.owner_group))
@@ -140,10 +135,9 @@ class ReturnRows(_OfRows):
     name = "rows.returned"
     sent_as: str
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        n = context.world_size
-        return self.to_each(_expected(group, self.of(group), n), self.sent_as, n)
+    def value(self, at: Emission) -> Value:
+        n = at.world_size
+        return self.to_each(_expected(at.group, self.of(at.group), n), self.sent_as, n)
 
     def write(self, site: Site, call: Call) -> Any:
         values, padding = [], []
@@ -168,9 +162,8 @@ class RowsGradient(Operation):
     tied: bool
     touched: int | None = None
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, Shard(row_shares(group, context.world_size)))
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         group = call.owner_group

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES
-from autopar.ops.base import Call, Operation, Site
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
-from autopar.ops.context import Context
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
-from autopar.ops.group import Group
 from autopar.ops.products import Product
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
@@ -43,9 +41,8 @@ class Update(Operation):
     sent: bool = False
     """Whether the updated parameters are sent."""
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        assert group is not None
-        return Value(group.elements, group.dtype, inputs[0].layout)
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype, at.inputs[0].layout)
 
     def when_sent(self) -> Operation:
         return replace(self, sent=True)
@@ -79,7 +76,7 @@ class Update(Operation):
             pieces = own_rows(group, site.shards, site.rank, site.world_size)
         else:
             pieces = fragments(group, site.parameters, begin, begin + held)
-        module = Step(site.part(group.index, pieces), call.torch_dtype if self.sent else None)
+        module = Step(site.part(group.index, pieces), call.torch_dtype if self.sent else None, site.device)
         value = site.value_of(call.inputs[0])
         arguments = (value,) if site.max_norm is None else (value, site.clip)
         return site.call_module(f"update_{group.index}", module, arguments)
@@ -95,8 +92,8 @@ class Store(Operation):
     sent_by: int | None = None
     """The rank that has them already: the owner, where the value came by broadcast."""
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return inputs[0].made
+    def value(self, at: Emission) -> Value:
+        return at.inputs[0].made
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         if rank == self.sent_by:
@@ -121,8 +118,8 @@ class Free(Operation):
     reads_members = False
     elements: int = 0
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return replace(inputs[0].made, elements=self.elements, expected=False)
+    def value(self, at: Emission) -> Value:
+        return replace(at.inputs[0].made, elements=self.elements, expected=False)
 
     def freed_elements(self) -> int:
         return self.elements
@@ -143,10 +140,11 @@ class OptimizerPart(Protocol):
 class Step(nn.Module):
     """Runs the optimizer on the fragments that this rank holds; returns them packed, to be sent, where asked to."""
 
-    def __init__(self, part: OptimizerPart, sent_as: torch.dtype | None) -> None:
+    def __init__(self, part: OptimizerPart, sent_as: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
         self.part = part
         self.sent_as = sent_as
+        self.device = device
         self.observer: Observer | None = None
         """Is shown each fragment's synchronized gradient before the update; for verification."""
 
@@ -178,9 +176,7 @@ class Step(nn.Module):
         if self.sent_as is None:
             return None
         if not parts:
-            return torch.empty(
-                0, dtype=self.sent_as, device=gradients.device if isinstance(gradients, torch.Tensor) else None
-            )
+            return torch.empty(0, dtype=self.sent_as, device=self.device)
         if len(parts) == 1 and parts[0].tensor.is_contiguous():
             return parts[0].tensor.detach().view(-1)
         return pack([f.tensor.detach() for f in parts], self.sent_as)

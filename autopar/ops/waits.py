@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.backends import collectives
-from autopar.ops.base import Call, Operation, Site
+from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import AllReduce, collective_of
-from autopar.ops.context import Context
-from autopar.ops.group import Group
 from autopar.ops.values import Bytes, Setting, Value, Work
 
 
@@ -23,8 +20,8 @@ class Wait(Operation):
     sent: bool = False
     """Whether its value is sent on."""
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return inputs[0].made
+    def value(self, at: Emission) -> Value:
+        return at.inputs[0].made
 
     def when_sent(self) -> Operation:
         return replace(self, sent=True)
@@ -51,7 +48,7 @@ class StepSum(AllReduce):
 
     of: str = "weight"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
+    def value(self, at: Emission) -> Value:
         return Value(1, "float64")
 
     def write(self, site: Site, call: Call) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from autopar.backends.collectives import registered
 from autopar.backends.exchange import Messages
-from autopar.ops.base import Call, Site
+from autopar.ops.base import Call, Emission, Site
 from autopar.ops.collectives import Collective, RankBytes
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
@@ -34,8 +34,8 @@ class Doubling(Collective):
 
     name = "doubling"
 
-    def value(self, group: Group | None, inputs: Sequence[Call], context: Context) -> Value:
-        return replace(inputs[0].made, layout=summed(inputs[0].layout, (), REPLICATE))
+    def value(self, at: Emission) -> Value:
+        return replace(at.inputs[0].made, layout=summed(at.inputs[0].layout, (), REPLICATE))
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return None
