@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, call_model, misfit
+from autopar.ir.compat import with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.empty_batches import traceable_means
 from autopar.ir.guards import Guards, guards_of, seen_effects
@@ -226,7 +227,7 @@ def _dynamo(
         with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
             captured = fullgraph_capture(step, tensors, None)
             guards = guards_of(captured.graph_capture_output, step, effects, observers.have_switched)
-        return create_fx_graph_from_captured_output(captured, step, tensors, {}), guards
+        return with_captured_tensors(create_fx_graph_from_captured_output(captured, step, tensors, {})), guards
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from autopar.ir import compat
 from autopar.ir.primitives import EXACT_BYTES, alike
 from autopar.runtime.exchange import AllGather, AllToAll, ReduceScatter, in_rounds
 from autopar.runtime.served_sum import ServedSum
@@ -127,7 +128,7 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
     out = x.new_empty(world_size * x.numel())
     if in_rounds(x, [x.numel()] * world_size):
         return _registered(out, AllGather(x.reshape(-1), out.chunk(world_size), pg.rank(), pg).begin())
-    return _registered(out, dist.all_gather_single(out, x.reshape(-1), group=pg, async_op=True))
+    return _registered(out, compat.all_gather_single(out, x.reshape(-1), group=pg, async_op=True))
 
 
 @may_fail()

@@ -1,0 +1,150 @@
+"""The time of a step on one rank: autopar beside eager PyTorch, torch.compile and DistributedDataParallel, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.part import Setting
+from benchmarks.gpu.placed import cluster_of, moved, synchronize
+from benchmarks.harness import interleave
+from benchmarks.zoo import Entry, find, sizes
+
+MODELS = {"resnet-50": 64, "gpt2-small": 16, "bert-base": 32}
+"""Samples of a batch on the device. ResNet-50 needs torch alone, the others `transformers`."""
+LIMITS = {"eager": 1.0, "DDP": 1.0}
+"""Of autopar's step, in theirs; as `benchmarks.overhead` has it for processors. [Not measured on a GPU yet.]"""
+BLOCK, ROUNDS = 5, 12
+"""Steps that are timed as one, since a device runs behind its host; and how many such blocks count."""
+
+Step = Callable[[], object]
+
+
+def entry_of(name: str, small: bool) -> tuple[Entry, int]:
+    """A model of the zoo, and the samples of its batch."""
+    entries = sizes.entries(scaled=small)
+    entry = find(entries, f"{name}, scaled down" if small else name)
+    return entry, 2 if small else MODELS[name]
+
+
+def filler(name: str) -> Callable[[Findings, Setting], None]:
+    """What measures one model."""
+    return partial(_fill, name)
+
+
+def _fill(name: str, findings: Findings, setting: Setting) -> None:
+    torch.set_float32_matmul_precision("high")
+    entry, samples = entry_of(name, setting.small)
+    batch = moved(entry.batch(samples, 1), setting.device)
+    contestants: dict[str, Step] = {}
+    block, rounds = (1, 2) if setting.small else (BLOCK, ROUNDS)
+    with _one_rank(setting.device):
+        for what, build in _BUILDERS.items():
+            start = time.perf_counter()
+            try:
+                step = build(entry, batch, setting.device)
+                step()
+                synchronize(setting.device)
+            except Exception as e:  # the others are measured all the same
+                findings.row(f"{name}: {what}", f"not measured: {type(e).__name__}: {str(e).strip()[:300]}")
+                continue
+            contestants[what] = partial(_block, step, block, setting.device)
+            findings.data[f"{what}: first step s"] = time.perf_counter() - start
+        timings = interleave(contestants, rounds)
+    findings.data["seconds of a block"] = {k: list(v) for k, v in timings.seconds.items()}
+    findings.data["steps of a block"] = block
+    for what in contestants:
+        ratio = f"; autopar takes {timings.ratio('autopar', what):.3f} of it" if "autopar" in contestants else ""
+        found = f"{timings.time(what).median / block * 1e3:.2f} ms" + ("" if what == "autopar" else ratio)
+        findings.row(f"{name}, {samples} samples: {what}", found)
+    for what, limit in LIMITS.items():
+        both = what in contestants and "autopar" in contestants
+        value = timings.ratio("autopar", what).median if both else None
+        findings.target(f"{name}: autopar's step, in those of {what}", value, limit)
+
+
+def _block(step: Step, count: int, device: str) -> None:
+    for _ in range(count):
+        step()
+    synchronize(device)
+
+
+@contextmanager
+def _one_rank(device: str) -> Iterator[None]:
+    """DDP needs a process group, if only of one rank."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trainer(entry: Entry, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
+    """A training step as users write it; waits for nothing."""
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = entry.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def adamw(model: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
+    """The same optimizer for all."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+
+def _eager(entry: Entry, batch: Any, device: str, fused: bool | None = None) -> Step:
+    model = entry.build().to(device)
+    return trainer(entry, model, adamw(model, fused), batch)
+
+
+def _compiled(entry: Entry, batch: Any, device: str) -> Step:
+    model = entry.build().to(device)
+    return trainer(entry, torch.compile(model), adamw(model, True), batch)  # type: ignore[arg-type]
+
+
+def _ddp(entry: Entry, batch: Any, device: str) -> Step:
+    model = entry.build().to(device)
+    return trainer(entry, DistributedDataParallel(model, gradient_as_bucket_view=True), adamw(model), batch)
+
+
+def autopar_step(entry: Entry, batch: Any, device: str, fused: bool | None = None) -> Step:
+    """The rewritten step."""
+    model = entry.build().to(device)
+    program = autopar.optimize(
+        model,
+        cluster_of(1, device),
+        example_inputs=batch,
+        loss_fn=entry.loss_fn,
+        optimizer=adamw(model, fused),
+        unused_parameters="freeze",
+        time_budget_s=2.0,
+    )
+    return partial(program.step, batch)
+
+
+_BUILDERS: dict[str, Callable[[Entry, Any, str], Step]] = {
+    "autopar": autopar_step,
+    "autopar, fused AdamW": partial(autopar_step, fused=True),
+    "eager": _eager,
+    "eager, fused AdamW": partial(_eager, fused=True),
+    "DDP": _ddp,
+    "torch.compile, fused AdamW": _compiled,
+}
+"""The slowest to build comes last: what was built before is measured where its time is over."""
