@@ -19,7 +19,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, call_model, misfit
-from autopar.ir.compat import with_captured_tensors
+from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.empty_batches import traceable_means
 from autopar.ir.guards import Guards, guards_of, seen_effects
@@ -196,6 +196,7 @@ def _traced(
         graph, guards = _settled(step, tensors, observers)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
+        stack.enter_context(kept_checks())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
         return module, guards

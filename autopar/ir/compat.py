@@ -6,14 +6,18 @@ newer name, the older one goes from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.fx
+import torch.fx.node
 from torch._dynamo.output_graph import OutputGraph
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,3 +49,30 @@ def with_captured_tensors(captured: torch.fx.GraphModule) -> torch.fx.GraphModul
 
     codegen.process_inputs = process_inputs
     return captured
+
+
+@contextlib.contextmanager
+def kept_checks() -> Iterator[None]:
+    """While it is open, tracing keeps linear algebra's check for singular matrices, which has no result, in the graph.
+    It is an operator with effects from 2.13 on; before, tracing would drop it, and a step would go on with infinities
+    where the model raises."""
+    check = torch.ops.aten._linalg_check_errors.default
+    known = torch.fx.node._side_effectful_functions
+    if check in known or has_effects(check):
+        yield
+        return
+    known.add(check)
+    try:
+        yield
+    finally:
+        known.discard(check)
+
+
+_VARIABLE = re.compile(r"ConstantVariable\(\w+: (.*?)\)(?=, ConstantVariable\(|\]$)", re.DOTALL)
+
+
+def plain_arguments(shown: str) -> str:
+    """The arguments of an exception that the traced code has raised, as Python writes them; TorchDynamo's messages show
+    them so from 2.13 on, and before as a list of its own variables."""
+    plain = _VARIABLE.sub(r"\1", shown)
+    return plain if plain == shown else plain.removeprefix("[").removesuffix("]")
