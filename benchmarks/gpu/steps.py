@@ -46,31 +46,58 @@ def _fill(name: str, findings: Findings, setting: Setting) -> None:
     torch.set_float32_matmul_precision("high")
     entry, samples = entry_of(name, setting.small)
     batch = moved(entry.batch(samples, 1), setting.device)
-    contestants: dict[str, Step] = {}
-    block, rounds = (1, 2) if setting.small else (BLOCK, ROUNDS)
+    rounds = 2 if setting.small else ROUNDS
+    steps: dict[str, Step] = {}
     with _one_rank(setting.device):
         for what, build in _BUILDERS.items():
-            start = time.perf_counter()
-            try:
-                step = build(entry, batch, setting.device)
-                step()
-                synchronize(setting.device)
-            except Exception as e:  # the others are measured all the same
-                findings.row(f"{name}: {what}", f"not measured: {type(e).__name__}: {str(e).strip()[:300]}")
-                continue
-            contestants[what] = partial(_block, step, block, setting.device)
-            findings.data[f"{what}: first step s"] = time.perf_counter() - start
-        timings = interleave(contestants, rounds)
-    findings.data["seconds of a block"] = {k: list(v) for k, v in timings.seconds.items()}
+            _built(name, what, lambda build=build: build(entry, batch, setting.device), steps, findings, setting)  # type: ignore[misc]
+        _timed(f"{name}, {samples} samples", steps, rounds, findings, setting)
+        for what, limit in LIMITS.items():
+            findings.target(f"{name}: autopar's step, in those of {what}", findings.data["ratios"].get(what), limit)
+        if setting.small:  # inductor takes minutes on few cores
+            return
+        _built(name, COMPILED, lambda: _compiled(entry, batch, setting.device), steps, findings, setting)
+        pair = {what: step for what, step in steps.items() if what in ("autopar", COMPILED)}
+        if COMPILED in pair:
+            _timed(f"{name}, {samples} samples", pair, rounds, findings, setting)
+
+
+def _built(
+    name: str,
+    what: str,
+    build: Callable[[], Step],
+    steps: dict[str, Step],
+    findings: Findings,
+    setting: Setting,
+) -> None:
+    """Adds a step to `steps` once it has run; a row where it fails: the others are measured all the same."""
+    start = time.perf_counter()
+    try:
+        step = build()
+        step()
+        synchronize(setting.device)
+    except Exception as e:
+        findings.row(f"{name}: {what}", f"not measured: {type(e).__name__}: {str(e).strip()[:300]}")
+        return
+    findings.data[f"{what}: first step s"] = round(time.perf_counter() - start, 2)
+    steps[what] = step
+
+
+def _timed(what: str, steps: dict[str, Step], rounds: int, findings: Findings, setting: Setting) -> None:
+    """Times steps in turns, and adds a row for each."""
+    ratios = findings.data.setdefault("ratios", {})
+    if not steps:
+        return
+    block = 1 if setting.small else BLOCK
+    timings = interleave({k: partial(_block, s, block, setting.device) for k, s in steps.items()}, rounds)
+    findings.data.setdefault("seconds of a block", {}).update({k: list(v) for k, v in timings.seconds.items()})
     findings.data["steps of a block"] = block
-    for what in contestants:
-        ratio = f"; autopar takes {timings.ratio('autopar', what):.3f} of it" if "autopar" in contestants else ""
-        found = f"{timings.time(what).median / block * 1e3:.2f} ms" + ("" if what == "autopar" else ratio)
-        findings.row(f"{name}, {samples} samples: {what}", found)
-    for what, limit in LIMITS.items():
-        both = what in contestants and "autopar" in contestants
-        value = timings.ratio("autopar", what).median if both else None
-        findings.target(f"{name}: autopar's step, in those of {what}", value, limit)
+    for each in steps:
+        found = f"{timings.time(each).median / block * 1e3:.2f} ms"
+        if each != "autopar" and "autopar" in steps:
+            ratios[each] = timings.ratio("autopar", each).median
+            found += f"; autopar takes {timings.ratio('autopar', each):.3f} of it"
+        findings.row(f"{what}: {each}", found)
 
 
 def _block(step: Step, count: int, device: str) -> None:
@@ -145,6 +172,6 @@ _BUILDERS: dict[str, Callable[[Entry, Any, str], Step]] = {
     "eager": _eager,
     "eager, fused AdamW": partial(_eager, fused=True),
     "DDP": _ddp,
-    "torch.compile, fused AdamW": _compiled,
 }
-"""The slowest to build comes last: what was built before is measured where its time is over."""
+COMPILED = "torch.compile, fused AdamW"
+"""It is built last, beside autopar alone: what was measured before is there where compiling takes too long."""
