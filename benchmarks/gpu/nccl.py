@@ -15,7 +15,7 @@ from autopar.testing.tasks import TASKS
 from autopar.testing.training import TRAININGS, batches, trained
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.part import Setting
-from benchmarks.gpu.placed import cluster_of, synchronize, task_on
+from benchmarks.gpu.placed import cluster_of, one_rank, synchronize, task_on
 
 EQUAL = 1e-10
 """Of float64, relative to 1: ten steps."""
@@ -37,34 +37,39 @@ def fill(findings: Findings, setting: Setting) -> None:
 def _collectives(findings: Findings, device: str) -> None:
     """What one rank sends to itself comes back as it was."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "all-reduce": lambda x: collectives.all_reduce(x, name),
-        "all-reduce of a copy": lambda x: collectives.all_reduce_copy(x, name),
-        "reduce": lambda x: collectives.reduce(x, 0, name),
-        "broadcast": lambda x: collectives.broadcast(x, 0, name),
-        "reduce-scatter": lambda x: collectives.reduce_scatter(x, [x.numel()], 0, name),
-        "all-gather": lambda x: collectives.all_gather(x, [x.numel()], 0, name),
-        "all-to-all": lambda x: collectives.all_to_all(x, [x.numel()], [x.numel()], name),
-    }
+    with one_rank(backend, device):
+        wrong = _wrong_collectives(device)
+    count = len(_KINDS) * len(DTYPES)
+    findings.row(f"{count} collectives on {backend}, one rank", "; ".join(wrong) or "all as they should be")
+    findings.target("one rank: collectives that are wrong", float(len(wrong)), 0)
+
+
+_KINDS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+    "all-reduce": collectives.all_reduce,
+    "all-reduce of a copy": collectives.all_reduce_copy,
+    "reduce": lambda x, group: collectives.reduce(x, 0, group),
+    "broadcast": lambda x, group: collectives.broadcast(x, 0, group),
+    "reduce-scatter": lambda x, group: collectives.reduce_scatter(x, [x.numel()], 0, group),
+    "all-gather": lambda x, group: collectives.all_gather(x, [x.numel()], 0, group),
+    "all-to-all": lambda x, group: collectives.all_to_all(x, [x.numel()], [x.numel()], group),
+}
+
+
+def _wrong_collectives(device: str) -> list[str]:
+    """What is wrong with each collective, in words."""
+    world = dist.group.WORLD
+    assert world is not None, "the default process group"
     wrong = []
-    for what, call in calls.items():
+    for what, call in _KINDS.items():
         for dtype in DTYPES:
             x = torch.arange(1027, dtype=torch.float64).to(device, dtype)
             try:
-                found = collectives.wait(call(x.clone())).reshape(-1)
-                same = torch.equal(found, x)
-            except Exception as e:
+                same = torch.equal(collectives.wait(call(x.clone(), world.group_name)).reshape(-1), x)
+            except Exception as e:  # the others are looked at all the same
                 wrong.append(f"{what} of {dtype} fails: {e}")
             else:
                 wrong += [] if same else [f"{what} of {dtype} changes the values"]
-    dist.destroy_process_group()
-    count = len(calls) * len(DTYPES)
-    findings.row(f"{count} collectives on {backend}, one rank", "; ".join(wrong) or "all as they should be")
-    findings.target("one rank: collectives that are wrong", float(len(wrong)), 0)
+    return wrong
 
 
 def _training(findings: Findings, name: str, device: str) -> None:

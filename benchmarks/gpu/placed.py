@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.detect import detect
 from autopar.testing.tasks import Task
+from benchmarks.gpu.processes import free_port
 
 
 def moved(value: Any, device: str) -> Any:
@@ -42,3 +46,15 @@ def synchronize(device: str) -> None:
     """Waits until the device is done."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+@contextmanager
+def one_rank(backend: str, device: str) -> Iterator[None]:
+    """While it is open, there is a default process group of this process alone."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

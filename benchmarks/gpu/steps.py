@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.part import Setting
-from benchmarks.gpu.placed import cluster_of, moved, synchronize
+from benchmarks.gpu.placed import cluster_of, moved, one_rank, synchronize
 from benchmarks.harness import interleave
 from benchmarks.zoo import Entry, find, sizes
 
@@ -48,7 +46,7 @@ def _fill(name: str, findings: Findings, setting: Setting) -> None:
     batch = moved(entry.batch(samples, 1), setting.device)
     rounds = 2 if setting.small else ROUNDS
     steps: dict[str, Step] = {}
-    with _one_rank(setting.device):
+    with one_rank("nccl" if setting.device == "cuda" else "gloo", setting.device):  # which DDP needs
         for what, build in _BUILDERS.items():
             _built(name, what, lambda build=build: build(entry, batch, setting.device), steps, findings, setting)  # type: ignore[misc]
         _timed(f"{name}, {samples} samples", steps, rounds, findings, setting)
@@ -104,18 +102,6 @@ def _block(step: Step, count: int, device: str) -> None:
     for _ in range(count):
         step()
     synchronize(device)
-
-
-@contextmanager
-def _one_rank(device: str) -> Iterator[None]:
-    """DDP needs a process group, if only of one rank."""
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def trainer(entry: Entry, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
