@@ -1,5 +1,6 @@
 # make demo    set up, then train a language model with autopar and with torch DDP, and compare them
 # make test    set up, then run the tests (those that need root say so and are skipped without it)
+# make test-oldest   the tests with the oldest versions that are supported, in .venv-oldest; not part of CI
 # make check   set up, then ruff, mypy and the architecture tests
 # make venv    only set up;  make clean  removes what the above have made
 #
@@ -13,18 +14,23 @@ DEMO_FLAGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .venv-oldest
+TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # One thread each, as ranks and test processes share the cores; models are built from their configurations.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = true
 
-.PHONY: demo test check format venv clean
+.PHONY: demo test test-oldest check format venv clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo $(DEMO_FLAGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(BIN)/python $(TESTS) $(PYTEST_FLAGS)
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python $(TESTS) $(PYTEST_FLAGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check
@@ -45,6 +51,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-oldest.txt --editable ".[dev]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) out build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -exec rm -rf {} +

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.ir import compat
+
 Begun = tuple[torch.Tensor, "dist.Work | None"]
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "reduce", "broadcast", "served_sum")
 
@@ -65,7 +67,7 @@ class Backend:
         """Every rank's part, one after the other."""
         out = x.new_empty(sum(sizes))
         if len(set(sizes)) == 1:
-            return out, dist.all_gather_single(out, x, group=pg, async_op=True)
+            return out, compat.all_gather_single(out, x, group=pg, async_op=True)
         sent = x.repeat(len(sizes))
         return out, dist.all_to_all_single(out, sent, list(sizes), [x.numel()] * len(sizes), group=pg, async_op=True)
 

@@ -20,6 +20,7 @@ from torch import nn
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, call_model, misfit
 from autopar.ir.batch_weight import BatchWeight
+from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Guards, guards_of, seen_effects
 from autopar.ir.observers import Observers
@@ -189,6 +190,7 @@ def _traced(
         graph, guards = _settled(step, tensors, observers)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
+        stack.enter_context(kept_checks())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
         return module, guards
@@ -220,7 +222,7 @@ def _dynamo(
         with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
             captured = fullgraph_capture(step, tensors, None)
             guards = guards_of(captured.graph_capture_output, step, effects, observers.have_switched)
-        return create_fx_graph_from_captured_output(captured, step, tensors, {}), guards
+        return with_captured_tensors(create_fx_graph_from_captured_output(captured, step, tensors, {})), guards
 
 
 @contextlib.contextmanager

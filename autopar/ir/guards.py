@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch._dynamo.output_graph import OutputGraph
 
+from autopar.ir.compat import AT_TRACE_END
+
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
 _OTHERS = ("L['tensors']", "_validate_args")
@@ -82,17 +84,18 @@ def guards_of(captured: Any, step: nn.Module, effects: list[Effect], rewritten: 
 def seen_effects() -> Iterator[list[Effect]]:
     """Within it, what captured code does to Python objects is added to the list."""
     found: list[Effect] = []
-    original = OutputGraph.get_replayed_side_effect_source_refs
+    original = getattr(OutputGraph, AT_TRACE_END)
 
-    def look(self: OutputGraph, **settings: Any) -> list[str]:
+    def look(self: OutputGraph, *args: Any, **settings: Any) -> Any:
+        result = original(self, *args, **settings)
         found[:] = _effects(self.side_effects)
-        return original(self, **settings)
+        return result
 
-    OutputGraph.get_replayed_side_effect_source_refs = look  # type: ignore[method-assign]
+    setattr(OutputGraph, AT_TRACE_END, look)
     try:
         yield found
     finally:
-        OutputGraph.get_replayed_side_effect_source_refs = original  # type: ignore[method-assign]
+        setattr(OutputGraph, AT_TRACE_END, original)
 
 
 def global_state() -> tuple[Any, ...]:

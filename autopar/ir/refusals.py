@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, CaptureError, SignatureError
+from autopar.ir.compat import plain_arguments
 
 _RAISED = re.compile(r"raised exception (\w+)\((.*)\)\s*$", re.MULTILINE)
 """How Dynamo's message names an exception that the traced code itself raised."""
@@ -129,10 +130,11 @@ def own_error(e: BaseException) -> AutoparError | None:
     kinds = {k.__name__: k for k in (CaptureError, SignatureError)}
     if found is None or found[1] not in kinds:
         return None
+    shown = plain_arguments(found[2])
     try:
-        message = str(ast.literal_eval(found[2]))
+        message = str(ast.literal_eval(shown))
     except (ValueError, SyntaxError):
-        message = found[2]
+        message = shown
     return kinds[found[1]](message)
 
 
@@ -170,7 +172,8 @@ def refusal(e: BaseException, what: str) -> CaptureError:
     text = str(e).strip()
     raised = _RAISED.search(text)
     if raised:
-        reason, remedy = f"it raised {raised[1]}({raised[2]})", "The model itself raises this for such a batch."
+        reason = f"it raised {raised[1]}({plain_arguments(raised[2])})"
+        remedy = "The model itself raises this for such a batch."
     else:
         reason, remedy = _cause(text) or (_first_lines(text) or type(e).__name__, _OTHERWISE)
     return CaptureError(f"{what}: {reason}{at}\n  {remedy}")

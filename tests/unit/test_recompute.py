@@ -64,7 +64,7 @@ def run(model: nn.Module, example: Any, loss_fn: Any, level: Recompute) -> list[
     }
     named |= {("buffer", n): b.clone() for n, b in model.named_buffers(remove_duplicate=False)}
     named |= {("batch", i): t for i, t in enumerate(flatten(example).tensors)}
-    named["tangent", 0] = torch.ones(())
+    named["tangent", 0] = torch.ones((), dtype=graph.joint.outputs[0].meta["val"].dtype)
     torch.manual_seed(5)
     outputs = graph.joint.module(*(named[key] for key in graph.joint.inputs))
     return [o for o in outputs if isinstance(o, torch.Tensor)]

@@ -1,0 +1,59 @@
+"""One part of `benchmarks.gpu`, in a process of its own: writes what it finds to a file.
+
+python -m benchmarks.gpu.part NAME --out FILE [--device cpu]
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from benchmarks.gpu.findings import Findings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a part runs, and how long it may."""
+
+    device: str
+    """"cuda"; "cpu" only to see that the part itself works."""
+    seconds: float
+    """Until the part is ended."""
+
+    @property
+    def small(self) -> bool:
+        """Whether to take small models and few repeats."""
+        return self.device == "cpu"
+
+
+def _parts() -> dict[str, Callable[[Findings, Setting], None]]:
+    from benchmarks.gpu import calibration, memory, nccl, steps, world
+
+    return {
+        "nccl": nccl.fill,
+        "ranks": world.fill,
+        "memory": memory.fill,
+        "calibration": calibration.fill,
+        **{f"step {name}": steps.filler(name) for name in steps.MODELS},
+    }
+
+
+@click.command()
+@click.argument("name")
+@click.option("--out", required=True)
+@click.option("--device", default="cuda")
+@click.option("--seconds", default=60.0)
+def main(name: str, out: str, device: str, seconds: float) -> None:
+    """Runs one part."""
+    warnings.simplefilter("ignore")
+    findings = Findings(Path(out))
+    _parts()[name](findings, Setting(device, seconds))
+    findings.save()
+
+
+if __name__ == "__main__":
+    main()
