@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from autopar.errors import PlanError, did_you_mean
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission
+from autopar.ops.collectives import collective_of
 from autopar.ops.context import Context
 from autopar.ops.gradients import Clip
 from autopar.ops.group import Group, Member
@@ -102,11 +103,7 @@ class StepProgram:
     @cached_property
     def order_hash(self) -> str:
         """A hash over the collectives in issue order: what all ranks must agree on before the first step."""
-        lines = [
-            f"{c.op.name} expected {c.dtype}" if c.expected else f"{c.op} {c.made} {[i.layout for i in c.inputs]}"
-            for c in (p.call for p in self.placed)
-            if c.op.is_collective
-        ]
+        lines = [collective_of(p.call).order_line(p.call) for p in self.placed if p.call.is_pending]
         return hashlib.sha256("\n".join([str(self.context.world_size), *lines]).encode()).hexdigest()[:16]
 
 

@@ -61,6 +61,22 @@ class Collective(Operation):
         """Messages that follow one another, in a subgroup of so many ranks."""
         return size - 1 + (phases - 1)
 
+    def sizes_of(self, call: Call) -> tuple[int, ...]:
+        """Elements of each rank's part, where it is of parts; else empty."""
+        return call.sizes
+
+    def owner_of(self, call: Call) -> int | None:
+        """The rank that it sums to, or sends from, where there is one."""
+        return self.sender(call)
+
+    def order_line(self, call: Call) -> str:
+        """What ranks compare of it, before the first step. How large it is that the batch decides, they need not
+        know."""
+        if call.expected:
+            return f"{self.name} ragged {call.dtype}"
+        of_ranks = f"{self.sizes_of(call)} {self.owner_of(call)} {self.subgroups}"
+        return f"{self.name} {call.elements} {call.dtype} {of_ranks} {self.communicator}"
+
     def in_rounds(self, call: Call) -> bool:
         """Whether it is made of messages of our own, on CPUs; then those of a process group follow one another."""
         return False
@@ -137,6 +153,9 @@ class Reduce(Collective):
 
     name = "reduce"
     owner: int = 0
+
+    def owner_of(self, call: Call) -> int | None:
+        return self.owner
 
     def value(self, at: Emission) -> Value:
         summed(at.inputs[0].layout, (), REPLICATE)

@@ -24,10 +24,6 @@ from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 class _Exchange(Collective):
     """Of parts that ranks hold: each to each, or around a ring."""
 
-    def sizes_of(self, call: Call) -> tuple[int, ...]:
-        """Elements of each rank's part."""
-        raise NotImplementedError
-
     def in_rounds(self, call: Call) -> bool:
         return max(self.sizes_of(call), default=0) * DTYPE_BYTES[call.dtype] > ROUNDS_BYTES
 

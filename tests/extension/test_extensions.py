@@ -47,7 +47,7 @@ def test_an_operation_of_ones_own_is_priced(doubling: str) -> None:
         assert min(times, key=times.__getitem__) == quicker
 
 
-def test_an_operation_of_ones_own_runs_and_sends_what_it_declares() -> None:
+def test_an_operation_of_ones_own_runs_and_sends_what_it_declares(doubling: str) -> None:
     check_strategy(RecursiveDoubling, (1, 2, 4)).raise_if_broken()
 
 

@@ -14,7 +14,7 @@ from autopar import ClusterSpec, Plan
 from autopar.errors import PlanError, SignatureError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.runtime import products
+from autopar.ops import products
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.testing import classes

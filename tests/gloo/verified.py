@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.runtime import optimizer, program
+from autopar.runtime import base_program, optimizer
 
 Made = tuple[nn.Module, Any, Any]
 
@@ -51,7 +51,7 @@ def statistics(counts: int = 1) -> Made:
 def unshared() -> Made:
     """Moving averages stay each rank's own."""
     if _is_a_rank():
-        vars(program)["take_from_rank_0"] = lambda *_: None
+        vars(base_program)["take_from_rank_0"] = lambda *_: None
     return statistics()
 
 

@@ -6,15 +6,15 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.ir import build as ir_build
-from autopar.ir.reuse import reuse_memory
+from autopar.ir import passes
+from autopar.ir.capture import JointGraph
+from autopar.ir.passes import Capture, Pass
 from autopar.runtime.process_group import Group
 from benchmarks.faults import FAULTS, LEADS_TO
 from benchmarks.fuzz.case import Case
@@ -47,16 +47,12 @@ CASE = Case(
 )
 
 
-def wrong_sigmoid(reuse: Callable[[torch.fx.Graph], None]) -> Callable[[torch.fx.Graph], None]:
-    """The last pass of the lowering, followed by a fault: the gradient of a sigmoid is that of tanh."""
-
-    def plant(graph: torch.fx.Graph) -> None:
-        reuse(graph)
-        for node in graph.nodes:
-            if node.target is torch.ops.aten.sigmoid_backward.default:
-                node.target = torch.ops.aten.tanh_backward.default
-
-    return plant
+def wrong_sigmoid(joint: JointGraph, capture: Capture) -> JointGraph:
+    """A fault: the gradient of a sigmoid is that of tanh."""
+    for node in joint.module.graph.nodes:
+        if node.target is torch.ops.aten.sigmoid_backward.default:
+            node.target = torch.ops.aten.tanh_backward.default
+    return joint
 
 
 def test_cases_are_a_function_of_their_names() -> None:
@@ -87,7 +83,7 @@ def test_what_cannot_be_trained_eagerly_is_no_finding() -> None:
 
 
 def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir_build, "reuse_memory", wrong_sigmoid(reuse_memory))
+    monkeypatch.setattr(passes, "BEHIND", (*passes.BEHIND, Pass("planted", "is wrong", wrong_sigmoid)))
     found = run_case(CASE, ALONE)
     assert found.kind == "disproved" and "the gradient of" in found.said
     small = shrink(CASE, found, lambda case: run_case(case, ALONE), 20.0)

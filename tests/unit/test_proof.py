@@ -13,7 +13,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import VerificationError
-from autopar.ir import reuse
+from autopar.ir import passes
+from autopar.ir.capture import JointGraph
+from autopar.ir.passes import Capture, Pass
 from autopar.ops.updates import Step
 from autopar.runtime import step_writer
 
@@ -145,15 +147,18 @@ def test_what_is_planted_is_found(
     assert all(torch.equal(a, b) for a, b in zip(before, _state(net), strict=True)), "the trial is put back"
 
 
+def _planted(plant: Callable[[torch.fx.Graph], None]) -> tuple[Pass, ...]:
+    """The last passes, and behind them one that is wrong."""
+
+    def run(joint: JointGraph, capture: Capture) -> JointGraph:
+        plant(joint.module.graph)
+        return joint
+
+    return (*passes.BEHIND, Pass("planted", "is wrong", run))
+
+
 def test_the_node_where_it_begins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = reuse.reuse_memory
-
-    def wrong(graph: torch.fx.Graph) -> None:
-        original(graph)
-        for node in graph.find_nodes(op="call_function", target=aten.relu_.default):
-            node.target = aten.sigmoid_.default
-
-    monkeypatch.setattr("autopar.ir.build.reuse_memory", wrong)
+    monkeypatch.setattr(passes, "BEHIND", _planted(_replaces(aten.relu_.default, aten.sigmoid_.default)))
     with pytest.raises(VerificationError, match=r"begins at 'relu'.*torch\.relu"):
         _program(_Net()).step((X, Y))
 
@@ -175,8 +180,7 @@ def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch: pytest.Monke
 def test_a_later_capture_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(_Net())
     program.step((X, Y))
-    original, plant = reuse.reuse_memory, _replaces(aten.relu_.default, aten.sigmoid_.default)
-    monkeypatch.setattr("autopar.ir.build.reuse_memory", lambda graph: (original(graph), plant(graph)))
+    monkeypatch.setattr(passes, "BEHIND", _planted(_replaces(aten.relu_.default, aten.sigmoid_.default)))
     with pytest.raises(VerificationError, match="later capture"):
         program.step((X[:5], Y[:5]))
 
