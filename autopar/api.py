@@ -16,6 +16,8 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters, traini
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import signature_key
 from autopar.runtime.compiled import Check, Settings
+from autopar.runtime.compute import Compiler
+from autopar.runtime.inductor import check_compiler
 from autopar.runtime.module import SyncedModule, module_batch
 from autopar.runtime.optimizer import Scope, check_optimizer, context_for, described, optimizer_scope
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
@@ -106,6 +108,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    compile: bool = False,
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
     """Makes `model` a distributed training program on the ranks of this job (torchrun's, or this process alone).
@@ -135,15 +138,20 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
             devices of this kind do; else they are computed from what the devices reach.
         check: which steps are compared with the model run eagerly: the "first", "always", or "never".
         timeout_s: how long a collective may wait for a late rank.
+        compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
+            plan is the same. It takes minutes rather than seconds, and a C++ compiler (on GPUs, Triton).
 
     Raises:
         CaptureError: the model cannot be captured as one graph; the message has the line.
+        CompileError: `compile` is set, and the machine lacks a compiler, or the compiler fails.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
     """
     _check_unwrapped(model)
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
+    if compile:
+        check_compiler(next(iter(parameters.values())).device)
     if optimizer is not None:
         check_optimizer(optimizer, parameters)
     plan = plan or _plan_from_environment()
@@ -156,6 +164,7 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
+    said += f", {compile=}" if compile else ""
     _check_alike(model, loss_fn, group, said, plan)
     batch = example_batch(model) if example_inputs is None else example_inputs
     mode: Literal["step", "module"] = "step" if optimizer is not None else "module"
@@ -180,7 +189,8 @@ def optimize(  # type: ignore[misc]  # the overloads say which result, this says
         plan = _plan_on_rank_0(group, lambda: _that_fits(make, mode == "step"))
         if plan.recompute != "none":
             graph = capture(plan.recompute)
-    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters, check)
+    compiler = Compiler() if compile else None
+    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters, check, compiler)
     key = signature_key(model, flat)
     if optimizer is None:
         module = SyncedModule(model, plan, group, settings, context)

@@ -14,6 +14,7 @@ from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weights import BatchWeight
+from autopar.runtime.compute import Compiler
 from autopar.strategies.lowering import StepProgram
 
 Weight = Callable[[Any], float] | None
@@ -31,6 +32,12 @@ class Settings:
     """From a batch to how much it counts in the global mean; `None`: read off the loss."""
     unused_parameters: Unused = "error"
     check: Check = "never"
+    compiler: Compiler | None = None
+    """What compiles the compute between communication; `None` runs operators one by one."""
+
+    def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """A graph that was written, compiled where that is asked for."""
+        return module if self.compiler is None else self.compiler.compiled(module)
 
 
 @dataclass(eq=False)

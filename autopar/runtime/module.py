@@ -153,6 +153,7 @@ class SyncedModule(nn.Module):
             {},
             _no_optimizer,
             self.settings.clip_grad_norm,
+            compiled=self.settings.compiled,
         )
         compiled = _Compiled(
             graph,

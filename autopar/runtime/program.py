@@ -277,9 +277,8 @@ class Program:
             self.observe(users)
 
     def _observe(self, module: torch.fx.GraphModule) -> None:
-        for m in module.children():
-            if isinstance(m, Update):
-                m.observer = self._observer
+        for m in (m for m in module.children() if isinstance(m, Update)):
+            m.observer = self._observer
 
     def _target(self) -> Target:
         return Target(
@@ -291,6 +290,7 @@ class Program:
             part=self._part,
             late=self._late.of,
             max_norm=self.settings.clip_grad_norm,
+            compiled=self.settings.compiled,
         )
 
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:

@@ -97,6 +97,8 @@ class StepWriter(Writer):
                 self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
             else:
                 self.copies[self.tangent] = self.share
+                if self.tangent.meta["val"].dim() == 0:
+                    self.share.meta["val"] = self.tangent.meta["val"]
         elif of_weight:
             self.values[p.index] = self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
         else:

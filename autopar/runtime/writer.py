@@ -58,6 +58,8 @@ class Target:
     late: Callable[[int, Store | None], Late] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
+    compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
+    """Compiles the compute of a finished graph; by default, leaves the graph as it is."""
 
 
 class Writer:
@@ -271,8 +273,7 @@ class Writer:
     def _form(self, p: Primitive, value: Written) -> Written:
         group = self._group(p)
         wire = getattr(torch, self.program.primitives[p.inputs[0]].dtype)
-        passes_over = p.touched is not None
-        module = parts.Form(group, getattr(torch, p.dtype), wire, self.target.world_size, passes_over)
+        module = parts.Form(group, getattr(torch, p.dtype), wire, self.target.world_size, p.touched is not None)
         whole = self.call_module(f"form_{p.group}", module, (value, self.values[p.inputs[1]]))
         return [self.call(operator.getitem, (whole, i)) for i in range(len(group.members))]
 
@@ -371,8 +372,7 @@ class Writer:
         assert self.target.max_norm is not None
         held = self.clipped(p)
         shared = any(self.program.primitives[i].spread for i in p.inputs)
-        once = [once for once, _ in held]
-        module = Clip(self.target.max_norm, once, self.channel() if shared else None, self.device)
+        module = Clip(self.target.max_norm, [o for o, _ in held], self.channel() if shared else None, self.device)
         self.clip = self.call_module("clip", module, ([value for _, value in held],))
         return self.clip
 
@@ -397,4 +397,4 @@ class Writer:
             if node.target not in root:
                 root[str(node.target)] = getattr(self.joint.module, str(node.target))
         self.graph.lint()
-        return torch.fx.GraphModule(root, self.graph, class_name=name)
+        return self.target.compiled(torch.fx.GraphModule(root, self.graph, class_name=name))
