@@ -11,7 +11,16 @@ import torch
 import torch.fx
 
 from autopar.runtime.inductor import Compiled, compile_graph
-from autopar.runtime.regions import Partition, Region, described, functional, is_attached, is_fusible, noise_of_shapes, source
+from autopar.runtime.regions import (
+    Partition,
+    Region,
+    described,
+    functional,
+    is_attached,
+    is_fusible,
+    noise_of_shapes,
+    source,
+)
 
 
 @dataclass(eq=False)
@@ -67,8 +76,8 @@ class _Rewriter:
         return torch.fx.GraphModule(self._modules, self._graph, class_name=self._module._get_name())
 
     def _copy(self, node: torch.fx.Node) -> None:
-        for source in node.all_input_nodes:
-            self._view(source)
+        for given in node.all_input_nodes:
+            self._view(given)
         self._copies[node] = self._graph.node_copy(node, lambda n: self._copies[n])
 
     def _view(self, node: torch.fx.Node) -> None:
@@ -129,8 +138,8 @@ class CompiledRegion(torch.nn.Module):
         return found
 
     def _in_shared_memory(self, outputs: Sequence[torch.Tensor], inputs: Mapping[int, None]) -> list[int]:
-        """A compiler returns one tensor for two equal values, and an input for a copy of it. But what is returned may be
-        written over by a collective."""
+        """A compiler returns one tensor for two equal values, and an input for a copy of it. But a collective may
+        write over what is returned."""
         owner: dict[int, torch.fx.Node | None] = dict(inputs)
         shared = []
         for i, value in enumerate(outputs):

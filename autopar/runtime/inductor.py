@@ -11,7 +11,7 @@ import torch.fx
 from autopar.errors import CompileError
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
-"""Takes a region's inputs as a list, which it empties, so that each is freed after its last use; returns its outputs."""
+"""Takes a region's inputs as a list, which it empties, so that each is freed after its last use; returns outputs."""
 
 
 def check_compiler(device: torch.device) -> None:
@@ -43,7 +43,7 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
     `inputs`: fake tensors, one for each placeholder. Outputs keep the strides that the graph's fake values have. Raises
     `CompileError` where inductor fails.
     """
-    from torch._dynamo.utils import detect_fake_mode
+    from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes

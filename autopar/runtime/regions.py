@@ -36,7 +36,7 @@ FUNCTIONAL = {
     aten.neg_.default: aten.neg.default,
 }
 """Operators that `autopar.ir.reuse` has made to write over their input, which a compiler decides for itself."""
-_EAGER_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_EAGER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CREATE = {"arange", "full", "zeros", "ones", "scalar_tensor", "eye"}
 _COPIES = {"clone", "_to_copy", "lift_fresh_copy", "where", "expand"}
 _CALLS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
@@ -260,7 +260,7 @@ def _computes(node: torch.fx.Node, known: dict[torch.fx.Node, bool]) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if target._schema.is_mutable or _EAGER_TAGS & set(target.tags):
+    if target._schema.is_mutable or _is_random(node) or _EAGER_TAGS & set(target.tags):
         return False
     return all(_is_plain(n.meta.get("val")) for n in (node, *node.all_input_nodes))
 
@@ -278,7 +278,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_random(node: torch.fx.Node) -> bool:
-    return node.target is dropout_noise or node.target is shaped_noise or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if node.target in (dropout_noise, shaped_noise):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    names = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" in names:  # attention
+        place = names.index("dropout_p")
+        if (node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)) == 0.0:
+            return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def is_attached(node: torch.fx.Node) -> bool:
@@ -367,7 +376,8 @@ def _broken(work: Sequence[torch.fx.Node], computes: dict[torch.fx.Node, bool]) 
     for node in work:
         if not is_fusible(node):
             continue
-        last = max((place[r] for r in _direct_readers(node) if level.get(r) == level[node] and is_fusible(r)), default=0)
+        readers = (r for r in _direct_readers(node) if level.get(r) == level[node] and is_fusible(r))
+        last = max((place[r] for r in readers), default=0)
         if last > place[node]:
             change[place[node] + 1] += _bytes(node) or 1
             change[last + 1] -= _bytes(node) or 1

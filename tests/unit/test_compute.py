@@ -7,7 +7,7 @@ operators are handed over, and in which order everything runs. `test_inductor` c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import autopar
 from autopar.errors import CompileError
 from autopar.runtime import inductor
 from autopar.runtime.compute import CompiledRegion, Compiler
-from autopar.runtime.regions import Partition
+from autopar.runtime.regions import Partition, functional
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -138,6 +138,7 @@ def test_equal_layers_are_compiled_once() -> None:
 def test_what_a_cheap_chain_reads_is_kept_rather_than_each_of_its_values() -> None:
     """Of the activation function's five values, one is what the backward pass needs: it forms the others again."""
     module = optimized(Net(6), check="never").graph_module
+    functional(module.graph)
     partition = Partition(module)
     wide = [n for n in module.graph.nodes if getattr(n.meta.get("val"), "shape", None) == (6, 16)]
     crossing = {i for p in partition.pieces if hasattr(p, "inputs") for i in p.inputs if i in wide}
@@ -178,7 +179,10 @@ def test_two_outputs_in_one_memory_become_two() -> None:
     regions = [p for p in Partition(program.graph_module).pieces if hasattr(p, "outputs")]
     region = next(r for r in regions if len(r.outputs) > 1)
     one = torch.ones(3)
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = lambda given: [one for _ in region.outputs]
+
+    def run(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [one for _ in region.outputs]
+
     for _ in range(2):
         found = CompiledRegion(run, [], region)([])
         assert len({t.data_ptr() for t in found}) >= 2
