@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +48,12 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = detect_fake_mode(inputs) or detect_fake_mode([n.meta.get("val") for n in module.graph.nodes])
     assert mode is not None, "a captured graph has fake values"
     try:
-        with torch.no_grad(), mode, V.set_fake_mode(mode), torch._guards.tracing(torch._guards.TracingContext(mode)):
+        with _settled(mode):
             decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
             joint_graph_passes(decomposed)
             output = decomposed.graph.output_node()
@@ -66,3 +66,20 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
             "compile=True out; TORCH_LOGS=+inductor shows more"
         ) from e
     return compiled
+
+
+@contextlib.contextmanager
+def _settled(mode: Any) -> Iterator[None]:
+    """What holds while inductor runs: autocast's conversions are in the graph already, and convolutions keep the layout
+    of the captured step, which is the one between regions, too."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(mode)
+        stack.enter_context(V.set_fake_mode(mode))
+        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+        stack.enter_context(config.patch(layout_optimization=False))
+        yield
