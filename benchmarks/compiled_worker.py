@@ -107,7 +107,7 @@ def ranks(entry: Entry, rounds: int) -> dict[str, Any]:
         found = [json.loads((Path(folder) / str(r)).read_text()) for r in range(2)]
     names = found[0]["seconds"]
     slower = {n: [max(pair) for pair in zip(*(f["seconds"][n] for f in found), strict=True)] for n in names}
-    return {"seconds": slower, "groups": found[0]["groups"]}
+    return found[0] | {"seconds": slower}
 
 
 def _rank(rank: int, name: str, rounds: int, folder: str) -> None:
@@ -130,7 +130,9 @@ def _rank(rank: int, name: str, rounds: int, folder: str) -> None:
         return run
 
     found = interleave({n: together(s) for n, s in contestants.items()}, rounds)
-    result = {"seconds": dict(found.seconds), "groups": len(program.plan.groups)}
+    compiler = program.settings.compiler
+    regions = [compiler.regions, len(compiler.known)]
+    result = {"seconds": dict(found.seconds), "groups": len(program.plan.groups), "regions": regions}
     (Path(folder) / str(rank)).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

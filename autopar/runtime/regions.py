@@ -142,7 +142,7 @@ class Partition:
             if is_attached(node):
                 source = node.args[0]
                 if source in self.home:
-                    self.home[node] = self.home[source]  # type: ignore[index]
+                    self.home[node] = self.home[source]
                     self.home[node].nodes.append(node)
                 continue
             if was_ended:
