@@ -121,10 +121,8 @@ class CompiledRegion(torch.nn.Module):
     def forward(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The region's outputs. Empties `inputs`, so that each is freed after its last use."""
         for i, stride in enumerate(self._strides):
-            if inputs[i].stride() != stride:  # as of a parameter that was given other memory
-                inputs[i] = torch.empty_strided(
-                    inputs[i].shape, stride, dtype=inputs[i].dtype, device=inputs[i].device
-                ).copy_(inputs[i])
+            if inputs[i].stride() != stride:
+                inputs[i] = laid_out(inputs[i], stride)
         if self._shared is None:
             taken = {memory: None for t in inputs if (memory := _memory(t))}
             found = self._run(inputs)
@@ -154,6 +152,13 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides: a copy, as of a parameter that was given other memory, where they matter."""
+    if all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), stride, strict=True)):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def list_of(*values: torch.Tensor) -> list[torch.Tensor]:
     """What a compiled region takes: a list that it empties, while the graph holds none of the values any more."""
     return list(values)
@@ -171,8 +176,8 @@ def part_of(region: Region) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     inputs = []
     for i, node in enumerate(region.inputs):
         copies[node] = graph.placeholder(f"input_{i}")
-        copies[node].meta["val"] = node.meta["val"]
-        inputs.append(node.meta["val"])
+        copies[node].meta["val"] = taken = _without_overlap(node.meta["val"])
+        inputs.append(taken)
     for node in region.body:
         copies[node] = graph.create_node(
             "call_function",
@@ -183,6 +188,14 @@ def part_of(region: Region) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
         copies[node].meta["val"] = node.meta["val"]
     graph.output(tuple(copies[n] for n in region.outputs))
     return torch.fx.GraphModule({}, graph), inputs
+
+
+def _without_overlap(value: Any) -> torch.Tensor:
+    """A fake tensor as a region takes it: an expanded one as a whole, for the next may not be expanded."""
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        with value.fake_mode:
+            return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    return value  # type: ignore[no-any-return]
 
 
 def _key(part: torch.fx.GraphModule) -> Hashable:

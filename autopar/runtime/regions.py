@@ -72,7 +72,9 @@ def functional(graph: torch.fx.Graph) -> None:
 def noise_of_shapes(graph: torch.fx.Graph) -> None:
     """Has noise made from a shape rather than from a value of it, so that it need not wait for the value."""
     for node in graph.find_nodes(op="call_function", target=dropout_noise):
-        like = node.args[0].meta["val"]
+        like = node.args[0].meta.get("val")
+        if like is None:  # as of what a strategy computes itself
+            continue
         with like.fake_mode:
             value = torch.empty_like(like)
         node.target = shaped_noise

@@ -20,7 +20,7 @@ from torch import nn
 import autopar
 from autopar.errors import CompileError
 from autopar.runtime import inductor
-from autopar.runtime.compute import CompiledRegion, Compiler
+from autopar.runtime.compute import CompiledRegion, Compiler, laid_out
 from autopar.runtime.regions import Partition, functional
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -186,6 +186,15 @@ def test_two_outputs_in_one_memory_become_two() -> None:
     for _ in range(2):
         found = CompiledRegion(run, [], region)([])
         assert len({t.data_ptr() for t in found}) >= 2
+
+
+def test_inputs_of_another_layout_are_copied_into_the_one_that_was_compiled_for() -> None:
+    """A parameter may be given other memory, and what follows the drop-in module may hand an expanded gradient back."""
+    tensor = torch.randn(3, 1, 4)
+    assert laid_out(tensor, (4, 77, 1)) is tensor, "the stride of one element does not matter"
+    for other in (tensor.transpose(0, 2).contiguous().transpose(0, 2), tensor[:, :, :1].expand(3, 1, 4)):
+        found = laid_out(other, (4, 4, 1))
+        assert found.is_contiguous() and torch.equal(found, other)
 
 
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
