@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.runtime.inductor import Compiled, compile_graph
+from autopar.runtime.inductor import Compiled, compile_graph, output_strides
 from autopar.runtime.regions import (
     Partition,
     Region,
@@ -29,7 +29,8 @@ class Compiler:
     program they are in."""
 
     compile: Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Compiled] = compile_graph
-    known: dict[Hashable, Compiled] = field(default_factory=dict)
+    known: dict[Hashable, tuple[Compiled, list[tuple[int, ...]]]] = field(default_factory=dict)
+    """Of each region, by what it computes: its function, and the strides of what that returns."""
     regions: int = 0
     """How many regions the graphs hold."""
 
@@ -39,12 +40,15 @@ class Compiler:
         noise_of_shapes(module.graph)
         return _Rewriter(module, self).write()
 
-    def of(self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-        """What computes a region, compiled unless an equal one was."""
+    def of(self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[Compiled, list[tuple[int, ...]]]:
+        """What computes a region, compiled unless an equal one was, and the strides of its outputs."""
         self.regions += 1
         key = _key(part)
         if key not in self.known:
-            self.known[key] = self.compile(part, inputs)
+            run = self.compile(part, inputs)
+            planned = output_strides(run)
+            fakes = fake_outputs(part, inputs)
+            self.known[key] = run, [planned.get(i, tuple(t.stride())) for i, t in enumerate(fakes)]
         return self.known[key]
 
 
@@ -98,11 +102,15 @@ class _Rewriter:
             return
         part, inputs = part_of(region)
         name = f"compute_{region.index}"
-        self._modules[name] = CompiledRegion(self._compiler.of(part, inputs), inputs, region)
+        run, strides = self._compiler.of(part, inputs)
+        self._modules[name] = CompiledRegion(run, inputs, region)
         listed = self._graph.call_function(list_of, tuple(self._copies[n] for n in region.inputs))
         results = self._graph.call_module(name, (listed,))
         for i, node in enumerate(region.outputs):
             self._copies[node] = self._graph.call_function(operator.getitem, (results, i))
+            # What follows is compiled for the layout that the region returns, which need not be the captured one:
+            # simplifications may have left an operator an input of another layout.
+            node.meta["val"] = _with_strides(node.meta["val"], strides[i])
             self._copies[node].meta = dict(node.meta)
 
 
@@ -124,9 +132,10 @@ class CompiledRegion(torch.nn.Module):
             if inputs[i].stride() != stride:
                 inputs[i] = laid_out(inputs[i], stride)
         if self._shared is None:
-            taken = {memory: None for t in inputs if (memory := _memory(t))}
+            held = list(inputs)  # else their memory would be taken for outputs
             found = self._run(inputs)
-            self._shared = self._in_shared_memory(found, taken)
+            self._shared = self._in_shared_memory(found, {m: None for t in held if (m := _memory(t))})
+            del held
         else:
             found = self._run(inputs)
         if self._shared:
@@ -188,6 +197,21 @@ def part_of(region: Region) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
         copies[node].meta["val"] = node.meta["val"]
     graph.output(tuple(copies[n] for n in region.outputs))
     return torch.fx.GraphModule({}, graph), inputs
+
+
+def fake_outputs(part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What a region returns, as fake tensors, of which the strides are looked at."""
+    value = part.graph.output_node().all_input_nodes[0].meta["val"]
+    with value.fake_mode, torch.no_grad(), torch._C._DisableAutocast():
+        found: Sequence[torch.Tensor] = part(*inputs)
+    return found
+
+
+def _with_strides(value: Any, strides: tuple[int, ...]) -> torch.Tensor:
+    if value.stride() == strides:
+        return value  # type: ignore[no-any-return]
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
 def _without_overlap(value: Any) -> torch.Tensor:

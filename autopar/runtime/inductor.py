@@ -68,6 +68,12 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
     return compiled
 
 
+def output_strides(compiled: Compiled) -> dict[int, tuple[int, ...]]:
+    """The strides that inductor has chosen for outputs, by place; those that it does not tell are absent."""
+    known = getattr(compiled, "output_strides", None) or []
+    return {i: tuple(int(s) for s in strides) for i, strides in enumerate(known) if strides is not None}
+
+
 @contextlib.contextmanager
 def _settled(mode: Any) -> Iterator[None]:
     """What holds while inductor runs: autocast's conversions are in the graph already, and convolutions keep the layout
