@@ -10,15 +10,14 @@ from typing import Any
 import torch
 import torch.fx
 
+from autopar.runtime.compute_passes import fold_cats_of_one, functional, noise_of_shapes
 from autopar.runtime.inductor import Compiled, compile_graph, output_strides
 from autopar.runtime.regions import (
     Partition,
     Region,
     described,
-    functional,
     is_attached,
     is_fusible,
-    noise_of_shapes,
     source,
 )
 
@@ -37,6 +36,7 @@ class Compiler:
     def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """The graph, with its plan as it is: collectives, waits and updates in their order."""
         functional(module.graph)
+        fold_cats_of_one(module.graph)
         noise_of_shapes(module.graph)
         return _Rewriter(module, self).write()
 

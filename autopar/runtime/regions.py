@@ -18,24 +18,12 @@ import torch.fx
 from autopar.ir.aliases import is_view
 from autopar.ir.simplify import dropout_noise
 from autopar.runtime import collectives
+from autopar.runtime.compute_passes import shaped_noise
 from autopar.runtime.modules import Store, Update
 from autopar.runtime.repeats import offsets_of_cuts, repeats
 
 aten = torch.ops.aten
 
-FUNCTIONAL = {
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.div_.Scalar: aten.div.Scalar,
-    aten.relu_.default: aten.relu.default,
-    aten.tanh_.default: aten.tanh.default,
-    aten.sigmoid_.default: aten.sigmoid.default,
-    aten.neg_.default: aten.neg.default,
-}
-"""Operators that `autopar.ir.reuse` has made to write over their input, which a compiler decides for itself."""
 _EAGER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CREATE = {"arange", "full", "zeros", "ones", "scalar_tensor", "eye"}
 _COPIES = {"clone", "_to_copy", "lift_fresh_copy", "where", "expand"}
@@ -60,33 +48,6 @@ class Region:
 
 
 Piece = Region | torch.fx.Node
-
-
-def functional(graph: torch.fx.Graph) -> None:
-    """Has each operator write to memory of its own. Nobody reads what was written over, so that no value changes."""
-    for node in graph.nodes:
-        if node.op == "call_function":
-            node.target = FUNCTIONAL.get(node.target, node.target)
-
-
-def noise_of_shapes(graph: torch.fx.Graph) -> None:
-    """Has noise made from a shape rather than from a value of it, so that it need not wait for the value."""
-    for node in graph.find_nodes(op="call_function", target=dropout_noise):
-        like = node.args[0].meta.get("val")
-        if like is None:  # as of what a strategy computes itself
-            continue
-        with like.fake_mode:
-            value = torch.empty_like(like)
-        node.target = shaped_noise
-        node.args = (tuple(value.shape), value.stride(), value.dtype, value.device, node.args[1])
-        node.meta["val"] = value
-
-
-def shaped_noise(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, p: float
-) -> torch.Tensor:
-    """What `dropout_noise` gives for a value of this shape."""
-    return dropout_noise(torch.empty_strided(shape, stride, dtype=dtype, device=device), p)
 
 
 class Partition:

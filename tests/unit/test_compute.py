@@ -21,7 +21,8 @@ import autopar
 from autopar.errors import CompileError
 from autopar.runtime import inductor
 from autopar.runtime.compute import CompiledRegion, Compiler, laid_out
-from autopar.runtime.regions import Partition, functional
+from autopar.runtime.compute_passes import functional
+from autopar.runtime.regions import Partition
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
