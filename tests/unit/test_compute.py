@@ -21,7 +21,7 @@ import autopar
 from autopar.errors import CompileError
 from autopar.runtime import inductor
 from autopar.runtime.compute import CompiledRegion, Compiler, laid_out
-from autopar.runtime.compute_passes import functional
+from autopar.runtime.compute_passes import fold_cats_of_one, functional
 from autopar.runtime.regions import Partition
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -55,7 +55,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An embedding tied to the head, equal blocks between, and a buffer that counts."""
 
-    def __init__(self, blocks: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, blocks: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embed = nn.Embedding(11, 8)
@@ -101,8 +101,7 @@ def apart(a: nn.Module, b: nn.Module) -> float:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(("dropout", "clip"), [(0.0, None), (0.3, 0.1)])
 def test_no_number_changes(dropout: float, clip: float | None) -> None:
     """With dropout, random numbers are drawn in the same order, which the proof of the first step sees, too."""
     plain, compiled = Net(dropout=dropout).double(), Net(dropout=dropout).double()
@@ -131,19 +130,35 @@ def counted(blocks: int) -> Compiler:
 
 
 def test_equal_layers_are_compiled_once() -> None:
-    few, many = counted(5), counted(9)
-    assert many.regions == few.regions + 2 * 4, "each block is a region forward and one backward"
+    few, many = counted(4), counted(6)
+    assert many.regions == few.regions + 2 * 2, "each block is a region forward and one backward"
     assert len(many.known) == len(few.known)
+
+
+def test_a_concatenation_with_nothing_is_read_through_unless_it_may_be_written_over() -> None:
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    mode = torch._subclasses.FakeTensorMode()
+    value, nothing = graph.placeholder("value"), graph.placeholder("nothing")
+    for _ in range(2):
+        graph.call_function(aten.cat.default, ([nothing, value], -1))
+    read, given = graph.find_nodes(op="call_function", target=aten.cat.default)
+    for node in (value, nothing, read, given):
+        node.meta["val"] = mode.from_tensor(torch.ones(0) if node is nothing else torch.ones(2, 3))
+    graph.output((graph.call_function(aten.neg.default, (read,)), graph.call_function(torch.clone, (given,))))
+    fold_cats_of_one(graph)
+    assert graph.find_nodes(op="call_function", target=aten.cat.default) == [given]
+    assert read not in set(graph.nodes) and len(value.users) == 2
 
 
 def test_what_a_cheap_chain_reads_is_kept_rather_than_each_of_its_values() -> None:
     """Of the activation function's five values, one is what the backward pass needs: it forms the others again."""
-    module = optimized(Net(6), check="never").graph_module
+    module = optimized(Net(4), check="never").graph_module
     functional(module.graph)
     partition = Partition(module)
     wide = [n for n in module.graph.nodes if getattr(n.meta.get("val"), "shape", None) == (6, 16)]
     crossing = {i for p in partition.pieces if hasattr(p, "inputs") for i in p.inputs if i in wide}
-    assert 6 <= len(crossing) <= 2 * 6 < len(wide) / 4
+    assert 4 <= len(crossing) <= 2 * 4 < len(wide) / 4
 
 
 def test_values_are_freed_after_their_last_use() -> None:
@@ -170,8 +185,9 @@ def test_values_are_freed_after_their_last_use() -> None:
     module = torch.fx.GraphModule({}, graph)
     expected = module(a, b)
     compiled = Compiler(compile_).compiled(module)
-    assert torch.equal(compiled(a, b), expected)
-    assert held[1:] == [0, 0], "of the first one's, the caller holds all: they are the graph's own inputs"
+    for _ in range(2):  # the first time, inputs are held to see which memory outputs lie in
+        assert torch.equal(compiled(a, b), expected)
+    assert held[4:] == [0, 0], "of the first region's, the caller holds all: they are the graph's own inputs"
 
 
 def test_two_outputs_in_one_memory_become_two() -> None:
