@@ -64,7 +64,7 @@ def torch_step(entry: Entry) -> Step:
     def step() -> float:
         optimizer.zero_grad()
         loss = loss_of(batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return float(loss.item())
 
@@ -103,8 +103,8 @@ def ranks(entry: Entry, rounds: int) -> dict[str, Any]:
     from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory(prefix="autopar-compiled-") as folder:
-        start_processes(_rank, (entry.name, rounds, folder), nprocs=2, start_method="spawn")
-        found = [json.loads((Path(folder) / str(r)).read_text()) for r in range(2)]
+        start_processes(_rank, (entry.name, rounds, folder), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
+        found: list[dict[str, Any]] = [json.loads((Path(folder) / str(r)).read_text()) for r in range(2)]
     names = found[0]["seconds"]
     slower = {n: [max(pair) for pair in zip(*(f["seconds"][n] for f in found), strict=True)] for n in names}
     return found[0] | {"seconds": slower}
@@ -116,8 +116,8 @@ def _rank(rank: int, name: str, rounds: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=START_TIMEOUT_S))
+    limit, meet_at = timedelta(seconds=START_TIMEOUT_S), f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=meet_at, rank=rank, world_size=2, timeout=limit)
     entry = find(compiled.entries(), name)
     step, program = autopar_step(entry, True, f"all_reduce_{BUCKET_MIB}MiB")
     contestants = {"autopar, compiled": step, "DDP, torch.compile": torch_step(entry)}

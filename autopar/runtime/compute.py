@@ -77,7 +77,7 @@ class _Rewriter:
         for node in self._graph.nodes:
             if node.op in ("get_attr", "call_module") and node.target not in self._modules:
                 self._modules[str(node.target)] = getattr(self._module, str(node.target))
-        return torch.fx.GraphModule(self._modules, self._graph, class_name=self._module._get_name())
+        return torch.fx.GraphModule(self._modules, self._graph, class_name=type(self._module).__name__)
 
     def _copy(self, node: torch.fx.Node) -> None:
         for given in node.all_input_nodes:
