@@ -16,8 +16,10 @@ from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training
 from autopar.runtime.compiled import Check, LossFn, Settings, Weight
+from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
 from autopar.runtime.gradient_program import GradientProgram
+from autopar.runtime.inductor import check_compiler
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
@@ -96,6 +98,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program: ...
@@ -118,6 +121,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> SyncedModule: ...
@@ -142,6 +146,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
@@ -176,11 +181,14 @@ def optimize(
         passes: which rewrite the captured graph: `Passes(without=("memory reused",))` leaves an optional one out,
             `Passes(also=(mine,))` runs one of your own. On all ranks alike.
         timeout_s: how long a collective may wait for a late rank.
+        compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
+            plan is the same. It takes minutes rather than seconds, and a C++ compiler (on GPUs, Triton).
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
     Raises:
         CaptureError: the model cannot be captured as one graph; the message has the line.
+        CompileError: `compile` is set, and the machine lacks a compiler, or the compiler fails.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
         SpecError: an option has a value that is not one of its choices.
@@ -191,6 +199,8 @@ def optimize(
     _check_unwrapped(model)
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
+    if compile:
+        check_compiler(next(iter(parameters.values())).device)
     if optimizer is not None:
         check_optimizer(optimizer, parameters)
     plan = plan or _plan_from_environment()
@@ -203,10 +213,11 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", passes {passes.said}"
+    said += f", {compile=}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
-    settings = Settings(loss_fn if mode == "step" else None, clip_grad_norm, weight, unused_parameters, check, passes)
+    own_loss, compiler = loss_fn if mode == "step" else None, Compiler() if compile else None
+    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)

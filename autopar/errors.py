@@ -7,6 +7,7 @@ AutoparError
  |       `- PlanMismatchError the plan is for another model, cluster or world size
  |- CaptureError              the model cannot be captured as one training graph
  |   `- SignatureError        a batch does not fit what was captured
+ |- CompileError              the step cannot be compiled on this machine (`compile=True`)
  |- OptimizerError            the optimizer cannot be used with this model or plan
  |- InfeasibleError           no plan satisfies the constraints
  |- CollectiveError           ranks disagree, or a rank is late or gone
@@ -52,6 +53,10 @@ class CaptureError(AutoparError, RuntimeError):
 
 class SignatureError(CaptureError, ValueError):
     """A batch does not fit the signature of the captured model."""
+
+
+class CompileError(AutoparError, RuntimeError):
+    """The step cannot be compiled on this machine: no C++ compiler, or a failure of PyTorch's compiler."""
 
 
 class OptimizerError(AutoparError, ValueError):

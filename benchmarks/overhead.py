@@ -1,6 +1,8 @@
 """What the rewritten training step costs where there is nothing to synchronize: one rank, against eager PyTorch.
 
-    python -m benchmarks.overhead [--check] [--quick] [--only NAME]
+    python -m benchmarks.overhead [--check] [--quick] [--compile] [--only NAME]
+
+With `--compile`: compiled compute against torch.compile, as `benchmarks.compiled` says.
 
 Every measurement is made in a fresh process. Time: an eager step, an eager step with a fused AdamW, and the
 rewritten step, in turns. Memory: the peak resident memory of a process that trains, one eager and one rewritten.
@@ -16,8 +18,9 @@ from typing import Any
 
 import click
 
+from benchmarks.compiled import report as compiled_report
 from benchmarks.harness import Report, Spread, Target, Timings, options, publish
-from benchmarks.zoo import Entry, find, sizes
+from benchmarks.zoo import Entry, compiled, find, sizes
 
 TIME_LIMIT = 1.00
 """Of the rewritten step, in eager steps: median over rounds."""
@@ -96,18 +99,29 @@ def _spread(s: Spread) -> str:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--quick", is_flag=True, help="Small models and few rounds: to see that it runs, not to be quoted.")
+@click.option("--compile", "compiles", is_flag=True, help="Compare compile=True with torch.compile.")
 @click.option("--only", multiple=True, metavar="NAME", help="Measure this model alone; may be repeated.")
 @click.option("--rounds", type=click.IntRange(1), help=f"Rounds that count.  [default: {ROUNDS}, quick {QUICK_ROUNDS}]")
 @options
 def main(
-    quick: bool, only: tuple[str, ...], rounds: int | None, check: bool, json_file: str | None, save: bool
+    quick: bool,
+    compiles: bool,
+    only: tuple[str, ...],
+    rounds: int | None,
+    check: bool,
+    json_file: str | None,
+    save: bool,
 ) -> None:
     """Compares the rewritten step with the eager one, on one rank."""
-    table = sizes.entries(scaled=quick)
+    table = compiled.entries() if compiles else sizes.entries(scaled=quick)
     try:
         entries = [find(table, name) for name in only] or list(table)
     except KeyError as e:
         raise click.UsageError(e.args[0]) from e
+    if compiles:
+        found = compiled_report(entries, rounds or (QUICK_ROUNDS if quick else ROUNDS))
+        command = "python -m benchmarks.overhead --compile"
+        sys.exit(publish(found, command=command, check=check, json_file=json_file, save=save))
     report = Report(
         name="overhead",
         title="One rank: the rewritten training step against the eager one"

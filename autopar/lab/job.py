@@ -33,7 +33,7 @@ from autopar.lab.processes import kill_all
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"
 _POLL_S = 0.02
-_GRACE_S = 0.2
+_GRACE_S = 2.0
 """How long to wait, once a rank has failed, for the one that may have caused it: ranks end slower than sockets."""
 _REAP_S = 5.0
 """How long to wait for the exit status of a process that was killed."""

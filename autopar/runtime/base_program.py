@@ -141,6 +141,7 @@ class BaseProgram:
             shards={},
             part=_no_optimizer,
             max_norm=self.settings.clip_grad_norm,
+            compiled=self.settings.compiled,
         )
 
     def _traceable(self) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.compute import Compiler
 from autopar.strategies.lowering import StepProgram
 
 LossFn = Callable[..., Any]
@@ -37,6 +38,12 @@ class Settings:
     check: Check = "never"
     passes: Passes = EVERY
     """That rewrite what was captured."""
+    compiler: Compiler | None = None
+    """What compiles the compute between communication; `None` runs operators one by one."""
+
+    def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """A graph that was written, compiled where that is asked for."""
+        return module if self.compiler is None else self.compiler.compiled(module)
 
 
 @dataclass(eq=False)

@@ -98,6 +98,7 @@ class BackwardWriter(_Half):
     def _begin(self) -> None:
         for i, node in enumerate(self.saved):
             self.copies[node] = self.graph.placeholder(f"saved_{i}")
+            self.copies[node].meta["val"] = node.meta["val"]
         for node in self.tangents:
             self.copy(node)
 
@@ -127,6 +128,7 @@ class BackwardWriter(_Half):
         for tangent in self.tangents:
             share = self.call(batch_share, (counted, total, tangent.meta["val"].dtype, self.target.world_size))
             self.copies[tangent] = self.call(torch.mul, (self.copies[tangent], share))
+            self.copies[tangent].meta["val"] = tangent.meta["val"]
         self.per_weight = self.call(batch_share, (self.count, total, next(iter(dtypes))))
 
     def deliver(self, call: Call, value: Any) -> None:

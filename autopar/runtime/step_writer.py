@@ -106,6 +106,8 @@ class StepWriter(Writer):
             self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
         else:
             self.copies[self.tangent] = self.share
+            if self.tangent.meta["val"].dim() == 0:
+                self.share.meta["val"] = self.tangent.meta["val"]
         return total
 
 

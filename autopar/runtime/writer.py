@@ -53,6 +53,8 @@ class Target:
     late: Callable[[int, Received | None], Late] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
+    compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
+    """Compiles the compute of a finished graph; by default, leaves the graph as it is."""
 
 
 class Writer(Site):
@@ -153,7 +155,7 @@ class Writer(Site):
             if node.target not in root:
                 root[str(node.target)] = getattr(self.joint.module, str(node.target))
         self.graph.lint()
-        return torch.fx.GraphModule(root, self.graph, class_name=name)
+        return self.target.compiled(torch.fx.GraphModule(root, self.graph, class_name=name))
 
     # What operations ask of the site where they run.
 

@@ -1,0 +1,67 @@
+"""What is done to a step's graph before its compute is compiled; no value changes."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from autopar.ir.simplify import dropout_noise
+
+aten = torch.ops.aten
+
+FUNCTIONAL = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.div_.Scalar: aten.div.Scalar,
+    aten.relu_.default: aten.relu.default,
+    aten.tanh_.default: aten.tanh.default,
+    aten.sigmoid_.default: aten.sigmoid.default,
+    aten.neg_.default: aten.neg.default,
+}
+"""Operators that `autopar.ir.reuse` has made to write over their input, which a compiler decides for itself."""
+
+
+def functional(graph: torch.fx.Graph) -> None:
+    """Has each operator write to memory of its own. Nobody reads what was written over, so that no value changes."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = FUNCTIONAL.get(node.target, node.target)
+
+
+def fold_cats_of_one(graph: torch.fx.Graph) -> None:
+    """Reads a tensor instead of its concatenation with empty ones, as of a model's empty cache, which copies it. Only
+    where operators alone read it: a collective may write over what it is given."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        values = [n.meta.get("val") for n in (node, *node.args[0])]
+        if not all(isinstance(v, torch.Tensor) for v in values):
+            continue
+        filled = [n for n in node.args[0] if n.meta["val"].numel()]
+        if len(filled) != 1 or not all(isinstance(u.target, torch._ops.OpOverload) for u in node.users):
+            continue
+        before, after = filled[0].meta["val"], node.meta["val"]
+        if before.shape == after.shape and before.dtype == after.dtype:
+            node.replace_all_uses_with(filled[0])
+            graph.erase_node(node)
+
+
+def noise_of_shapes(graph: torch.fx.Graph) -> None:
+    """Has noise made from a shape rather than from a value of it, so that it need not wait for the value."""
+    for node in graph.find_nodes(op="call_function", target=dropout_noise):
+        like = node.args[0].meta.get("val")
+        if like is None:  # as of what a strategy computes itself
+            continue
+        with like.fake_mode:
+            value = torch.empty_like(like)
+        node.target = shaped_noise
+        node.args = (tuple(value.shape), value.stride(), value.dtype, value.device, node.args[1])
+        node.meta["val"] = value
+
+
+def shaped_noise(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, p: float
+) -> torch.Tensor:
+    """What `dropout_noise` gives for a value of this shape."""
+    return dropout_noise(torch.empty_strided(shape, stride, dtype=dtype, device=device), p)
