@@ -77,7 +77,7 @@ class Observation:
 
 
 class CostModel(ABC):
-    """Predicts what one step of a program costs. Knows primitives, never strategies."""
+    """Predicts what one step of a program costs. Knows operations, never strategies."""
 
     def fit(self, observations: Sequence[Observation]) -> Self:
         """Learns from measured steps; a model without anything to learn returns itself unchanged."""

@@ -86,7 +86,7 @@ class MemoryModel:
         clipped = int(place[clip.index]) if clip else 0
         made, freed, carried = _allocations([g.buffers for g in groups], first, place, clipped, n)
         before = carried + np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
-        # Between two placed primitives the graph's own peak counts, on top of the buffers held there.
+        # Between two placed calls the graph's own peak counts, on top of the buffers held there.
         cuts = np.unique(np.concatenate([[0], positions + 1]))
         cuts = cuts[cuts < len(live)]
         segment_peak = np.maximum.reduceat(live, cuts)

@@ -1,4 +1,4 @@
-"""Lowers a plan: asks each group's strategy to emit its primitives, and puts them in one fixed order.
+"""Lowers a plan: asks each group's strategy to emit its operations, and puts them in one fixed order.
 
 The order is the same on every rank, whatever the batch: collectives are issued in the order of the plan's
 groups, each as soon as its gradients are complete and the one before it has been issued.

@@ -13,7 +13,7 @@ import torch
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import Layout, Owned, Partial, held_elements, is_sharded, shard_sizes
+from autopar.ops.layouts import Layout, Owned, held_elements, is_sharded, shard_sizes
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 
@@ -169,11 +169,6 @@ class Call:
     def is_pending(self) -> bool:
         """Whether its value is there behind a `Wait` only."""
         return self.op.is_collective
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether its value is a sum over all ranks, which they share, or what was made of such."""
-        return not isinstance(self.layout, Partial)
 
     @property
     def completes_step_before(self) -> bool:

@@ -1,6 +1,6 @@
 """Virtual compute: a step whose communication is real and whose device is a clock.
 
-Each stretch of the graph between two placed primitives, and each primitive's own work on the device (packing, adding
+Each stretch of the graph between two placed calls, and each call's own work on the device (packing, adding
 up, updating, storing, clipping), takes its modelled or measured time times a `dilation`, and computes nothing. So 8 to
 16 ranks of a GPU cluster run on two cores; with the links' rates divided by the same factor, the schedule is that of
 the real cluster.
@@ -207,7 +207,7 @@ class VirtualWriter(StepWriter):
 def _segments(
     graph: TrainingGraph, program: StepProgram, times: DeviceTimes
 ) -> tuple[list[tuple[int, torch.fx.Node]], JointGraph]:
-    """A joint graph that only spends time: one node for each stretch of the graph that no primitive divides, with the
+    """A joint graph that only spends time: one node for each stretch of the graph that no call divides, with the
     position of its last node. The loss comes first, so that it is there wherever its sum is placed."""
     new = torch.fx.Graph()
     device, tangent = new.placeholder("device"), new.placeholder("tangent")
