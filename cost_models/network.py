@@ -124,13 +124,13 @@ class Network:
         if subgroups not in self._known:
             shape = (len(self.links), self.world_size)
             flows = _Flows(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-            for team in all_subgroups(subgroups, self.world_size):
-                for i, a in enumerate(team):
-                    for b in team:
+            for subgroup in all_subgroups(subgroups, self.world_size):
+                for i, a in enumerate(subgroup):
+                    for b in subgroup:
                         for link in self._path(a, b) if a != b else ():
                             flows.from_each[link, a] += 1
                             flows.to_each[link, b] += 1
-                            if b == team[(i + 1) % len(team)]:
+                            if b == subgroup[(i + 1) % len(subgroup)]:
                                 flows.ring[link, a] += 1
             self._known[subgroups] = flows
         return self._known[subgroups]

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from autopar.backends.base import Backend
 from autopar.backends.gloo import GLOO
 from autopar.backends.nccl import NCCL
-from autopar.backends.served_sum import ServedSum, mesh_named
+from autopar.backends.server_reduce import ServerSum, mesh_named
 
 _functional = torch.ops._c10d_functional
 _STRIDED = "gloo sums strided memory wrongly, without an error: values are made contiguous before they are sent"
@@ -113,11 +113,11 @@ def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], gr
     return registered(*backend.all_to_all(x, sent, received, pg))
 
 
-def served_sum(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
+def server_reduce(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
     """The sum over ranks, in place, with the help of servers. `adds_up`: elements that each rank and each server of
     the mesh adds up."""
     assert x.is_contiguous(), _STRIDED
-    return registered(x, ServedSum(x, adds_up, mesh_named(mesh), mesh).begin())
+    return registered(x, ServerSum(x, adds_up, mesh_named(mesh), mesh).begin())
 
 
 def _library(x: torch.Tensor, group: str) -> tuple[Backend, Any]:

@@ -66,10 +66,12 @@ def summed(layout: Layout, subgroups: Subgroups, of: Replicate | Shard) -> Layou
 @lru_cache(maxsize=1 << 12)
 def _summed(before: Summed, subgroups: Subgroups, of: Replicate | Shard) -> Layout:
     found = list(before)
-    for team in all_subgroups(subgroups, len(before)):
-        joined = frozenset[int]().union(*(before[r] for r in team))
-        assert len(joined) == sum(len(before[r]) for r in team), f"a sum over ranks {team} counts some of them twice"
-        for rank in team:
+    for subgroup in all_subgroups(subgroups, len(before)):
+        joined = frozenset[int]().union(*(before[r] for r in subgroup))
+        assert len(joined) == sum(len(before[r]) for r in subgroup), (
+            f"a sum over ranks {subgroup} counts some of them twice"
+        )
+        for rank in subgroup:
             found[rank] = joined
     return of if all(len(ranks) == len(before) for ranks in found) else Partial(tuple(found), of)
 

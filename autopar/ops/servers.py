@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.backends import collectives
-from autopar.backends.served_sum import served_pieces
+from autopar.backends.server_reduce import served_pieces
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Site
 from autopar.ops.collectives import Collective, RankBytes
@@ -59,4 +59,4 @@ class ServerReduce(Collective):
         return [(self.name, links.along(ways))]
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(collectives.served_sum, (site.value_of(call.inputs[0]), self.summed_by, site.mesh()))
+        return site.call(collectives.server_reduce, (site.value_of(call.inputs[0]), self.summed_by, site.mesh()))

@@ -27,7 +27,7 @@ from autopar.runtime.initial_state import initial_state, placeholder
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, average_buffers
 from autopar.runtime.random import RandomStream
-from autopar.runtime.resident import ResidentRows
+from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.state import State, gather_state, scatter_state
 from autopar.runtime.together import meet
 
@@ -52,7 +52,7 @@ class Owner:
     parts: Sequence[OptimizerPart]
     parameters: dict[str, nn.Parameter]
     buffers: Sequence[torch.Tensor]
-    resident: ResidentRows
+    sharded: ShardedRows
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ def save(owner: Owner) -> dict[str, Any]:
     streams = meet(owner.group, SAVE, json.dumps(owner.random.state()))
     average_buffers(owner.buffers, owner.group)
     state = gather_state(owner.parts, owner.parameters, owner.group)
-    with owner.resident.gathered():
+    with owner.sharded.gathered():
         return _write(owner, owner.model.state_dict(), state, streams)
 
 
 def load(owner: Owner, state: Any) -> None:
     """Continues from a checkpoint; to be called by all ranks together. Raises `SpecError`, on every rank, where it
     does not fit on one of them, or where ranks are given different ones; nothing is changed then."""
-    with owner.resident.traceable():
+    with owner.sharded.traceable():
         read = _read_by_all(owner, state)
-    with owner.resident.gathered():
+    with owner.sharded.gathered():
         owner.model.load_state_dict(read.model)
     if owner.loss_fn is not None and read.loss_fn is not None:
         owner.loss_fn.load_state_dict(read.loss_fn)

@@ -44,7 +44,7 @@ class Group:
     presence: Presence | None = field(default=None, compare=False, repr=False)
     """Who is there; `None` with one rank."""
     channels: dict[tuple[Subgroups, int], Any] = field(default_factory=dict, compare=False, repr=False)
-    """The process groups of teams and further lanes, made when they are first asked for."""
+    """The process groups of subgroups and further communicators, made when they are first asked for."""
     meshes: dict[tuple[str, ...], str] = field(default_factory=dict, compare=False, repr=False)
     """The meshes of all ranks with servers, by the servers' names, likewise."""
     meetings: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
@@ -54,23 +54,23 @@ class Group:
     def name(self) -> str | None:
         return None if self.pg is None else str(self.pg.group_name)
 
-    def channel(self, teams: Subgroups, lane: int) -> str | None:
-        """The name of the process group in which this rank's team does the collectives of a lane. All ranks must ask
-        for the same ones in the same order; with one rank there is none."""
-        if self.pg is None or (not teams and lane == 0):
+    def channel(self, subgroups: Subgroups, communicator: int) -> str | None:
+        """The name of the process group in which this rank's subgroup does the collectives of a communicator. All ranks
+        must ask for the same ones in the same order; with one rank there is none."""
+        if self.pg is None or (not subgroups and communicator == 0):
             return self.name
-        if (teams, lane) not in self.channels:
+        if (subgroups, communicator) not in self.channels:
             assert self.presence is not None
-            timeout, made_of = timedelta(seconds=self.timeout_s), all_subgroups(teams, self.world_size)
+            timeout, made_of = timedelta(seconds=self.timeout_s), all_subgroups(subgroups, self.world_size)
 
             def make() -> list[Any]:
-                return [dist.new_group([*team], timeout=timeout) for team in made_of]
+                return [dist.new_group([*subgroup], timeout=timeout) for subgroup in made_of]
 
-            groups = self.presence.connect("connecting the ranks of each team", make, self.timeout_s)
-            for team, made in zip(made_of, groups, strict=True):
-                if self.rank in team:
-                    self.channels[teams, lane] = made
-        return str(self.channels[teams, lane].group_name)
+            groups = self.presence.connect("connecting the ranks of each subgroup", make, self.timeout_s)
+            for subgroup, made in zip(made_of, groups, strict=True):
+                if self.rank in subgroup:
+                    self.channels[subgroups, communicator] = made
+        return str(self.channels[subgroups, communicator].group_name)
 
     def mesh(self, servers: tuple[str, ...]) -> str:
         """The name of the mesh of all ranks with the hosts that serve. All ranks must ask for it at the same place.

@@ -24,13 +24,13 @@ from autopar.runtime import checkpoint
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
-from autopar.runtime.late import LateParameters
 from autopar.runtime.local_proof import copies
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.process_group import Group
-from autopar.runtime.resident import ResidentRows
+from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import check_memory
 from autopar.runtime.state import scatter_state
 from autopar.runtime.step_proof import StepProofs
@@ -63,8 +63,8 @@ class Program(BaseProgram):
         super().__init__(model, plan, group, settings, context, optimizer)
         self.optimizer = optimizer
         check_memory(self._parameters)
-        self._resident = ResidentRows(model, self._parameters, group)
-        self._late = LateParameters(model)
+        self._sharded = ShardedRows(model, self._parameters, group)
+        self._deferred = DeferredParameters(model)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
@@ -87,7 +87,7 @@ class Program(BaseProgram):
             random=lambda: self._random,
             snapshot=self._snapshot,
         )
-        self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._resident.shards))
+        self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
         self._observer: Observer | None = None
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
@@ -139,7 +139,7 @@ class Program(BaseProgram):
         leave them; to be called, on any rank, before parameters are read or changed otherwise than by the next step,
         by running the model, or by saving it."""
         try:
-            self._late.arrive()
+            self._deferred.arrive()
         except collectives.CommunicationFailure:
             # A guard counts what all ranks do together, which this need not be: it is entered to explain, no more.
             with self._group.guard("parameters on their way"):
@@ -153,7 +153,7 @@ class Program(BaseProgram):
         are elsewhere refuses to run outside of a step.
         """
         self.synchronize()
-        return self._resident.gathered()
+        return self._sharded.gathered()
 
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
@@ -188,7 +188,7 @@ class Program(BaseProgram):
             tuple(self._parts.values()),
             self._parameters,
             tuple(self._buffers.values()),
-            self._resident,
+            self._sharded,
         )
 
     def _names(self) -> dict[nn.Parameter, str]:
@@ -227,15 +227,15 @@ class Program(BaseProgram):
         return graph
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
-        self._resident.spread(m.slice.name for m in program.sharded_members)
+        self._sharded.spread(m.slice.name for m in program.sharded_members)
         return super()._lowered(graph, program, batch)
 
     def _target(self) -> Target:
-        return replace(super()._target(), shards=self._resident.shards, part=self._part, late=self._late.of)
+        return replace(super()._target(), shards=self._sharded.shards, part=self._part, deferred=self._deferred.of)
 
     @contextmanager
     def _traceable(self) -> Iterator[None]:
-        with self._resident.traceable(), self._late.traceable():
+        with self._sharded.traceable(), self._deferred.traceable():
             yield
 
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
@@ -265,9 +265,9 @@ class Program(BaseProgram):
         """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
         that back."""
         self.synchronize()
-        whole = [p.detach() for n, p in self._parameters.items() if n not in self._resident.shards]
+        whole = [p.detach() for n, p in self._parameters.items() if n not in self._sharded.shards]
         put_back = [
-            copies([*self._buffers.values(), *self._resident.shards.values(), *whole]),
+            copies([*self._buffers.values(), *self._sharded.shards.values(), *whole]),
             *(part.kept_state() for part in self._parts.values()),
             self._random.kept(),
         ]

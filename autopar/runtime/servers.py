@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from autopar.backends.exchange import has_failed
-from autopar.backends.served_sum import Mesh, add_up, drop_mesh, end, keep_mesh
+from autopar.backends.server_reduce import Mesh, add_up, drop_mesh, end, keep_mesh
 from autopar.errors import CollectiveError
 from autopar.runtime.job_store import JobStore, StoreFailure, StoreSilent
 

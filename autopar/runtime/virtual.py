@@ -34,7 +34,7 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.group import Group as SyncGroup
-from autopar.runtime.late import LateParameters
+from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
 from autopar.runtime.writer import Target
@@ -109,8 +109,8 @@ class VirtualProgram:
         Rendezvous(group).agree("order of collectives", program.order_hash)
         self.program = program
         self._group = group
-        self._late = LateParameters(torch.nn.Module())
-        self.module = virtual_step(graph, program, times, group, self._late, clip_grad_norm)
+        self._deferred = DeferredParameters(torch.nn.Module())
+        self.module = virtual_step(graph, program, times, group, self._deferred, clip_grad_norm)
         self._device = Device(max((c.bytes for c in program.calls), default=0))
 
     def step(self) -> torch.Tensor:
@@ -125,7 +125,7 @@ class VirtualProgram:
 
     def synchronize(self) -> None:
         """Receives what is still on its way from the last step."""
-        self._late.arrive()
+        self._deferred.arrive()
 
 
 def virtual_step(
@@ -133,13 +133,13 @@ def virtual_step(
     program: StepProgram,
     times: DeviceTimes,
     group: Group,
-    late: LateParameters,
+    deferred: DeferredParameters,
     clip_grad_norm: float | None,
 ) -> torch.fx.GraphModule:
     """The step as a module from a `Device` and the weights of `StepWriter.write` to the loss."""
     if program.context.clips != (clip_grad_norm is not None):
         raise ValueError("the plan was lowered with clipping, or the step is to be written with it, and not both")
-    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm, late=late.of)
+    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm, deferred=deferred.of)
     return VirtualWriter(graph, program, target, times).write()
 
 

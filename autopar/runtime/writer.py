@@ -26,7 +26,7 @@ from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import OptimizerPart, Received
-from autopar.runtime.late import Late
+from autopar.runtime.deferred import Deferred
 from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.lowering import StepProgram
 
@@ -50,7 +50,7 @@ class Target:
     part: Callable[[int, tuple[Fragment, ...]], OptimizerPart]
     """The optimizer over fragments of a sync group; called once per group, with its index."""
     max_norm: float | None = None
-    late: Callable[[int, Received | None], Late] | None = None
+    deferred: Callable[[int, Received | None], Deferred] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
     compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
@@ -123,8 +123,8 @@ class Writer(Site):
         for node in islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
             node.meta[CALL] = call, node is self.values[call.index]
         if call.deferred and call.is_pending:
-            late = self._late(call)
-            self.call_module(f"late_{call.owner_group.index}", late, (self.values[call.index],))
+            begun = self._deferred(call)
+            self.call_module(f"deferred_{call.owner_group.index}", begun, (self.values[call.index],))
 
     def run(self, call: Call) -> Any:
         """Writes the call itself; returns its value."""
@@ -248,17 +248,17 @@ class Writer(Site):
         return None if sender == self.rank else Received(fragments(group, self.parameters))
 
     def deferred_of(self, call: Call) -> torch.fx.Node:
-        return self.call_module(f"late_{call.owner_group.index}", self._late(call), ())
+        return self.call_module(f"deferred_{call.owner_group.index}", self._deferred(call), ())
 
     def gradient_source(self, name: str) -> torch.fx.Node:
         """The node of the joint graph whose value is a parameter's gradient."""
         parameter = self.training.by_name[name]
         return next(self.joint.gradients[n] for n in (name, *parameter.spec.ties) if n in self.joint.gradients)
 
-    def _late(self, call: Call) -> Late:
-        assert self.target.late is not None, "only a program with an optimizer has parameters on their way"
+    def _deferred(self, call: Call) -> Deferred:
+        assert self.target.deferred is not None, "only a program with an optimizer has parameters on their way"
         begun = call if call.is_pending else call.inputs[0]
-        return self.target.late(call.owner_group.index, self.stored(call.owner_group, begun.op.sender(begun)))
+        return self.target.deferred(call.owner_group.index, self.stored(call.owner_group, begun.op.sender(begun)))
 
     def _placeholders(self, names: Sequence[str]) -> list[torch.fx.Node]:
         """The joint graph's inputs that are these parameters."""

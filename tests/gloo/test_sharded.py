@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gloo.ranks import run_ranks
-from tests.gloo.resident import SHARED_OUT, everything, net
+from tests.gloo.sharded import SHARED_OUT, everything, net
 
 RANKS = 3
 

@@ -14,11 +14,11 @@ from torch import nn
 from autopar.backends import collectives
 from autopar.errors import PlanError
 from autopar.ops.fragments import rows_of_rank
-from autopar.runtime.before_use import BeforeUse
+from autopar.runtime.pre_use_hooks import PreUseHooks
 from autopar.runtime.process_group import Group
 
 
-class ResidentRows:
+class ShardedRows:
     """This rank's rows of the parameters of a model that are spread over the ranks."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: Group) -> None:
@@ -28,7 +28,7 @@ class ResidentRows:
         """Of the whole parameters."""
         self._parameters = parameters
         self._group = group
-        self._before_use = BeforeUse(model, self._refuse)
+        self._hooks = PreUseHooks(model, self._refuse)
 
     def spread(self, names: Iterable[str]) -> None:
         """Keeps this rank's rows of these parameters, and gives the others' memory back."""
@@ -40,7 +40,7 @@ class ResidentRows:
                 self._strides[name] = whole.stride()
                 self._empty(name)
         if self.shards:
-            self._before_use.on()
+            self._hooks.on()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -51,7 +51,7 @@ class ResidentRows:
         for name in sorted(self.shards):
             self._parameters[name].data = self._whole(name)
         try:
-            with self._before_use.off():
+            with self._hooks.off():
                 yield
         finally:
             rows = rows_of_rank(self._group.rank, self._group.world_size)
@@ -67,7 +67,7 @@ class ResidentRows:
             p = self._parameters[name]
             p.data = torch.empty_strided(p.shape, self._strides[name], dtype=p.dtype, device=p.device)
         try:
-            with self._before_use.off():
+            with self._hooks.off():
                 yield
         finally:
             for name in self.shards:

@@ -15,10 +15,10 @@ from torch import nn
 
 from autopar.backends import collectives
 from autopar.ops.updates import Received
-from autopar.runtime.before_use import BeforeUse
+from autopar.runtime.pre_use_hooks import PreUseHooks
 
 
-class Late(nn.Module):
+class Deferred(nn.Module):
     """What is on its way of one sync group."""
 
     def __init__(self, store: Received | None) -> None:
@@ -36,28 +36,28 @@ class Late(nn.Module):
         self._flat = flat
 
 
-class LateParameters:
+class DeferredParameters:
     """All groups of a program, whichever of its graphs begins or completes a step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._groups: dict[int, Late] = {}
-        self._before_use = BeforeUse(model, self.arrive)
+        self._groups: dict[int, Deferred] = {}
+        self._hooks = PreUseHooks(model, self.arrive)
 
-    def of(self, group: int, store: Received | None) -> Late:
+    def of(self, group: int, store: Received | None) -> Deferred:
         """A sync group's, by its index: the same for every graph."""
         if group not in self._groups:
-            self._groups[group] = Late(store)
-            self._before_use.on()
+            self._groups[group] = Deferred(store)
+            self._hooks.on()
         return self._groups[group]
 
     @torch.no_grad()
     def arrive(self) -> None:
         """Completes what is on its way."""
-        for late in self._groups.values():
-            late()
+        for deferred in self._groups.values():
+            deferred()
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
         """While it is open, the model runs without looking what is on its way: only shapes are looked at."""
-        with self._before_use.off():
+        with self._hooks.off():
             yield

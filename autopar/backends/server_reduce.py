@@ -101,7 +101,7 @@ class Mesh:
         return f"rank {member}" if member < self.ranks else f"the server on host '{self.servers[member - self.ranks]}'"
 
 
-class ServedSum(Exchange):
+class ServerSum(Exchange):
     """Sums `x` over the ranks, in place. `adds_up`: how many elements each member of the mesh adds up."""
 
     def __init__(self, x: torch.Tensor, adds_up: Sequence[int], mesh: Mesh, channel: str) -> None:

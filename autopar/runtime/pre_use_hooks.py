@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class BeforeUse:
+class PreUseHooks:
     """Calls `do` before the model runs, is saved or is loaded into, once it is on."""
 
     def __init__(self, model: nn.Module, do: Callable[[], None]) -> None:
