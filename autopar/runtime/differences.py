@@ -13,7 +13,7 @@ from torch import nn
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
 from autopar.ops.group import Group
-from autopar.runtime.optimizer import bare_copy
+from autopar.runtime.optimizer import bare_copy, without_wrong_kernels
 from autopar.runtime.probes import PROJECTIONS, Probe, Seen
 from autopar.runtime.subject import Subject, summed
 
@@ -229,6 +229,7 @@ def stepped_elements(
         optimizer.param_groups[place[of.parameters[of.probes[n].piece.name]]]["params"].append(leaf)
         if states[n]:
             optimizer.state[leaf] = states[n]
+    without_wrong_kernels(optimizer)
     with torch.no_grad():
         optimizer.step()
     return {n: leaf.detach() for n, leaf in leaves.items()}

@@ -184,8 +184,7 @@ class OptimizerPart:
                     mine[key] = value
             if _may_fuse(self._part, mine) and not sparse:
                 mine["fused"] = True
-            elif mine.get("fused") and _fuses_wrongly(self._part, mine):
-                mine["fused"] = False
+        without_wrong_kernels(self._part)
         if sparse and not leaves_zeros_alone(self._whole):  # set since it was planned for
             known = [g.to_dense() for g in known]
         self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
@@ -255,6 +254,13 @@ def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
     assert optimizer is not None
     kept = ("momentum", "weight_decay", "maximize")
     return not any(group.get(k) for group in optimizer.param_groups for k in kept)
+
+
+def without_wrong_kernels(optimizer: Optimizer) -> None:
+    """Switches fused implementations off for groups of parameters for which PyTorch's compute something else."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and _fuses_wrongly(optimizer, group):
+            group["fused"] = False
 
 
 def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
