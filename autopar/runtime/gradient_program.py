@@ -87,7 +87,7 @@ class GradientProgram(BaseProgram):
         if self._group.world_size == 1:
             return c.graphs["backward"](*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
-        scalars = [torch.tensor(float(x), dtype=torch.float64, device=saved[0].device) for x in numbers]
+        scalars = [torch.tensor(float(x), dtype=torch.float64, device=tangents[0].device) for x in numbers]
         proof, expected = self._proof if self.settings.check == "always" or not self._steps else None, {}
         if proof is not None:
             local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]

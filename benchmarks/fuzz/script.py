@@ -10,6 +10,8 @@ from benchmarks.fuzz.source import render
 
 _HARNESS = """
 
+from contextlib import nullcontext
+
 from autopar.ir.capture import find_loss
 
 ENTRY, STEPS, SAMPLES, SEED = {entry!r}, {steps}, {samples}, {data_seed}
@@ -60,7 +62,8 @@ def train(autopar_settings=None):
         globals().update(model=model, loss=loss, optimizer=optimizer, program=program or model)
         for when, line in EVENTS:
             if when == step:
-                exec(line, globals())
+                with program.gathered() if ".data." in line and hasattr(program, "gathered") else nullcontext():
+                    exec(line, globals())
         if program is not None and ENTRY != "module":
             mine = batches(step, rank)
             value = program.step(micro_batches=mine) if len(mine) > 1 else program.step(mine[0])

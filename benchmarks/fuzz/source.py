@@ -9,6 +9,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +117,9 @@ class Built:
         for when, line in self.case.events:
             if when == step:
                 self.space.update(held)
-                exec(line, self.space)
+                whole = getattr(held.get("program"), "gathered", nullcontext) if ".data." in line else nullcontext
+                with whole():  # as parameters are to be changed whose rows are elsewhere
+                    exec(line, self.space)
 
 
 def build(case: Case, dtype: str | None = None) -> Built:

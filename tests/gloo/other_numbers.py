@@ -91,6 +91,18 @@ def gradients_of_inputs(rank: int, n: int) -> float:
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
+def nothing_saved(rank: int, n: int) -> float:
+    """A drop-in module whose backward pass needs nothing of the forward pass: only a bias is trained."""
+    net = nn.Linear(4, 3).double()
+    net.weight.requires_grad_(False)
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=batch(rank)[0])
+    module(batch(rank)[0]).mean().backward()
+    eager(torch.cat([batch(r)[0] for r in range(n)])).mean().backward()
+    assert net.bias.grad is not None and eager.bias.grad is not None
+    return float((net.bias.grad - eager.bias.grad).abs().max())
+
+
 def shared_buffers(rank: int, n: int) -> tuple[list[float], list[str]]:
     """The moving average after two steps, and what was said of it."""
     with warnings.catch_warnings(record=True) as said:
@@ -163,6 +175,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     return {
         "column slices": one_wide_column_slices(rank, n),
         "gradients of inputs": gradients_of_inputs(rank, n),
+        "nothing saved": nothing_saved(rank, n),
         "shared buffers": shared_buffers(rank, n),
         "other rates": other_rates(rank, n),
         "other activations": other_activations(rank, n),

@@ -15,7 +15,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(2, everything)
 
 
-@pytest.mark.parametrize("what", ["column slices", "gradients of inputs"])
+@pytest.mark.parametrize("what", ["column slices", "gradients of inputs", "nothing saved"])
 def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-10 for r in ranks), [r[what] for r in ranks]
 
