@@ -84,6 +84,12 @@ class AutoparWarning(UserWarning):
     stopped instead, use `warnings.simplefilter("error", autopar.AutoparWarning)`."""
 
 
+def among(word: str, known: Iterable[str], what: str = "known") -> str:
+    """Returns "; did you mean 'x'? known: x, y", or "; known: x, y" where none is near."""
+    names = list(known)
+    return f"{did_you_mean(word, names) or ';'} {what}: {', '.join(names) or 'none'}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" for the nearest of `known`, or an empty string where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)

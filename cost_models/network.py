@@ -27,6 +27,7 @@ from autopar.backends.nccl import NCCL
 from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
 from autopar.cost_models.price import Transfer
+from autopar.errors import PlanError, among
 from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of, wire_bytes
 from autopar.ops.links import Phase, Vector
@@ -158,7 +159,14 @@ class Network:
     def phases(self, call: Call) -> list[Phase]:
         """Bytes on each of `links`, for the parts of a collective that follow one another; and the name of the
         collective whose fraction of the bandwidth each part reaches."""
-        return collective_of(call).phases(call, self)
+        found = collective_of(call).phases(call, self)
+        for name, _ in found:
+            if name not in self.backend.fraction:
+                raise PlanError(
+                    f"the phases of '{call.op.name}' name '{name}', expected the collective whose share of the "
+                    f"bandwidth they reach{among(name, self.backend.fraction)}"
+                )
+        return found
 
     def _path(self, a: int | str, b: int | str) -> list[int]:
         return [self._index[link.id] for link in self._topology.path(a, b)]

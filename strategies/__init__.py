@@ -5,7 +5,7 @@ from __future__ import annotations
 if __name__ != "autopar.strategies":
     raise ImportError("import autopar.strategies, not strategies: this folder ships as a subpackage of autopar")
 
-from autopar.errors import PlanError, did_you_mean
+from autopar.errors import PlanError, among
 from autopar.ops.base import Call
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
@@ -68,7 +68,10 @@ STRATEGIES: dict[str, Strategy] = {
 def strategy_named(name: str) -> Strategy:
     """Looks a strategy up; raises `PlanError` with the nearest name where there is none."""
     if name not in STRATEGIES:
-        raise PlanError(f"unknown strategy '{name}'{did_you_mean(name, STRATEGIES)} known: {', '.join(STRATEGIES)}")
+        raise PlanError(
+            f"unknown strategy '{name}'{among(name, STRATEGIES)}. One of your own is made known, in every process, by "
+            "autopar.strategies.register(...) in a module that the script, or the model's file, imports"
+        )
     return STRATEGIES[name]
 
 
@@ -76,6 +79,11 @@ def register(strategy: Strategy) -> None:
     """Makes a strategy of your own known: plans may name it, and the search tries it where it applies. To be called in
     every process that makes or runs such plans. Raises `PlanError` where another strategy has its name."""
     known = STRATEGIES.get(strategy.name)
-    if known is not None and type(known) is not type(strategy):
+    if known is not None and _place(known) != _place(strategy):
         raise PlanError(f"there is a strategy '{strategy.name}' already: {type(known).__qualname__}")
     STRATEGIES[strategy.name] = strategy
+
+
+def _place(strategy: Strategy) -> tuple[str, str]:
+    """Where a strategy is defined: a file that is run twice defines the same one twice."""
+    return type(strategy).__module__, type(strategy).__qualname__

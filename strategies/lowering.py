@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from autopar.errors import PlanError, did_you_mean
+from autopar.errors import PlanError, among
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission
 from autopar.ops.collectives import collective_of
@@ -157,9 +157,7 @@ def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Opti
     known = strategy.options_type.model_fields
     for key in spec.options:
         if key not in known:
-            raise PlanError(
-                f"{strategy.name} has no option '{key}'{did_you_mean(key, known)} known: {', '.join(known) or 'none'}"
-            )
+            raise PlanError(f"{strategy.name} has no option '{key}'{among(key, known)}")
     try:
         options = strategy.options_type.model_validate(spec.options)
     except ValidationError as e:

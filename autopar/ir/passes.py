@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch.fx
 
-from autopar.errors import PlanError, did_you_mean
+from autopar.errors import PlanError, among
 from autopar.ir import simplify
 from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.empty_batches import keep_nothing_finite
@@ -60,11 +60,15 @@ class Passes:
 
     def __post_init__(self) -> None:
         optional = [p.name for p in (*BEFORE, *BEHIND) if p.optional]
+        if (
+            isinstance(self.without, str)
+            or not isinstance(self.also, tuple)
+            or not all(isinstance(p, Pass) for p in self.also)
+        ):
+            raise PlanError("expected Passes(without=('name', ...), also=(a_pass, ...)): names, and objects of Pass")
         for name in self.without:
             if name not in optional:
-                raise PlanError(
-                    f"no pass '{name}' can be left out{did_you_mean(name, optional)} optional: {', '.join(optional)}"
-                )
+                raise PlanError(f"no pass '{name}' can be left out{among(name, optional, 'optional')}")
 
     @property
     def said(self) -> str:
@@ -90,14 +94,30 @@ def run_passes(passes: Sequence[Pass], joint: JointGraph, capture: Capture) -> t
         if capture.mode not in one.modes:
             continue
         before, results = _nodes(joint), _results(joint)
-        joint = _following(one.run(joint, capture), results)
-        joint.module.graph.lint()
+        joint = _following(_ran(one, joint, capture), results)
         after = _nodes(joint)
         same = before.keys() & after.keys()
         changed = sum(before[n] != after[n] for n in same)
         moved = sum(a is not b for a, b in zip(*([n for n in x if n in same] for x in (before, after)), strict=True))
         done.append(Done(one.name, one.what, len(after) - len(same), len(before) - len(same), changed, moved))
     return joint, tuple(done)
+
+
+def _ran(one: Pass, joint: JointGraph, capture: Capture) -> JointGraph:
+    """What a pass returns, which must be a graph that holds together. Raises `PlanError` with the name of one that is
+    the user's own and fails."""
+    if one in (*BEFORE, *BEHIND):
+        found = one.run(joint, capture)
+        found.module.graph.lint()
+        return found
+    try:
+        found = one.run(joint, capture)
+        if not isinstance(found, JointGraph):
+            raise TypeError(f"it returned {type(found).__name__}: a pass returns the joint graph that it was given")
+        found.module.graph.lint()
+    except Exception as e:
+        raise PlanError(f"the pass '{one.name}', which is your own, failed: {type(e).__name__}: {e}") from e
+    return found
 
 
 def _results(joint: JointGraph) -> list[torch.fx.Node | None]:

@@ -58,7 +58,8 @@ class Collective(Operation):
         """Traffic on each link, for the parts that follow one another."""
 
     def rounds(self, size: int, phases: int, chains: bool) -> int:
-        """Messages that follow one another, in a subgroup of so many ranks."""
+        """Messages that follow one another, each of which waits for the links' latency. `size`: ranks of the largest
+        subgroup; `phases`: how many `phases` it has; `chains`: as in `Links`."""
         return size - 1 + (phases - 1)
 
     def sizes_of(self, call: Call) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from autopar.ops.subgroups import Subgroups
 
 Vector = npt.NDArray[np.float64]
 Phase = tuple[str, Vector]
-"""The collective whose fraction of the bandwidth is reached, and bytes on each link."""
+"""The name of the collective of `Backend.fraction` whose share of the bandwidth is reached, and bytes on each link."""
 
 
 class Links(Protocol):

@@ -23,7 +23,8 @@ def blame(wrong: Mapping[str, float], how: str, where: str) -> str:
     more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
     return (
         f"the program does not compute what the model computes eagerly{', ' + how if how else ''}: {shown}{more}. "
-        f"{where}. This is a fault of autopar: please report it. With check='never', nothing is compared"
+        f"{where}. Where no pass of your own rewrites the graph, this is a fault of autopar: please report it. With "
+        "check='never', nothing is compared"
     )
 
 

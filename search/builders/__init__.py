@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.errors import PlanError, did_you_mean
+from autopar.errors import PlanError, among
 from autopar.ir.training_graph import Parameter
 from autopar.search.builders import by_hand
 from autopar.search.builders.all_reduce import all_reduce, partitioned_ar, random_axis_partition_ar
@@ -82,8 +82,7 @@ def builder_named(name: str) -> Builder:
     plain, *suffixes = name.split("+")
     if plain not in BUILDERS or not {f"+{s}" for s in suffixes} <= SUFFIXES.keys():
         raise PlanError(
-            f"no plan builder is called '{name}'{did_you_mean(plain, BUILDERS)} known: {', '.join(BUILDERS)}, "
-            f"each also with {' or '.join(SUFFIXES)}"
+            f"no plan builder is called '{name}'{among(plain, BUILDERS)}, each also with {' or '.join(SUFFIXES)}"
         )
     builder = BUILDERS[plain]
     for suffix in suffixes:

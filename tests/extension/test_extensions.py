@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar import Pass, Passes
 from autopar.cost_models.analytic import AnalyticCostModel
-from autopar.errors import VerificationError
+from autopar.errors import PlanError, VerificationError
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import Capture
 from autopar.ops.context import Context
@@ -22,7 +22,7 @@ from autopar.strategies.lowering import lower_plan
 from autopar.testing import check_strategy
 from tests.extension.fixed_latency import FIXED_S, TOY
 from tests.extension.reciprocals import RECIPROCALS
-from tests.extension.recursive_doubling import RecursiveDoubling
+from tests.extension.recursive_doubling import Doubling, RecursiveDoubling
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 
@@ -49,6 +49,22 @@ def test_an_operation_of_ones_own_is_priced(doubling: str) -> None:
 
 def test_an_operation_of_ones_own_runs_and_sends_what_it_declares(doubling: str) -> None:
     check_strategy(RecursiveDoubling, (1, 2, 4)).raise_if_broken()
+
+
+def test_phases_that_no_library_knows_are_named(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Doubling, "phases", lambda op, call, links: [("doubling", links.along([]))])
+    graph, spec = training_graph(MLP), SyncGroup(strategy=doubling, members=(ParameterSlice(name=MLP[0][0]),))
+    pricer = AnalyticCostModel().pricer(graph, Topology(cpu_hosts(4)))
+    with pytest.raises(PlanError, match=r"the phases of 'doubling' name 'doubling'.*known: all_reduce"):
+        pricer.estimate(lower_plan([spec], graph, Context(4)))
+
+
+def test_a_file_that_is_run_twice_registers_one_strategy(doubling: str) -> None:
+    again = type(RecursiveDoubling.__name__, (RecursiveDoubling,), {"__module__": RecursiveDoubling.__module__})
+    register(again())
+    other = type("Other", (RecursiveDoubling,), {})
+    with pytest.raises(PlanError, match="there is a strategy 'recursive_doubling' already"):
+        register(other())
 
 
 def test_a_library_of_ones_own_is_planned_for_and_simulated() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.errors import PlanError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.ir.passes import BEFORE, BEHIND, EVERY, Passes
+from autopar.ir.passes import BEFORE, BEHIND, EVERY, Pass, Passes
 from autopar.ir.training_graph import TrainingGraph
 
 OPTIONAL = [p.name for p in (*BEFORE, *BEHIND) if p.optional]
@@ -78,3 +78,23 @@ def test_only_optional_passes_can_be_left_out() -> None:
         Passes(without=("dropout",))
     with pytest.raises(PlanError, match="did you mean 'memory reused'"):
         Passes(without=("memory resued",))
+
+
+def test_what_is_no_pass_is_refused() -> None:
+    mine = Pass("mine", "does nothing", lambda joint, capture: joint)
+    for wrong in ({"also": mine}, {"also": (len,)}, {"without": "identities"}):
+        with pytest.raises(PlanError, match="expected Passes"):
+            Passes(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (lambda joint, capture: None, "it returned NoneType"),
+        (lambda joint, capture: 1 / 0, "ZeroDivisionError"),
+        (lambda joint, capture: joint.module.graph.erase_node(next(iter(joint.module.graph.nodes))), "RuntimeError"),
+    ],
+)
+def test_a_pass_of_ones_own_that_fails_is_named(run: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=rf"the pass 'mine', which is your own, failed: .*{says}"):
+        captured(Passes(also=(Pass("mine", "fails", run),)))
