@@ -40,6 +40,13 @@ def base(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
+def repeats_memory(value: object) -> bool:
+    """Whether elements of a tensor lie in one memory, as those of an expanded one do."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+
+
 def readers(node: torch.fx.Node) -> set[torch.fx.Node]:
     """Every node that reads this node's memory, through views too; the views themselves are among them."""
     found: set[torch.fx.Node] = set()

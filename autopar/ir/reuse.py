@@ -10,7 +10,7 @@ import operator
 import torch
 import torch.fx
 
-from autopar.ir.aliases import base, readers
+from autopar.ir.aliases import base, readers, repeats_memory
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def _may_overwrite(node: torch.fx.Node, source: object, position: dict[torch.fx.
         return False
     if (before.shape, before.dtype, before.stride()) != (after.shape, after.dtype, after.stride()):
         return False
-    if any(stride == 0 and size > 1 for stride, size in zip(before.stride(), before.shape, strict=True)):
+    if repeats_memory(before):
         return False
     owner = base(source)
     if any(a is not source and base(a) is owner for a in node.all_input_nodes):

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from autopar.backends import collectives
-from autopar.ir.aliases import base, is_view, is_written, readers
+from autopar.ir.aliases import base, is_view, is_written, readers, repeats_memory
 from autopar.ir.capture import JointGraph
 from autopar.ir.training_graph import Term, TrainingGraph
 from autopar.ops import parts
@@ -222,6 +222,8 @@ class Writer(Site):
 
     def owns(self, name: str) -> bool:
         node = self.gradient_source(name)
+        if repeats_memory(node.meta.get("val")):
+            return False  # slices of it lie in one memory, and the sum of one would be added to the next
         while node.op == "call_function" and len(node.users) == 1:
             first = node.args[0] if node.args else None
             if node.target is operator.getitem and isinstance(first, torch.fx.Node) and not is_view(first):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autopar
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.runtime.compiled import Settings
@@ -133,3 +134,36 @@ def differences(rank: int, world_size: int) -> list[str]:
 
 def test_odd_parameters_train_under_every_strategy() -> None:
     assert run_ranks(2, differences) == [[], []]
+
+
+class Sums(nn.Module):
+    """The gradient of a parameter that is summed is one row, expanded: all slices of it lie in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(values(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.rows.sum(0))
+
+
+def largest_difference(rank: int, world_size: int) -> float:
+    model, alone = Sums(), Sums()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    every = [(values(2, 3, seed=r), values(2, 3, seed=r + world_size)) for r in range(world_size)]
+    program = autopar.optimize(
+        model,
+        example_inputs=every[rank],
+        loss_fn=F.mse_loss,
+        optimizer=optimizers[0],
+        strategy="PartitionedPS",
+        check="never",
+    )
+    program.step(every[rank])
+    F.mse_loss(alone(torch.cat([x for x, _ in every])), torch.cat([y for _, y in every])).backward()
+    optimizers[1].step()
+    return float((model.rows - alone.rows).detach().abs().max())
+
+
+def test_slices_of_an_expanded_gradient_are_summed_apart() -> None:
+    assert max(run_ranks(2, largest_difference)) < LIMIT
