@@ -182,10 +182,14 @@ def part_of(region: Region) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """A region as a graph of its own, with names that say nothing, and fake tensors for its inputs."""
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    inputs = []
+    inputs: list[torch.Tensor] = []
     for i, node in enumerate(region.inputs):
         copies[node] = graph.placeholder(f"input_{i}")
-        copies[node].meta["val"] = taken = _without_overlap(node.meta["val"])
+        taken = _without_overlap(node.meta["val"])
+        if any(taken is other for other in inputs):  # tracing would take the two inputs for one
+            with node.meta["val"].fake_mode:
+                taken = torch.empty_strided(taken.shape, taken.stride(), dtype=taken.dtype, device=taken.device)
+        copies[node].meta["val"] = taken
         inputs.append(taken)
     for node in region.body:
         copies[node] = graph.create_node(

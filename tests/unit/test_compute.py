@@ -21,7 +21,7 @@ from torch import nn
 import autopar
 from autopar.errors import CompileError
 from autopar.runtime import inductor
-from autopar.runtime.compute import CompiledRegion, Compiler, laid_out
+from autopar.runtime.compute import CompiledRegion, Compiler, laid_out, part_of
 from autopar.runtime.compute_passes import fold_cats_of_one, functional
 from autopar.runtime.regions import Partition, Region
 
@@ -213,6 +213,21 @@ def test_inputs_of_another_layout_are_copied_into_the_one_that_was_compiled_for(
     for other in (tensor.transpose(0, 2).contiguous().transpose(0, 2), tensor[:, :, :1].expand(3, 1, 4)):
         found = laid_out(other, (4, 4, 1))
         assert found.is_contiguous() and torch.equal(found, other)
+
+
+def test_inputs_that_are_described_by_one_fake_tensor_are_two() -> None:
+    """A drop-in module's backward pass reads a softmax and the dropout noise on it, described by the softmax's."""
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"] = b.meta["val"] = torch._subclasses.FakeTensorMode().from_tensor(torch.ones(3))
+    difference = graph.call_function(aten.sub.Tensor, (a, b))
+    found = graph.call_function(aten.tanh.default, (difference,))
+    difference.meta["val"] = found.meta["val"] = a.meta["val"]
+    graph.output((found,))
+    region = next(p for p in Partition(torch.fx.GraphModule({}, graph)).pieces if isinstance(p, Region))
+    _, inputs = part_of(region)
+    assert inputs[0] is not inputs[1]
 
 
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
