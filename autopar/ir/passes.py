@@ -125,16 +125,20 @@ def _results(joint: JointGraph) -> list[torch.fx.Node | None]:
 
 
 def _following(joint: JointGraph, before: Sequence[torch.fx.Node | None]) -> JointGraph:
-    """The joint graph with the nodes that are its results now, where others were `before`."""
-    now = {old: new for old, new in zip(before, _results(joint), strict=True) if old is not None and new is not None}
+    """The joint graph with the nodes that are its results now, where others were `before`. Raises `PlanError` where
+    what was one node is two."""
+    now: dict[torch.fx.Node, torch.fx.Node] = {}
+    for old, new in zip(before, _results(joint), strict=True):
+        if old is not None and new is not None and now.setdefault(old, new) is not new:
+            raise PlanError(f"a pass gave one of the results that are node '{old}' another node, and not the others")
     if all(old is new for old, new in now.items()):
         return joint
     return replace(
         joint,
-        mutations=tuple((name, now[n]) for name, n in joint.mutations),
-        outputs=tuple(now[n] for n in joint.outputs),
-        gradients={name: now[n] for name, n in joint.gradients.items()},
-        input_gradients={i: now[n] for i, n in joint.input_gradients.items()},
+        mutations=tuple((name, now.get(n, n)) for name, n in joint.mutations),
+        outputs=tuple(now.get(n, n) for n in joint.outputs),
+        gradients={name: now.get(n, n) for name, n in joint.gradients.items()},
+        input_gradients={i: now.get(n, n) for i, n in joint.input_gradients.items()},
     )
 
 
