@@ -30,7 +30,7 @@ def _group(strategy: str, names: list[str], wire: str) -> SyncGroup:
     return SyncGroup(strategy=strategy, members=tuple(ParameterSlice(name=n) for n in names), options={"wire": wire})
 
 
-def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, float]]:
+def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, int]]:
     """Of every strategy and wire format, on n ranks: bytes seen and declared."""
     model, batch, context = WIDE.model(), WIDE.batch(SAMPLES, 0), Context(n)
     base = build_plan("AllReduce", graph, cluster_of(n), context)
