@@ -106,16 +106,14 @@ def run_passes(passes: Sequence[Pass], joint: JointGraph, capture: Capture) -> t
 def _ran(one: Pass, joint: JointGraph, capture: Capture) -> JointGraph:
     """What a pass returns, which must be a graph that holds together. Raises `PlanError` with the name of one that is
     the user's own and fails."""
-    if one in (*BEFORE, *BEHIND):
-        found = one.run(joint, capture)
-        found.module.graph.lint()
-        return found
     try:
         found = one.run(joint, capture)
         if not isinstance(found, JointGraph):
             raise TypeError(f"it returned {type(found).__name__}: a pass returns the joint graph that it was given")
         found.module.graph.lint()
     except Exception as e:
+        if one in (*BEFORE, *BEHIND):
+            raise
         raise PlanError(f"the pass '{one.name}', which is your own, failed: {type(e).__name__}: {e}") from e
     return found
 

@@ -1,4 +1,4 @@
-"""Collectives among all ranks, or within subgroups of them, and the wait that completes them.
+"""Collectives among all ranks, or within subgroups. `exchanges` has those of parts, `waits` what completes them all.
 
 The bytes are those of the algorithms that run (gloo's, and those of `autopar.backends`); `tests/lab` holds them to what
 is seen on the wire. n ranks in a subgroup, S bytes in all, s_r of them held by rank r:

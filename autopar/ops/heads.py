@@ -46,6 +46,12 @@ class _OfHead(Operation):
         inputs = [site.value_of(i) for i in call.inputs]
         return self._call(site, call, *inputs, *more)
 
+    def hand_over(self, site: Site, call: Call, node: str) -> Any:
+        """Calls the method on the inputs, and puts what it returns in the place of a node of the model's graph."""
+        value = self.do(site, call)
+        site.replace(node, value)
+        return value
+
     def _call(self, site: Site, call: Call, *arguments: Any) -> Any:
         head = self.head
 
@@ -142,9 +148,7 @@ class HeadLoss(_OfHead):
         return Value(1, self.head.dtype, VARYING, expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
-        value = self.do(site, call)
-        site.replace(self.head.loss, value)
-        return value
+        return self.hand_over(site, call, self.head.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +163,7 @@ class HeadLogSum(_OfHead):
 
     def write(self, site: Site, call: Call) -> Any:
         assert self.head.log_sum is not None
-        value = self.do(site, call)
-        site.replace(self.head.log_sum, value)
-        return value
+        return self.hand_over(site, call, self.head.log_sum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,15 +89,21 @@ class WantRows(_OfRows):
 
 
 @dataclass(frozen=True, slots=True)
-class FindRows(_OfRows):
-    """To each rank, the rows that it wants of this one's. Inputs: which ones, the counts."""
+class _SendRows(_OfRows):
+    """A message that holds the rows of a wave's lookups, or their gradients."""
 
-    name = "rows.found"
     sent_as: str
 
     def value(self, at: Emission) -> Value:
         n = at.world_size
         return self.to_each(_expected(at.group, self.of(at.group), n), self.sent_as, n)
+
+
+@dataclass(frozen=True, slots=True)
+class FindRows(_SendRows):
+    """To each rank, the rows that it wants of this one's. Inputs: which ones, the counts."""
+
+    name = "rows.found"
 
     def write(self, site: Site, call: Call) -> Any:
         wanted, counts = site.value_of(call.inputs[0]), self.counts(site, call)
@@ -129,15 +135,10 @@ class ReceiveRows(_OfRows):
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnRows(_OfRows):
+class ReturnRows(_SendRows):
     """To each owner, the gradients of its rows."""
 
     name = "rows.returned"
-    sent_as: str
-
-    def value(self, at: Emission) -> Value:
-        n = at.world_size
-        return self.to_each(_expected(at.group, self.of(at.group), n), self.sent_as, n)
 
     def write(self, site: Site, call: Call) -> Any:
         values, padding = [], []

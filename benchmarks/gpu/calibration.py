@@ -13,8 +13,8 @@ import torch
 import autopar
 from autopar.spec.calibration import Calibration
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.part import Setting
 from benchmarks.gpu.placed import cluster_of, moved, synchronize
+from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.steps import MODELS, adamw, entry_of
 
 BUDGET_S = 20.0

@@ -8,8 +8,8 @@ import torch
 
 import autopar
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.part import Setting
 from benchmarks.gpu.placed import cluster_of, moved
+from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.steps import MODELS, adamw, entry_of
 
 WITHIN = 0.05

@@ -14,8 +14,8 @@ from autopar.backends import collectives
 from autopar.testing.tasks import TASKS
 from autopar.testing.training import TRAININGS, batches, trained
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.part import Setting
 from benchmarks.gpu.placed import cluster_of, one_rank, synchronize, task_on
+from benchmarks.gpu.setting import Setting
 
 EQUAL = 1e-10
 """Of float64, relative to 1: ten steps."""

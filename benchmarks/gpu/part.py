@@ -7,32 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from benchmarks.gpu import calibration, memory, nccl, steps, world
 from benchmarks.gpu.findings import Findings
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where a part runs, and how long it may."""
-
-    device: str
-    """"cuda"; "cpu" only to see that the part itself works."""
-    seconds: float
-    """Until the part is ended."""
-
-    @property
-    def small(self) -> bool:
-        """Whether to take small models and few repeats."""
-        return self.device == "cpu"
+from benchmarks.gpu.setting import Setting
 
 
 def _parts() -> dict[str, Callable[[Findings, Setting], None]]:
-    from benchmarks.gpu import calibration, memory, nccl, steps, world
-
     return {
         "nccl": nccl.fill,
         "ranks": world.fill,

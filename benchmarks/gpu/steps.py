@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.part import Setting
 from benchmarks.gpu.placed import cluster_of, moved, one_rank, synchronize
+from benchmarks.gpu.setting import Setting
 from benchmarks.harness import interleave
 from benchmarks.zoo import Entry, find, sizes
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.part import Setting
 from benchmarks.gpu.processes import free_port, python, run_all
 from benchmarks.gpu.rank import EQUAL, SHOWN
+from benchmarks.gpu.setting import Setting
 
 WORLDS = (2, 3)
 MOST_FAILURES = 6
