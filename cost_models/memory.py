@@ -41,6 +41,8 @@ class _OfGroup:
     """By rank: what the optimizer updates."""
     elsewhere: Bytes
     """By rank: of the parameters, what other ranks keep."""
+    kept: Bytes
+    """By rank: what its strategy keeps from step to step."""
 
 
 class MemoryModel:
@@ -97,7 +99,8 @@ class MemoryModel:
             peak = np.maximum(peak, (at[:, None] + before[:-1] + made).max(axis=0))
         state = optimizer.state_tensors * np.array([g.updated for g in groups]).sum(0)
         elsewhere = np.array([g.elsewhere for g in groups]).sum(0)
-        return tuple((self.fixed_bytes - elsewhere + state + peak).tolist())
+        kept = np.array([g.kept for g in groups]).sum(0)
+        return tuple((self.fixed_bytes - elsewhere + state + kept + peak).tolist())
 
     def _of_group(self, group: Group, own: Sequence[Call], n: int, measured: frozenset[int]) -> _OfGroup:
         # With one rank nothing is packed: gradients live until their update.
@@ -108,14 +111,16 @@ class MemoryModel:
         size = np.array([c.bytes for c in own])
         held = [np.broadcast_to(c.held_bytes(n), n) for c in own]
         nothing = np.zeros(n, np.int64)
+        setting = Setting(n, rounds=self.rounds)
         return _OfGroup(
-            buffers=Buffers.of(buffers(own, Setting(n, rounds=self.rounds), measured), n),
+            buffers=Buffers.of(buffers(own, setting, measured), n),
             members=np.array([self._index[m.slice.name] for m in group.members]),
             taken_by=taken_by,
             as_it_is=taker.op.passes_through(taker),
             formed=taken_by >= 0 or not (keeps_rows or any(c.op.forms_gradients for c in own)),
             updated=nothing + sum(held[i] for i, c in enumerate(own) if c.op.updates),
             elsewhere=nothing + sum(size[i] - held[i] for i, c in enumerate(own) if c.op.keeps_shards),
+            kept=nothing + sum(c.op.keeps(c, setting) for c in own),
         )
 
     def _graph(self, replaced: frozenset[str]) -> tuple[Bytes, Bytes]:

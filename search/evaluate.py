@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 
+from autopar.cost_models.steps import predict_steps
 from autopar.errors import PlanError
 from autopar.search.base import Budget, Candidate, Problem, Progress
 from autopar.search.journal import Journal
 from autopar.spec.plan import SyncGroup
-from autopar.strategies import strategy_named
-from autopar.strategies.lowering import check_options, lower_plan
+from autopar.strategies.lowering import fidelity_of
 
 
 class Evaluator:
@@ -48,7 +48,7 @@ class Evaluator:
     def __call__(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
         """The priced plan, from memory where it was priced before; `None` where a strategy cannot be used on what its
         group holds, or is not of the fidelity that is allowed."""
-        key = tuple((g.strategy, tuple(sorted(g.options.items())), g.members) for g in groups)
+        key = tuple((g.strategy, tuple(sorted(g.settings.items())), g.members) for g in groups)
         if key in self._known:
             return self._known[key]
         candidate = self._known[key] = self._price(name, groups)
@@ -61,18 +61,15 @@ class Evaluator:
         try:
             if not all(self._is_allowed(g) for g in groups):
                 return None
-            program = lower_plan(groups, problem.graph, problem.context)
+            estimate = predict_steps(problem.cost_model, groups, problem.graph, problem.context, problem.topology)
         except PlanError:
             return None
-        estimate = problem.cost_model.predict(problem.graph, program, problem.topology)
         return Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
 
     def _is_allowed(self, group: SyncGroup) -> bool:
-        key = (group.strategy, tuple(sorted(group.options.items())))
+        key = (group.strategy, tuple(sorted(group.settings.items())))
         if key not in self._allowed:
-            strategy = strategy_named(group.strategy)
-            options = check_options(strategy, group, self.problem.context)
-            self._allowed[key] = self.problem.allows(strategy.fidelity(options))
+            self._allowed[key] = self.problem.allows(fidelity_of([group], self.problem.context))
         return self._allowed[key]
 
     def _remember(self, candidate: Candidate) -> None:

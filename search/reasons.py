@@ -79,7 +79,7 @@ class Reasons:
     def _cost(self, group: SyncGroup) -> AloneCost | None:
         # Groups of the same strategy, size, dtype and number of members cost the same alone.
         dtype = self._near.table[group.members[0].name].spec.dtype
-        options = tuple(sorted(group.options.items()))
+        options = tuple(sorted(group.settings.items()))
         key = (group.strategy, options, len(group.members), self._bytes(group), dtype)
         if key not in self._known:
             self._known[key] = self._price(group)

@@ -68,7 +68,7 @@ class Recombination:
         return found
 
     def _row(self, group: SyncGroup) -> int | None:
-        key = (group.strategy, tuple(sorted(group.options.items())), group.members)
+        key = (group.strategy, tuple(sorted(group.settings.items())), group.members)
         if key not in self._rows:
             problem = self.evaluate.problem
             try:

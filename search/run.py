@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from autopar.cost_models import AnalyticCostModel, CostModel
+from autopar.cost_models.steps import predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
 from autopar.ir.training_graph import TrainingGraph
@@ -19,10 +19,10 @@ from autopar.search.local import LocalSearch
 from autopar.search.reasons import Reasons
 from autopar.search.searcher import Searcher
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
+from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan
 from autopar.spec.topology import Topology
-from autopar.strategies import Context, strategy_named
-from autopar.strategies.lowering import check_options, lower_plan
+from autopar.strategies import Context
+from autopar.strategies.lowering import fidelity_of
 
 
 def search(
@@ -114,19 +114,9 @@ def build_plan(
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
         raise PlanError(f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")
     problem = replace(problem, fidelity=used)
-    program = lower_plan(groups, graph, context)
-    estimate = problem.cost_model.predict(graph, program, problem.topology)
+    estimate = predict_steps(problem.cost_model, groups, graph, context, problem.topology)
     candidate = Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
     return _plan(problem, candidate, {})
-
-
-def fidelity_of(groups: Sequence[SyncGroup], context: Context) -> Fidelity:
-    """The loosest promise among the groups' strategies."""
-    found: set[Fidelity] = {"exact"}
-    for group in groups:
-        strategy = strategy_named(group.strategy)
-        found.add(strategy.fidelity(check_options(strategy, group, context)))
-    return max(found, key=FIDELITIES.index)
 
 
 def _problem(

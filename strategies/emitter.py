@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.dtypes import WireDtype
+from autopar.ops.averages import OwnGradients
 from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission, Operation
 from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
 from autopar.ops.context import Context
 from autopar.ops.exchanges import AllGather, ReduceScatter
 from autopar.ops.gradients import Deliver, Pack
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import Partial, Replicate, Varying
+from autopar.ops.layouts import Layout, Partial, Replicate, Varying
 from autopar.ops.parts import CountParts, FormGradients, PackParts, touched_elements
 from autopar.ops.servers import ServerReduce
+from autopar.ops.state import Keep, State
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import Free, Store, Update
 from autopar.ops.waits import Wait
@@ -49,8 +51,24 @@ class Emitter:
     def pack(self, group: Group, wire: WireDtype = "same") -> Call:
         """The group's gradients as one flat value in the `wire` dtype: of this rank's batch, scaled so that the
         sum over ranks is the mean over the global batch. Complex numbers are sent as they are."""
+        return self.emit(Pack(self.sent_as(group, wire)), group)
+
+    def sent_as(self, group: Group, wire: WireDtype) -> str:
+        """The dtype in which a group's gradients are sent."""
         as_it_is = wire == "same" or self.world_size == 1 or group.dtype.startswith("complex")  # of no narrower kind
-        return self.emit(Pack(group.dtype if as_it_is else wire), group)
+        return group.dtype if as_it_is else wire
+
+    def state(
+        self, group: Group, key: str, *, layout: Layout, elements: int | None = None, dtype: str | None = None
+    ) -> Call:
+        """A tensor that lives from step to step, under a name within its group; by default of as many elements as the
+        group has, in its dtype. Zeros at first. `layout` says what it is to the other ranks (`ops.state.State`)."""
+        of = group.elements if elements is None else elements
+        return self.emit(State(key, of, dtype or group.dtype, layout), group, position=-1)
+
+    def keep(self, state: Call, value: Call) -> None:
+        """Writes a value into a state, for the next step; behind what was emitted so far."""
+        self.emit(Keep(), value.owner_group, [state, value], stage=value.stage)
 
     def all_reduce(self, value: Call, subgroups: Subgroups = ()) -> Call:
         """The sum over ranks, on every rank; of a sharded value, of the part that all ranks of a subgroup hold."""
@@ -139,6 +157,11 @@ class Emitter:
             assert isinstance(value.layout, Replicate), "without an optimizer, every rank needs the whole gradient"
             op = Deliver()
         return self._record(op, group, (value,), stage, None if clips else position)
+
+    def update_alone(self, group: Group) -> Call:
+        """Runs the optimizer on each rank with that rank's gradients alone: replicas come to differ."""
+        own = self.emit(OwnGradients(), group)
+        return self._record(Update(), group, (own,), CLIP_STAGE if self.context.clips else 0, None)
 
     def store(self, value: Call, group: Group, *, deferred: bool = False) -> None:
         """Writes updated parameters that are being received into the parameters of every rank. `deferred`: in the next

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import TypeVar
@@ -22,17 +22,19 @@ from autopar.ops.collectives import collective_of
 from autopar.ops.context import Context
 from autopar.ops.gradients import Clip
 from autopar.ops.group import Group, Member
+from autopar.ops.moments import Moment
 from autopar.ops.values import Value
 from autopar.ops.waits import StepSum, StepWait
-from autopar.spec.plan import SyncGroup
+from autopar.spec.plan import FIDELITIES, Fidelity, SyncGroup
 from autopar.spec.validation import explain
 from autopar.strategies import strategy_named
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
+from autopar.strategies.timing import Moments, check_timing, fullest, group_fidelity, lower_group
 
 T = TypeVar("T")
-Known = dict[int, tuple[SyncGroup, int, T]]
-"""By the identity of a group's object, which is kept with it, as is the number of its calls."""
+Known = dict[tuple[int, Moment], tuple[SyncGroup, int, T]]
+"""By the identity of a group's object, which is kept with it, as is the number of its calls; and by what it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class StepProgram:
     """As recorded; `Call.index` refers to this tuple."""
     placed: tuple[Placed, ...]
     """In execution order."""
+
+    @cached_property
+    def moments(self) -> Moments:
+        """What each group does in this step."""
+        return tuple(g.moment for g in self.groups)
 
     @cached_property
     def replaced(self) -> frozenset[str]:
@@ -86,10 +93,11 @@ class StepProgram:
         found: list[tuple[int, T]] = []
         first = 0
         for group in self.groups:
-            entry = known.get(id(group.spec))
+            key = id(group.spec), group.moment
+            entry = known.get(key)
             if entry is None:
                 own = [*takewhile(lambda c, g=group: c.group is g, self.calls[first:])]  # type: ignore[misc]
-                entry = known[id(group.spec)] = group.spec, len(own), make(group, own)
+                entry = known[key] = group.spec, len(own), make(group, own)
             found.append((first, entry[2]))
             first += entry[1]
         return found
@@ -107,21 +115,26 @@ class StepProgram:
         return hashlib.sha256("\n".join([str(self.context.world_size), *lines]).encode()).hexdigest()[:16]
 
 
-def lower_plan(groups: Sequence[SyncGroup], graph: TrainingGraph, context: Context) -> StepProgram:
-    """Lowers sync groups for one training graph; raises `PlanError` where a strategy cannot be used."""
+def lower_plan(
+    groups: Sequence[SyncGroup], graph: TrainingGraph, context: Context, moments: Moments | None = None
+) -> StepProgram:
+    """Lowers sync groups for one training graph: a step in which groups do what `moments` say; by default, all
+    synchronize. Raises `PlanError` where a strategy cannot be used."""
+    check_timing(groups, context)
     emit = Emitter(context, len(graph.compute) - 1)
     resolved = []
-    for index, spec in enumerate(groups):
+    for index, (spec, moment) in enumerate(zip(groups, moments or fullest(groups), strict=True)):
         strategy = strategy_named(spec.strategy)
         options = check_options(strategy, spec, context)
-        group = resolve(index, spec, graph)
+        lossy = strategy.fidelity(options) not in ("exact", "rounded") and moment.doing != "plain"
+        group = replace(resolve(index, spec, graph), moment=moment, lossy=lossy)
         for member in group.members:
             reason = strategy.applies(member, context)
             if reason is None and not member.slice.whole and not context.elementwise_update:
                 reason = "the optimizer's update is not elementwise, so it cannot run on a slice"
             if reason is not None:
                 raise PlanError(f"group {index}: '{member.slice}' cannot use {spec.strategy}: {reason}")
-        strategy.lower(group, options, emit)
+        lower_group(strategy, group, options, emit)
         resolved.append(group)
     calls = emit.calls
     if context.clips:
@@ -176,6 +189,15 @@ def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Opti
     return options
 
 
+def fidelity_of(groups: Sequence[SyncGroup], context: Context) -> Fidelity:
+    """The loosest promise among the groups: by their strategies, and by when they synchronize."""
+    found: set[Fidelity] = {"exact"}
+    for group in groups:
+        strategy = strategy_named(group.strategy)
+        found.add(group_fidelity(group, strategy, check_options(strategy, group, context)))
+    return max(found, key=FIDELITIES.index)
+
+
 def _clip(calls: Sequence[Call], context: Context) -> Call:
     sources = tuple(c.inputs[0] for c in calls if c.op.takes_clip)
     return Call(len(calls), Clip(), sources, None, Clip().value(Emission(None, sources, context)), stage=CLIP_STAGE - 1)
@@ -227,7 +249,7 @@ def _place(calls: Sequence[Call], graph: TrainingGraph, context: Context) -> lis
         elif context.world_size == 1:
             position = c.group.ready
         else:
-            position = issued = max(issued, c.group.ready)
+            position = issued = max(issued, c.group.ready, *(at[i.index] for i in c.inputs if i.index in at))
         at[c.index] = position
         if any(i.index in last for i in c.inputs):
             last[c.index] = Placed(c, end)

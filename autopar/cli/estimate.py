@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from autopar.cost_models.base import Estimate
     from autopar.ir.capture import Mode
     from autopar.ir.training_graph import TrainingGraph
+    from autopar.ops.context import Context
     from autopar.planning import Training
     from autopar.spec.calibration import Calibration
     from autopar.spec.plan import Plan
@@ -22,17 +23,21 @@ def estimate(
 
     Raises `PlanMismatchError` where the model is another one, `SpecError` where the calibration is of another cluster.
     """
+    from autopar.cost_models.steps import predict_steps
     from autopar.spec.topology import Topology
 
-    training = _training(made, optimizer)
-    graph, program = _lowered(plan, training)
-    cluster = plan.cluster.cluster
-    return training.cost_model(cluster, calibration).predict(graph, program, Topology(cluster), timeline=True)
+    training, cluster = _training(made, optimizer), plan.cluster.cluster
+    graph, context = _fitting(plan, training)
+    model = training.cost_model(cluster, calibration)
+    return predict_steps(model, plan.groups, graph, context, Topology(cluster), timeline=True)
 
 
 def lowered(plan: Plan, made: ModelArgument, optimizer: str | None) -> tuple[TrainingGraph, StepProgram]:
     """The model's graph, and the plan lowered for it. Raises `PlanMismatchError` where the model is another one."""
-    return _lowered(plan, _training(made, optimizer))
+    from autopar.strategies.lowering import lower_plan
+
+    graph, context = _fitting(plan, _training(made, optimizer))
+    return graph, lower_plan(plan.groups, graph, context)
 
 
 def _training(made: ModelArgument, optimizer: str | None) -> Training:
@@ -45,10 +50,10 @@ def _training(made: ModelArgument, optimizer: str | None) -> Training:
     return Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
 
 
-def _lowered(plan: Plan, training: Training) -> tuple[TrainingGraph, StepProgram]:
-    from autopar.strategies.lowering import lower_plan
-
+def _fitting(plan: Plan, training: Training) -> tuple[TrainingGraph, Context]:
+    """The model's graph, and what strategies may depend on. Raises `PlanMismatchError` where the plan is of another
+    model."""
     graph = training.graph(plan.recompute)
     plan.check_model(graph.model)
     context = training.context(plan.cluster.world_size, late_parameters=True)
-    return graph, lower_plan(plan.groups, graph, context.on(plan.cluster.cluster))
+    return graph, context.on(plan.cluster.cluster)

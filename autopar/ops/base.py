@@ -79,6 +79,10 @@ class Operation(ABC):
         """Bytes that it allocates for its value; `None` where that lies in the memory of its first input."""
         return call.held_bytes(setting.world_size)
 
+    def keeps(self, call: Call, setting: Setting) -> Bytes:
+        """Bytes that it keeps from step to step, besides the optimizer's."""
+        return 0
+
     def captured_elements(self, call: Call, rank: int) -> int:
         """Elements that a rank holds of its value, with the batch that was captured."""
         return call.held_elements(rank)
@@ -359,6 +363,10 @@ class Site(ABC):
     def end_step_sum(self, of: str, value: Any) -> Any:
         """Completes it."""
         raise NotImplementedError("a number of the whole step is summed within a step")
+
+    def state(self, call: Call) -> Any:
+        """The tensor that a `State` asks for; `None` where this rank has no part of it."""
+        raise NotImplementedError("only a program with an optimizer has state that lives from step to step")
 
     def deferred_of(self, call: Call) -> Any:
         """Completes what the step before has begun."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir.training_graph import Parameter, Parts
+from autopar.ops.moments import SYNCHRONIZE, Moment
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
 
@@ -44,10 +45,19 @@ class Group:
     index: int
     spec: SyncGroup
     members: tuple[Member, ...]
+    moment: Moment = SYNCHRONIZE
+    """What it does in this step."""
+    lossy: bool = False
+    """Whether its strategy updates with something else than the global mean's gradient, up to rounding."""
 
     @cached_property
     def elements(self) -> int:
         return sum(m.elements for m in self.members)
+
+    @property
+    def compares_own(self) -> bool:
+        """Whether the ranks' own gradients are to be compared with the definition, not those it updates with."""
+        return self.lossy or self.moment.doing in ("alone", "average", "hold", "delayed")
 
     @property
     def names(self) -> list[str]:

@@ -117,7 +117,7 @@ def _how(plan: Plan, held: list[tuple[int, ParameterSlice]]) -> str:
     for index, piece in held:
         group = plan.groups[index]
         part = "" if piece.whole else f"[{piece.start}:{piece.stop}] "
-        words.append(part + strategy_text(group.strategy, group.options))
+        words.append(part + strategy_text(group.strategy, group.settings))
     along = f" along dimension {held[0][1].dim}" if len(held) > 1 else ""
     return f"{len(held)} slices{along}: {'; '.join(words)}" if len(held) > 1 else words[0]
 

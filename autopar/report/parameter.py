@@ -34,7 +34,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
         for piece in group.members:
             spec = table[piece.name]
             row = ParameterRow(
-                spec, piece, parameter_bytes(spec, piece), index, group.strategy, group.options, group.reason
+                spec, piece, parameter_bytes(spec, piece), index, group.strategy, group.settings, group.reason
             )
             held[piece.name].append(row)
     rows: list[ParameterRow] = []

@@ -12,6 +12,7 @@ import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.errors import PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
@@ -28,8 +29,9 @@ from autopar.runtime.process_group import Group, Rendezvous, average_buffers, ta
 from autopar.runtime.random import RandomStream
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
-from autopar.spec.plan import Plan
-from autopar.strategies.lowering import StepProgram, lower_plan
+from autopar.spec.plan import FIDELITIES, Plan
+from autopar.strategies.lowering import StepProgram, fidelity_of, lower_plan
+from autopar.strategies.timing import Moments
 
 Write = Callable[[TrainingGraph, StepProgram, Target], torch.fx.GraphModule]
 
@@ -61,6 +63,7 @@ class BaseProgram:
         self.settings = settings
         self._group = group
         self._context = context.on(plan.cluster.cluster)
+        self._check_fidelity()
         self._rendezvous = Rendezvous(group)
         owners = owners_of(model, settings.loss_fn)
         self._parameters = named_parameters(model, settings.loss_fn)
@@ -114,6 +117,16 @@ class BaseProgram:
             compiled.graphs[name] = self._write(compiled, name)
         return compiled.graphs[name]
 
+    def at(self, compiled: Compiled, moments: Moments) -> Compiled:
+        """A capture for a step in which the plan's groups do this; lowered when it is first asked for."""
+        if moments == compiled.program.moments:
+            return compiled
+        if moments not in compiled.others:
+            program = lower_plan(self.plan.groups, compiled.graph, self._context, moments)
+            self._order.check(program, compiled.graph)
+            compiled.others[moments] = replace(compiled, program=program, graphs={}, others={})
+        return compiled.others[moments]
+
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
 
@@ -121,6 +134,15 @@ class BaseProgram:
         ranks until then. They are averaged rather than taken from rank 0, so that none of the data is left out.
         """
         average_buffers(self._buffers.values(), self._group)
+
+    def _check_fidelity(self) -> None:
+        """Raises `PlanError` where the plan promises more than its groups keep."""
+        kept = fidelity_of(self.plan.groups, self._context)
+        if FIDELITIES.index(kept) > FIDELITIES.index(self.plan.fidelity):
+            raise PlanError(
+                f"plan '{self.plan.name}' says that it is '{self.plan.fidelity}', but its groups are '{kept}': write "
+                f'"fidelity": "{kept}" into it'
+            )
 
     def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
         """Every graph that runs is made here."""

@@ -3,6 +3,8 @@
     model, optimizer    in PyTorch's own form
     loss_fn             the loss function's, where it is a module with parameters or buffers
     random              the random streams, by rank
+    steps               how many steps were taken
+    state               what strategies keep from step to step, where they do
     held                JSON: by the optimizer's number of each parameter, its name, and which of its state's values are
                         there. What is not named is a placeholder, for `torch.distributed.checkpoint` to load into
 
@@ -25,10 +27,11 @@ from autopar.errors import SpecError
 from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
 from autopar.runtime.optimizer import OptimizerPart
-from autopar.runtime.process_group import Group, average_buffers
+from autopar.runtime.process_group import Group, average, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.state import State, gather_state, scatter_state
+from autopar.runtime.states import States
 from autopar.runtime.together import meet
 
 SAVE, LOAD = "program.state_dict()", "program.load_state_dict()"
@@ -53,6 +56,12 @@ class Owner:
     parameters: dict[str, nn.Parameter]
     buffers: Sequence[torch.Tensor]
     sharded: ShardedRows
+    states: States
+    steps: int
+    local: frozenset[str]
+    """Parameters of which each rank updates a replica of its own, that is averaged from time to time."""
+    apart: bool
+    """Whether they differ now."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class Read:
     groups: list[dict[str, Any]]
     state: State
     streams: list[torch.Tensor] | None
+    states: Mapping[str, Mapping[str, torch.Tensor]]
+    steps: int
     digest: str
 
 
@@ -71,14 +82,19 @@ def save(owner: Owner) -> dict[str, Any]:
     """The checkpoint; to be called by all ranks together. Raises `CollectiveError` where one does not come."""
     streams = meet(owner.group, SAVE, json.dumps(owner.random.state()))
     average_buffers(owner.buffers, owner.group)
-    state = gather_state(owner.parts, owner.parameters, owner.group)
+    state = gather_state(owner.parts, owner.parameters, owner.group, owner.local)
     with owner.sharded.gathered():
-        return _write(owner, owner.model.state_dict(), state, streams)
+        written = _write(owner, _averaged(owner, owner.model), state, streams)
+    if states := owner.states.save():
+        written["state"] = states
+    return written
 
 
-def load(owner: Owner, state: Any) -> None:
-    """Continues from a checkpoint; to be called by all ranks together. Raises `SpecError`, on every rank, where it
-    does not fit on one of them, or where ranks are given different ones; nothing is changed then."""
+def load(owner: Owner, state: Any) -> int:
+    """Continues from a checkpoint; to be called by all ranks together. Returns how many steps were taken before it.
+
+    Raises `SpecError`, on every rank, where it does not fit on one of them, or where ranks are given different ones;
+    nothing is changed then."""
     with owner.sharded.traceable():
         read = _read_by_all(owner, state)
     with owner.sharded.gathered():
@@ -95,6 +111,18 @@ def load(owner: Owner, state: Any) -> None:
                 owner.optimizer.state[p] = copy.deepcopy(read.state[name])
     if read.streams is not None:
         owner.random.load(read.streams)
+    owner.states.load(read.states)
+    return read.steps
+
+
+def _averaged(owner: Owner, module: nn.Module) -> dict[str, Any]:
+    """A module's state, with the average of replicas that differ."""
+    state = module.state_dict()
+    if owner.apart and owner.group.pg is not None:
+        for key, p in sorted(module.named_parameters(remove_duplicate=False)):
+            if owner.names.get(p) in owner.local:
+                state[key] = average(p.detach(), owner.group)
+    return state
 
 
 def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[str]) -> dict[str, Any]:
@@ -117,8 +145,9 @@ def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[s
         "optimizer": {"state": by_number, "param_groups": groups},
         "random": [json.loads(text) for text in streams],
         "held": json.dumps(held),
+        "steps": owner.steps,
     }
-    if owner.loss_fn is not None and (loss := owner.loss_fn.state_dict()):
+    if owner.loss_fn is not None and (loss := _averaged(owner, owner.loss_fn)):
         written["loss_fn"] = loss
     return written
 
@@ -171,8 +200,19 @@ def _read(owner: Owner, state: Any) -> Read:
     groups = _groups(owner, names, saved_groups)
     found = _states(owner, state, names, groups)
     streams = owner.random.read(state["random"]) if "random" in state else None
-    said = digest({"model": state["model"], "loss_fn": loss, "groups": groups, "state": found})
-    return Read(state["model"], loss, groups, found, streams, said)
+    steps, states = state.get("steps", 0), state.get("state", {})
+    if type(steps) is not int or steps < 0:
+        raise SpecError(f"the checkpoint's 'steps' is {steps!r}; expected a whole number, not negative")
+    owner.states.check(states)
+    what = {
+        "model": state["model"],
+        "loss_fn": loss,
+        "groups": groups,
+        "state": found,
+        "states": states,
+        "steps": steps,
+    }
+    return Read(state["model"], loss, groups, found, streams, states, steps, digest(what))
 
 
 def _saved_names(owner: Owner, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:

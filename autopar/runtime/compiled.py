@@ -16,6 +16,7 @@ from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compute import Compiler
 from autopar.strategies.lowering import StepProgram
+from autopar.strategies.timing import Moments
 
 LossFn = Callable[..., Any]
 """`loss_fn(output, target)`."""
@@ -52,12 +53,15 @@ class Compiled:
 
     graph: TrainingGraph
     program: StepProgram
+    """A step in which all groups synchronize; in `others`, one in which some do not."""
     shared_buffers: tuple[str, ...]
     """Of the buffers, those that the forward pass both reads and writes."""
     output: Any = None
     """The model's output with fake tensors, in which a drop-in module returns the real ones; `None` of a step."""
     graphs: dict[str, torch.fx.GraphModule] = field(default_factory=dict)
     """By their names in `BaseProgram.writers`."""
+    others: dict[Moments, Compiled] = field(default_factory=dict)
+    """The same capture, lowered for steps in which some groups do not synchronize."""
     proved: bool = False
     """Whether it was compared with the model run eagerly."""
 

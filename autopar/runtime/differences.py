@@ -88,9 +88,9 @@ class Comparison:
         self.tolerance = tolerance
         self.rule = GradientRule(subject.probes, expected.seen, tolerance)
 
-    def gradients(self, held: Held) -> tuple[dict[str, torch.Tensor], list[Difference]]:
-        """The sampled elements of the gradients that were updated with, and what differs in them. By all ranks
-        together."""
+    def gradients(self, held: Held, own: Held) -> tuple[dict[str, torch.Tensor], list[Difference]]:
+        """The sampled elements of the gradients that were updated with, and what differs in them, or in the mean over
+        ranks of what they have of their `own`. By all ranks together."""
         of, seen_of = self.of, self.expected.seen
         fit = torch.zeros(2, dtype=torch.float64)
         rows = {n: _Row(len(p.indices)) for n, p in of.probes.items()}
@@ -99,6 +99,9 @@ class Comparison:
             reference = seen_of[name].elements[which]
             fit += torch.stack([(seen.elements * reference).sum(), (reference * reference).sum()])
             rows[name].add(fragment, which, seen)
+        for fragment, which, seen in own:
+            rows[str(fragment.piece)].add(fragment, which, seen)
+        apart = {str(fragment.piece) for fragment, _, _ in own}
         packed = summed(torch.cat([fit, *(r.flat for r in rows.values())]), of.group)
         factor = 1.0 if of.max_norm is None or packed[1] == 0 else float(packed[0] / packed[1])
         found = [Difference(f"no gradient of '{n}'", math.inf) for n in self.expected.strangers]
@@ -107,18 +110,21 @@ class Comparison:
             row.flat, begin = packed[begin : begin + len(row.flat)], begin + len(row.flat)
             probe = of.probes[name]
             copies = row.held / max(1, probe.numel)
-            elements[name] = row.elements
+            if name in apart:
+                found.append(Difference(f"the gradient of '{name}'", self.rule.elements(name, row.elements)))
+            else:
+                elements[name] = row.elements
             if probe.numel and (copies < 1 or copies != round(copies)):
                 found.append(Difference(f"the gradient of '{name}', which {copies:g} ranks hold", math.inf))
             elif probe.numel:
                 square += row.square / copies
-                off = self.rule.projections(name, row.projections / copies, factor)
+                off = self.rule.projections(name, row.projections / copies, 1.0 if name in apart else factor)
                 found.append(Difference(f"the gradient of '{name}'", off))
         for fragment, which, seen in held:
             name = str(fragment.piece)
             off = self.rule.elements(name, seen.elements, factor, which)
             found.append(Difference(f"the gradient of '{name}'", off))
-        if of.max_norm is not None:
+        if of.max_norm is not None and not apart:
             found += self._clipping(of.max_norm, factor, math.sqrt(square))
         return elements, found
 

@@ -15,6 +15,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.process_group import Rendezvous
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
+from autopar.strategies.timing import Moments
 
 
 class CollectiveOrder:
@@ -23,17 +24,22 @@ class CollectiveOrder:
     def __init__(self, rendezvous: Rendezvous, plan: Plan) -> None:
         self._rendezvous = rendezvous
         self._plan = plan
-        self._hash: str | None = None
+        self._hashes: dict[Moments, str] = {}
+        """Of each step that a plan has, by what its groups do in it."""
 
     def check(self, program: StepProgram, graph: TrainingGraph) -> None:
         """Raises `PlanMismatchError` where ranks, or batches of different shapes, would issue different collectives, or
         where ranks compute different things on batches of one shape."""
-        if self._hash is None:
-            self._rendezvous.agree("plan", self._plan.digest)
-            self._rendezvous.agree("order of collectives", program.order_hash)
-            self._same_step(graph)
-            self._hash = program.order_hash
-        elif program.order_hash != self._hash:
+        moments = program.moments
+        if moments not in self._hashes:
+            if not self._hashes:
+                self._rendezvous.agree("plan", self._plan.digest)
+            kind = f" in its {len(self._hashes) + 1}. kind of step" if self._hashes else ""
+            self._rendezvous.agree(f"order of collectives{kind}", program.order_hash)
+            if not self._hashes:
+                self._same_step(graph)
+            self._hashes[moments] = program.order_hash
+        elif program.order_hash != self._hashes[moments]:
             raise PlanMismatchError(
                 "this batch leads to another order of collectives than the first one: ranks would exchange the wrong "
                 "tensors. Does the model's structure depend on the batch?"

@@ -135,6 +135,14 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
                 own.copy_(mean)
 
 
+def average(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The mean over the ranks, of a tensor's shape; by all ranks together."""
+    with torch.no_grad(), group.guard("averaging replicas"), may_fail():
+        mean = tensor.detach().clone(memory_format=torch.contiguous_format) / group.world_size
+        dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean, group=group.pg)
+    return mean.to(tensor.dtype)
+
+
 def take_from_rank_0(tensors: Iterable[torch.Tensor], group: Group, what: str) -> None:
     """Gives every rank the values that rank 0 has, in place; by all ranks together."""
     if group.pg is None:

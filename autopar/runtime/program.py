@@ -19,7 +19,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
 from autopar.ops.parts import added
-from autopar.ops.updates import Observer, Step
+from autopar.ops.updates import Observer
 from autopar.runtime import checkpoint
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
@@ -27,18 +27,21 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.local_proof import copies
+from autopar.runtime.looks import Observers
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.process_group import Group
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import check_memory
 from autopar.runtime.state import scatter_state
+from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
 from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
 from autopar.runtime.subject import Subject
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
+from autopar.strategies.timing import moments_of
 
 
 class Program(BaseProgram):
@@ -65,12 +68,15 @@ class Program(BaseProgram):
         check_memory(self._parameters)
         self._sharded = ShardedRows(model, self._parameters, group)
         self._deferred = DeferredParameters(model)
+        self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
+        self._has_stepped = False
+        """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         subject = partial(
@@ -88,7 +94,7 @@ class Program(BaseProgram):
             snapshot=self._snapshot,
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
-        self._observer: Observer | None = None
+        self._observers = Observers()
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
@@ -116,21 +122,26 @@ class Program(BaseProgram):
             raise SignatureError("micro_batches is empty: a step needs at least one")
         self._held.check()
         self._unchanged.check()
-        check_batches(batches, self._device, is_first=self._steps == 0)
-        compiled = [self.compile_for(b) for b in batches]
+        check_batches(batches, self._device, is_first=not self._has_stepped)
+        captures = [self.compile_for(b) for b in batches]
+        moments = moments_of(self.plan.groups, self._steps)
+        compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)
         run = partial(self._run, compiled, batches, originals)
-        if self._proofs.is_due(self._steps):
+        if self._proofs.is_due(self._has_stepped):
             shares = self._shares_of(compiled, batches, originals)
-            loss = self._proofs.step(compiled, batches, shares, run, is_first=self._steps == 0)
+            loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
+            for c in captures:
+                c.proved = True
         else:
-            for c, b in zip(compiled, batches, strict=True):
+            for c, b in zip(captures, batches, strict=True):
                 self._proofs.capture(c, b)
             with self._times.one():
                 loss = run()
         self._steps += 1
+        self._has_stepped = True
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return loss
 
@@ -171,7 +182,7 @@ class Program(BaseProgram):
         """Continues from a state that this or any other plan, or one process, has saved; to be called by all ranks
         together, with the same state. Raises `SpecError` where it does not fit, before anything is changed."""
         self.synchronize()
-        checkpoint.load(self._owner(), state)
+        self._steps = checkpoint.load(self._owner(), state)
         self._resumed, self._loaded = {}, True
 
     def _owner(self) -> checkpoint.Owner:
@@ -189,41 +200,40 @@ class Program(BaseProgram):
             self._parameters,
             tuple(self._buffers.values()),
             self._sharded,
+            self._states,
+            self._steps,
+            local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
+            apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {self._parameters[p.name]: p.name for p in self.plan.model.parameters if p.name in self._parameters}
 
     def observe(self, observer: Observer | None) -> None:
-        """Has every synchronized gradient that this rank updates with shown to `observer`, fragment by fragment."""
-        self._observer = observer
-        for compiled in self._compiled:
-            for graph in compiled.graphs.values():
-                self._observe(graph)
+        """Has every gradient that this rank updates with shown to `observer`, fragment by fragment."""
+        self._observers.users = observer
+        self._watch()
 
     @contextmanager
-    def _also_observed(self, observer: Observer, alone: bool) -> Iterator[None]:
-        users = self._observer
-
-        def both(fragment: Fragment, gradient: torch.Tensor) -> None:
-            observer(fragment, gradient)
-            if users is not None and not alone:
-                users(fragment, gradient)
-
-        self.observe(both)
+    def _also_observed(self, updates: Observer, own: Observer, alone: bool) -> Iterator[None]:
+        before = self._observers
+        self._observers = Observers(None if alone else before.users, updates, own)
+        self._watch()
         try:
             yield
         finally:
-            self.observe(users)
+            self._observers = before
+            self._watch()
 
-    def _observe(self, graph: torch.fx.GraphModule) -> None:
-        for m in graph.children():
-            if isinstance(m, Step):
-                m.observer = self._observer
+    def _watch(self) -> None:
+        for compiled in self._compiled:
+            for one in (compiled, *compiled.others.values()):
+                for graph in one.graphs.values():
+                    self._observers.watch(graph)
 
     def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
         graph = super()._write(compiled, name)
-        self._observe(graph)
+        self._observers.watch(graph)
         return graph
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
@@ -231,7 +241,13 @@ class Program(BaseProgram):
         return super()._lowered(graph, program, batch)
 
     def _target(self) -> Target:
-        return replace(super()._target(), shards=self._sharded.shards, part=self._part, deferred=self._deferred.of)
+        return replace(
+            super()._target(),
+            shards=self._sharded.shards,
+            part=self._part,
+            deferred=self._deferred.of,
+            state=self._states.of,
+        )
 
     @contextmanager
     def _traceable(self) -> Iterator[None]:
@@ -270,6 +286,7 @@ class Program(BaseProgram):
             copies([*self._buffers.values(), *self._sharded.shards.values(), *whole]),
             *(part.kept_state() for part in self._parts.values()),
             self._random.kept(),
+            self._states.kept(),
         ]
 
         def back() -> None:
@@ -280,7 +297,7 @@ class Program(BaseProgram):
         return back
 
     def _run_one(self, compiled: Compiled, batch: Batch, original: Any) -> torch.Tensor:
-        arguments, step = self._arguments(compiled, batch.tensors), compiled.graphs["step"]
+        arguments, step = self._arguments(compiled, batch.tensors), self.written(compiled, "step")
         if self.world_size == 1:
             return step(*arguments, compiled.tangent(1.0, self._device)).detach()  # type: ignore[no-any-return]
         weight = total = self._meaning.weigh(compiled.weight, batch, original)

@@ -1,9 +1,11 @@
 """The proof on the first step: all ranks also run the user's model eagerly, and what the program does is compared.
 
 Compared are the loss, every synchronized gradient (by probes, summed over ranks with the weights that the definition of
-the gradient asks for), the updated values (against a copy of the optimizer on the sampled elements), and the buffers;
-first on a trial with slightly perturbed parameters, since zeros hide errors, after which everything is put back; then
-on the step itself. What looks wrong is judged by how far rounding moves the eager result itself, before it is refused.
+the gradient asks for), the updated values (against a copy of the optimizer on the sampled elements), and the buffers.
+Of groups that are compressed or delayed, or that each rank updates alone, the sum of the ranks' own gradients is
+compared instead. First on a trial with slightly perturbed parameters, since zeros hide errors, after which everything
+is put back; then on the step itself. What looks wrong is judged by how far rounding moves the eager result itself,
+before it is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 from autopar.errors import AutoparWarning, VerificationError
 from autopar.ir.batch import Batch
 from autopar.ops.fragments import Fragment
+from autopar.ops.updates import Observer
 from autopar.runtime.blame import blame, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
@@ -64,20 +67,28 @@ class Proof:
             before, states = self._values(), self._states()
         begin = of.snapshot()
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
-        with of.observed(lambda f, g: held.append((f, *of.probes[str(f.piece)].of_fragment(f, g))), bool(how)):
+        own: list[tuple[Fragment, torch.Tensor, Seen]] = []
+        with of.observed(self._into(held), self._into(own), bool(how)):
             loss = of.run()
         with of.gathered():
             after = self._values()
         comparison = Comparison(of, expected, self.tolerance)
-        gradients, found = comparison.gradients(held)
+        gradients, found = comparison.gradients(held, own)
         found += [comparison.loss(loss), *comparison.buffers()]
         if states is not None:
             # Later, the user's optimizer has the state of the parameters that this rank updates as a whole.
             whole = {f.name for f, _, _ in held if f.whole}
-            known = {n: s for n, s in states.items() if self.is_first or of.probes[n].piece.name in whole}
+            compared = gradients.keys() & states.keys()
+            known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}
             found += comparison.updates(before, after, known, gradients)
         self._judge(found, comparison, how, begin)
         return loss
+
+    def _into(self, held: list[tuple[Fragment, torch.Tensor, Seen]]) -> Observer:
+        def see(fragment: Fragment, gradient: torch.Tensor) -> None:
+            held.append((fragment, *self.of.probes[str(fragment.piece)].of_fragment(fragment, gradient)))
+
+        return see
 
     def _eagerly(self) -> Expected:
         """The model on this rank's batches; losses and gradients are summed over ranks."""

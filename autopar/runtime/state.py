@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,16 +13,22 @@ import torch.distributed as dist
 from autopar.backends.collectives import may_fail
 from autopar.errors import OptimizerError
 from autopar.runtime.optimizer import OptimizerPart
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.process_group import Group, Rendezvous, average
 
 State = dict[str, dict[str, Any]]
 """By parameter name: PyTorch's state of one parameter."""
 
 
-def gather_state(parts: Iterable[OptimizerPart], parameters: dict[str, torch.nn.Parameter], group: Group) -> State:
+def gather_state(
+    parts: Iterable[OptimizerPart],
+    parameters: dict[str, torch.nn.Parameter],
+    group: Group,
+    local: Collection[str] = (),
+) -> State:
     """The whole state, on every rank; to be called by all ranks together.
 
-    Each rank fills in what it holds. Of an element that several ranks hold, the first one's value is taken. Raises
+    Each rank fills in what it holds. Of an element that several ranks hold, the first one's value is taken; of `local`
+    parameters, which each rank updates by itself, the average. Raises
     `OptimizerError` where the state holds objects that cannot be told to a rank that has none.
     """
     mine: State = {}
@@ -39,7 +45,14 @@ def gather_state(parts: Iterable[OptimizerPart], parameters: dict[str, torch.nn.
                     fragment.cut(full).copy_(value)
                 else:
                     whole[key] = value
-    return mine if group.pg is None else _merge(mine, owners, parameters, group)
+    if group.pg is None:
+        return mine
+    merged = _merge(mine, owners, parameters, group)
+    for name in sorted(local):
+        for key, value in sorted(mine.get(name, {}).items()):
+            if per_element(value, parameters[name].shape):
+                merged[name][key] = average(value, group)
+    return merged
 
 
 def _merge(mine: State, owners: dict[str, torch.Tensor], parameters: dict[str, Any], group: Group) -> State:

@@ -33,9 +33,9 @@ class StepProofs:
         self._parameters = parameters
         self._is_spread = is_spread
 
-    def is_due(self, steps: int) -> bool:
-        """Whether all ranks compare the step that comes after so many."""
-        return self._check == "always" or (self._check == "first" and steps == 0)
+    def is_due(self, has_stepped: bool) -> bool:
+        """Whether all ranks compare the next step."""
+        return self._check == "always" or (self._check == "first" and not has_stepped)
 
     def step(
         self,

@@ -46,9 +46,9 @@ class Subject:
     """Of the joint graph, on the last micro-batch; given the buffers."""
     run: Callable[[], torch.Tensor]
     """The step; returns the global loss."""
-    observed: Callable[[Observer, bool], AbstractContextManager[None]]
-    """Has an observer see what gradients are updated with, while it is open; whether it alone, rather than the user's
-    own as well, too."""
+    observed: Callable[[Observer, Observer, bool], AbstractContextManager[None]]
+    """Has an observer see the gradients that are updated with, while it is open, and another one a rank's own
+    gradients, where those are something else; whether they alone, rather than the user's own as well."""
     gathered: Callable[[], AbstractContextManager[None]]
     random: Callable[[], AbstractContextManager[None]]
     """Draws from this rank's stream of random numbers while it is open."""

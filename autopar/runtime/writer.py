@@ -24,9 +24,11 @@ from autopar.ops import parts
 from autopar.ops.base import Call, Site
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
+from autopar.ops.layouts import Varying
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import OptimizerPart, Received
 from autopar.runtime.deferred import Deferred
+from autopar.runtime.looks import Look
 from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.lowering import StepProgram
 
@@ -53,8 +55,21 @@ class Target:
     deferred: Callable[[int, Received | None], Deferred] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
+    state: Callable[[Call], torch.Tensor] | None = None
+    """This rank's part of a state that lives from step to step. `None` where nothing does."""
     compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
     """Compiles the compute of a finished graph; by default, leaves the graph as it is."""
+
+
+class Held(torch.nn.Module):
+    """A tensor that lives from step to step."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def forward(self) -> torch.Tensor:
+        return self.tensor
 
 
 class Writer(Site):
@@ -128,7 +143,12 @@ class Writer(Site):
 
     def run(self, call: Call) -> Any:
         """Writes the call itself; returns its value."""
-        return call.op.write(self, call)
+        value = call.op.write(self, call)
+        if call.group is not None and call.group.compares_own and call.op.takes_gradients:
+            factor = 1 if isinstance(call.layout, Varying) else self.world_size  # then their mean is the gradient
+            look = Look(fragments(call.group, self.parameters), factor)
+            return self.call_module(f"look_{call.group.index}", look, (value,))
+        return value
 
     def compute(self) -> list[tuple[int, torch.fx.Node]]:
         """The joint graph's nodes, less placeholders and output, with their positions."""
@@ -248,6 +268,13 @@ class Writer(Site):
 
     def stored(self, group: Group, sender: int | None) -> Received | None:
         return None if sender == self.rank else Received(fragments(group, self.parameters))
+
+    def state(self, call: Call) -> torch.fx.Node | None:
+        assert self.target.state is not None, "only a program with an optimizer has state"
+        if not call.held_elements(self.rank) and call.elements:
+            return None
+        name = f"state_{call.owner_group.index}_{call.index}"
+        return self.call_module(name, Held(self.target.state(call)), ())
 
     def deferred_of(self, call: Call) -> torch.fx.Node:
         return self.call_module(f"deferred_{call.owner_group.index}", self._deferred(call), ())

@@ -6,9 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from autopar.errors import PlanError, SpecError
 from autopar.spec.cluster import ClusterFingerprint
@@ -17,6 +17,10 @@ from autopar.spec.json_file import JsonFile, Record
 SCHEMA_VERSION: Final = 1
 MAX_ELEMENTS: Final = 2**53
 """Of one parameter: as many as a float counts exactly."""
+
+MAX_STEPS: Final = 10**12
+TIMING: Final = ("every", "delay", "from_step")
+"""The fields of a group that say when it synchronizes."""
 
 Fidelity = Literal["exact", "rounded", "compressed", "stale", "local"]
 Recompute = Literal["none", "selective", "full"]
@@ -116,8 +120,43 @@ class SyncGroup(Record):
     """The name of a strategy, as listed by `autopar.strategies`."""
     members: tuple[ParameterSlice, ...] = Field(min_length=1)
     options: dict[str, OptionValue] = Field(default_factory=dict)
+    every: int = Field(default=1, ge=1, le=MAX_STEPS)
+    """k > 1: each rank updates its own replica, and every k-th step the parameters are averaged, as the strategy would
+    sum gradients (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019)."""
+    delay: int = Field(default=0, ge=0, le=16)
+    """d > 0: a step updates with the gradients of the step that lies d steps back, so that what is sent has as long."""
+    from_step: int = Field(default=0, ge=0, le=MAX_STEPS)
+    """From which step on, counted from 0, all this holds; before, the group is summed by a plain all-reduce."""
     reason: str = ""
     """Why the search chose this, for people."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> SyncGroup:
+        if self.every > 1 and self.delay > 0:
+            raise ValueError(
+                f"every={self.every} and delay={self.delay}: a group that is averaged from time to time has no "
+                "gradients to delay; leave one of them out"
+            )
+        return self
+
+    @property
+    def timing(self) -> dict[str, int]:
+        """When it synchronizes, where that is not in each step, with its gradients."""
+        if self.every == 1 and self.delay == 0 == self.from_step:
+            return {}
+        when = {"every": self.every, "delay": self.delay, "from_step": self.from_step}
+        return {k: v for k, v in when.items() if v != type(self).model_fields[k].default}
+
+    @property
+    def settings(self) -> dict[str, OptionValue]:
+        """Its options and its timing."""
+        timing = self.timing
+        return {**self.options, **timing} if timing else self.options
+
+    @model_serializer(mode="wrap")
+    def _without_usual_timing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = write(self)
+        return {k: v for k, v in found.items() if k not in TIMING or k in self.timing}
 
 
 class Prediction(Record):

@@ -102,7 +102,7 @@ def group_rows(plan: PlanParts, merge: bool | None = None) -> list[GroupRow]:
                 first=run[0],
                 last=run[-1],
                 strategy=groups[0].strategy,
-                options=options_text([group.options for group in groups]),
+                options=options_text([group.settings for group in groups]),
                 names=tuple(str(piece) if len(pieces) == 1 else piece.name for piece in pieces),
                 sliced=len(pieces) > 1 and not _hold_all(pieces, table),
                 num_bytes=sum(parameter_bytes(table[piece.name], piece) for piece in pieces),
@@ -206,7 +206,11 @@ def verdict(plan: PlanParts) -> str:
 def _kind(group: SyncGroup) -> tuple[object, ...]:
     # Whole numbers (which rank owns a group, say) vary from group to group without being another kind of group.
     options = group.options.items()
-    return group.strategy, *((k, "number" if isinstance(v, int) and not isinstance(v, bool) else v) for k, v in options)
+    return (
+        group.strategy,
+        *group.timing.items(),
+        *((k, "number" if isinstance(v, int) and not isinstance(v, bool) else v) for k, v in options),
+    )
 
 
 def _hold_all(pieces: Sequence[ParameterSlice], table: Mapping[str, ParameterSpec]) -> bool:

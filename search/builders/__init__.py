@@ -2,12 +2,16 @@
 
 `BUILDERS` names those that are exact. A name with `+bf16` behind it is the same plan with bfloat16 on the wire,
 which `fidelity="rounded"` allows; with `+late`, one whose parameters come back in the next step, which
-`late_parameters=True` allows.
+`late_parameters=True` allows. `+every=4`, `+delay=1` and `+from_step=100` say when all groups synchronize, as the
+fields of `SyncGroup` do, which `fidelity="local"` allows, and of delays `"stale"`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+
+from pydantic import ValidationError
 
 from autopar.errors import PlanError, among
 from autopar.ir.training_graph import Parameter
@@ -19,6 +23,7 @@ from autopar.search.builders.parameter_server import partitioned_ps, ps, ps_load
 from autopar.search.builders.structured import structured
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import OptionValue, SyncGroup
+from autopar.spec.validation import explain
 from autopar.strategies import Context, strategy_named
 
 __all__ = ["AUTODIST", "BUILDERS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse", "names"]
@@ -80,13 +85,15 @@ ranks own as much as their links can bear. `_fused`: pieces of one owner in buck
 def builder_named(name: str) -> Builder:
     """Looks a builder up, with any of the suffixes; raises `PlanError` with the nearest name where there is none."""
     plain, *suffixes = name.split("+")
-    if plain not in BUILDERS or not {f"+{s}" for s in suffixes} <= SUFFIXES.keys():
+    changes = [SUFFIXES.get(f"+{s}") or _timed(s) for s in suffixes]
+    if plain not in BUILDERS or None in changes:
         raise PlanError(
-            f"no plan builder is called '{name}'{among(plain, BUILDERS)}, each also with {' or '.join(SUFFIXES)}"
+            f"no plan builder is called '{name}'{among(plain, BUILDERS)}, each also with {', '.join(SUFFIXES)}, and "
+            "with +every=K, +delay=D or +from_step=S"
         )
     builder = BUILDERS[plain]
-    for suffix in suffixes:
-        builder = _changed(builder, SUFFIXES[f"+{suffix}"])
+    for change in filter(None, changes):
+        builder = _changed(builder, change)
     return builder
 
 
@@ -119,6 +126,22 @@ def _rounded(group: SyncGroup, first: Parameter) -> SyncGroup:
 def _late(group: SyncGroup, first: Parameter) -> SyncGroup:
     """With parameters that come back in the next step."""
     return _with(group, "late", True)
+
+
+def _timed(suffix: str) -> Callable[[SyncGroup, Parameter], SyncGroup] | None:
+    """What `every=4` makes of a group; `None` where a suffix says no such thing."""
+    said = re.fullmatch(r"(every|delay|from_step)=(\d{1,12})", suffix)
+    if said is None:
+        return None
+    changed = {said[1]: int(said[2])}
+
+    def change(group: SyncGroup, first: Parameter) -> SyncGroup:
+        try:
+            return SyncGroup.model_validate({**group.model_dump(), **changed})
+        except ValidationError as e:
+            raise PlanError(explain(e, SyncGroup, f"+{suffix}")) from e
+
+    return change
 
 
 def _with(group: SyncGroup, option: str, value: OptionValue) -> SyncGroup:

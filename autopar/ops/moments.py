@@ -1,0 +1,24 @@
+"""Moments: what a group's operations do in a step, where they do not do the same in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Doing = Literal["synchronize", "plain", "alone", "average", "hold", "delayed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a group does in one step. Steps in which all groups do the same are one program."""
+
+    doing: Doing = "synchronize"
+    """`synchronize`: what its strategy says, with this step's gradients. `plain`: a plain all-reduce of them, before
+    the strategy's time has come. `alone`: each rank updates with its own gradients. `average`: so, too, and then
+    parameters are averaged, as the strategy sums. `hold`: gradients are held back for later steps. `delayed`: so, too,
+    and those of an earlier step are summed as the strategy says."""
+    slot: int = 0
+    """Of held gradients: where they are kept; of delayed ones, how many steps they are behind."""
+
+
+SYNCHRONIZE = Moment()

@@ -1,0 +1,164 @@
+"""The tensors that strategies keep from step to step, on this rank; in checkpoints, as one process would have them.
+
+A state with a number for each of its group's elements is cut up by parameter, so that any plan can go on with it.
+Others are known by all of their group's members, and only the same group goes on with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.backends.collectives import may_fail
+from autopar.errors import SpecError
+from autopar.ops.base import Call
+from autopar.ops.layouts import Owned, Partial, Shard, Varying, held_elements
+from autopar.ops.state import State
+from autopar.runtime.local_proof import copies
+from autopar.runtime.process_group import Group
+from autopar.spec.plan import ParameterSlice
+
+Saved = dict[str, dict[str, torch.Tensor]]
+"""By what a state is called, then by parameter, or by all members of its group."""
+
+
+class States:
+    """All states of a program, whichever of its graphs uses them."""
+
+    def __init__(self, group: Group, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        self._group = group
+        self._parameters = parameters
+        self._device = device
+        self._held: dict[tuple[int, str], tuple[Call, torch.Tensor]] = {}
+        self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
+        """Of a checkpoint, for states that are not there yet."""
+
+    def of(self, call: Call) -> torch.Tensor:
+        """A call's state: the same for every graph."""
+        op = call.op
+        assert isinstance(op, State)
+        key = call.owner_group.index, op.key
+        if key not in self._held:
+            held = call.held_elements(self._group.rank)
+            tensor = torch.zeros(held, dtype=call.torch_dtype, device=self._device)
+            self._held[key] = call, tensor
+            self._fill(call, tensor)
+        return self._held[key][1]
+
+    def kept(self) -> Callable[[], None]:
+        """Copies all states; what is returned puts them back."""
+        before = dict(self._held)
+        put_back = copies([tensor for _, tensor in before.values()])
+
+        def back() -> None:
+            put_back()
+            for key, (call, tensor) in self._held.items():
+                if key not in before:
+                    self._fill(call, tensor)
+
+        return back
+
+    def save(self) -> Saved:
+        """As one process would have them; to be called by all ranks together."""
+        found: Saved = {}
+        for call, tensor in (self._held[key] for key in sorted(self._held)):
+            if isinstance(call.layout, Varying):
+                continue
+            whole, into = self._whole(call, tensor), found.setdefault(_key(call), {})
+            for place in _places(call, self._parameters):
+                there = place.there(into.setdefault(place.name, whole.new_zeros(place.shape)))
+                there.copy_(place.of(whole).view(there.shape))
+        return found
+
+    def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Continues from what `save` returned, on this or another number of ranks; what is not there becomes zeros."""
+        self._loaded = saved
+        for call, tensor in self._held.values():
+            self._fill(call, tensor)
+
+    def check(self, saved: Any) -> None:
+        """Raises `SpecError` where a checkpoint's states are not such, or do not fit the parameters."""
+        if not isinstance(saved, Mapping) or not all(isinstance(s, Mapping) for s in saved.values()):
+            raise SpecError("the checkpoint's 'state' is no dict of dicts, by state and by parameter")
+        for key, by_name in saved.items():
+            for name, value in by_name.items():
+                if not isinstance(value, torch.Tensor):
+                    raise SpecError(f"the checkpoint's state '{key}' of '{name}' is no tensor")
+                known = self._parameters.get(name)
+                if known is not None and known.shape != value.shape:
+                    raise SpecError(
+                        f"the checkpoint's state '{key}' of '{name}' has shape {tuple(value.shape)}, the parameter "
+                        f"{tuple(known.shape)}"
+                    )
+
+    def _fill(self, call: Call, tensor: torch.Tensor) -> None:
+        """Gives a state this rank's part of what was loaded."""
+        saved = self._loaded.get(_key(call), {})
+        whole = torch.zeros(call.elements, dtype=tensor.dtype, device=self._device)
+        for place in _places(call, self._parameters):
+            if place.name in saved:
+                place.of(whole).copy_(place.there(saved[place.name]).reshape(-1))
+        if isinstance(call.layout, Partial):
+            whole = whole / self._group.world_size
+        begin = _begin(call, self._group.rank)
+        tensor.copy_(whole[begin : begin + len(tensor)])
+
+    def _whole(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        """All of a state, on every rank."""
+        if self._group.pg is None or not isinstance(call.layout, (Partial, Shard, Owned)):
+            return tensor
+        whole = torch.zeros(call.elements, dtype=tensor.dtype, device=self._device)
+        begin = _begin(call, self._group.rank)
+        whole[begin : begin + len(tensor)] = tensor
+        with self._group.guard("gathering the state of strategies"), may_fail():
+            dist.all_reduce(torch.view_as_real(whole) if whole.is_complex() else whole, group=self._group.pg)
+        return whole
+
+
+def _key(call: Call) -> str:
+    assert isinstance(call.op, State)
+    return call.op.key
+
+
+def _begin(call: Call, rank: int) -> int:
+    """Where in the whole a rank's elements begin."""
+    return sum(held_elements(call.layout, call.elements, r) for r in range(rank)) if call.is_sharded else 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where elements [begin, end) of a state stand in a checkpoint."""
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    """Of what stands there."""
+    slice: ParameterSlice | None = None
+    """Of a parameter, which part."""
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The elements in the whole state."""
+        return whole[self.begin : self.end]
+
+    def there(self, saved: torch.Tensor) -> torch.Tensor:
+        """The elements in what stands in the checkpoint."""
+        s = self.slice
+        if s is None or s.start is None or s.stop is None:
+            return saved
+        return saved.narrow(s.dim, s.start, s.stop - s.start)
+
+
+def _places(call: Call, parameters: Mapping[str, nn.Parameter]) -> list[_Place]:
+    group, found = call.owner_group, list[_Place]()
+    if call.elements != group.elements:
+        return [_Place(", ".join(str(m.slice) for m in group.members), 0, call.elements, (call.elements,))]
+    for member in group.members:
+        begin, shape = found[-1].end if found else 0, tuple(parameters[member.slice.name].shape)
+        found.append(_Place(member.slice.name, begin, begin + member.elements, shape, member.slice))
+    return found

@@ -1,0 +1,53 @@
+"""What a plan costs where its steps differ: the mean over those that come again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost_models.base import CostModel, Estimate
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.spec.plan import SyncGroup
+from autopar.spec.topology import Topology
+from autopar.strategies.lowering import lower_plan
+from autopar.strategies.timing import cycle
+
+
+def predict_steps(
+    cost_model: CostModel,
+    groups: Sequence[SyncGroup],
+    graph: TrainingGraph,
+    context: Context,
+    topology: Topology,
+    *,
+    timeline: bool = False,
+) -> Estimate:
+    """The cost of a step: times and bytes are means over steps, memory is that of the fullest. The timeline is that of
+    a step in which all groups synchronize. Raises `PlanError` where a strategy cannot be used."""
+    steps = cycle(groups)
+    programs = [lower_plan(groups, graph, context, moments) for moments, _ in steps]
+    estimates = [cost_model.predict(graph, p, topology, timeline=timeline) for p in programs]
+    if len(estimates) == 1:
+        return estimates[0]
+    shares = [share for _, share in steps]
+    fullest = max(zip(estimates, steps, strict=True), key=lambda e: sum(m.doing == "average" for m in e[1][0]))[0]
+
+    def mean(of: str) -> float:
+        return sum(share * float(getattr(e, of)) for share, e in zip(shares, estimates, strict=True))
+
+    def means(of: str) -> tuple[int, ...]:
+        rows = zip(*(getattr(e, of) for e in estimates), strict=True)
+        return tuple(round(sum(s * v for s, v in zip(shares, row, strict=True))) for row in rows)
+
+    return replace(
+        fullest,
+        step_time_s=mean("step_time_s"),
+        compute_s=mean("compute_s"),
+        exposed_communication_s=mean("exposed_communication_s"),
+        communication_s=mean("communication_s"),
+        sent_bytes=means("sent_bytes"),
+        received_bytes=means("received_bytes"),
+        peak_memory_bytes=tuple(map(max, zip(*(e.peak_memory_bytes for e in estimates), strict=True))),
+        relative_error=max(e.relative_error for e in estimates),
+    )

@@ -1,0 +1,183 @@
+"""When groups synchronize, and what is emitted where that is not in each step with that step's gradients.
+
+Whatever its strategy, a group may average its parameters every k steps, update with gradients of d steps before, or
+begin with all this at step s. So a program has a few different steps, and `moments_of` says which comes next. The
+strategy is asked as ever: where it packs gradients, it is given others, or parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from autopar.errors import PlanError
+from autopar.ir.dtypes import WireDtype
+from autopar.ops.averages import PackParameters, StoreAverage
+from autopar.ops.base import Call, Operation
+from autopar.ops.context import Context
+from autopar.ops.group import Group
+from autopar.ops.layouts import Replicate, unsummed
+from autopar.ops.moments import SYNCHRONIZE, Moment
+from autopar.ops.state import HoldGradients, Recall
+from autopar.spec.plan import FIDELITIES, Fidelity, SyncGroup
+from autopar.strategies.all_reduce import AllReduce
+from autopar.strategies.base import Options, Strategy
+from autopar.strategies.emitter import Emitter
+
+Moments = tuple[Moment, ...]
+"""Of each group of a plan, in order."""
+
+LONGEST_CYCLE = 100_000
+"""Steps of a cycle that are told apart; a longer one is as good as its beginning."""
+
+
+def moment_of(group: SyncGroup, step: int) -> Moment:
+    """What a group does in a step, counted from 0."""
+    if not group.timing:
+        return SYNCHRONIZE
+    if step < group.from_step:
+        return Moment("plain")
+    if group.every > 1:
+        return Moment("average" if (step + 1) % group.every == 0 else "alone")
+    if group.delay:
+        waited = step - group.from_step
+        return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
+    return SYNCHRONIZE
+
+
+def moments_of(groups: Sequence[SyncGroup], step: int) -> Moments:
+    """What each group does in a step, counted from 0."""
+    return tuple(moment_of(g, step) for g in groups)
+
+
+def fullest(groups: Sequence[SyncGroup]) -> Moments:
+    """Of a step in which all groups synchronize."""
+    return moments_of(groups, _first_full(groups))
+
+
+def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
+    """The steps that come again and again, once all groups have begun: what groups do in them, and their share of all
+    steps."""
+    periods = sorted({g.every for g in groups})
+    first, length = _first_full(groups) + 1, min(math.lcm(*periods), LONGEST_CYCLE)
+    # Steps are alike where the same periods end.
+    ended = Counter(tuple(p for p in periods if (first + i + 1) % p == 0) for i in range(length))
+    full = fullest(groups)
+    found = []
+    for which, count in ended.items():
+        each = [m if g.every in which else Moment("alone") for g, m in zip(groups, full, strict=True)]
+        found.append((tuple(each), count / length))
+    return found
+
+
+def _first_full(groups: Sequence[SyncGroup]) -> int:
+    begun = max((g.from_step + g.delay for g in groups), default=0)
+    length = math.lcm(*(g.every for g in groups))
+    return -(-(begun + 1) // length) * length - 1
+
+
+def group_fidelity(group: SyncGroup, strategy: Strategy, options: Options) -> Fidelity:
+    """What a group promises, by its strategy and by when it synchronizes."""
+    of_time: Fidelity = "local" if group.every > 1 else "stale" if group.delay else "exact"
+    return max(strategy.fidelity(options), of_time, key=FIDELITIES.index)
+
+
+def check_timing(groups: Sequence[SyncGroup], context: Context) -> None:
+    """Raises `PlanError` where groups cannot synchronize as they say."""
+    timed = [i for i, g in enumerate(groups) if g.timing]
+    if not timed:
+        return
+    shown = f"group {timed[0]}: {text_of(groups[timed[0]])}"
+    if not context.has_optimizer:
+        raise PlanError(f"{shown} needs a program that runs the optimizer; a drop-in module synchronizes each gradient")
+    if context.clips and len({(g.every, g.from_step if g.every > 1 else 0) for g in groups}) > 1:
+        raise PlanError(
+            f"{shown}, and other groups differ: with clip_grad_norm each rank would clip by a norm of its own what all "
+            "ranks must update alike. Give all groups the same 'every' and 'from_step', or do not clip"
+        )
+
+
+def text_of(group: SyncGroup) -> str:
+    """A group's timing in words: `every=4`."""
+    return ", ".join(f"{k}={v}" for k, v in group.timing.items())
+
+
+def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:
+    """Emits what a group does at its moment. Raises `PlanError` where its strategy cannot."""
+    doing, spec = group.moment.doing, group.spec
+    if spec.timing:
+        _check(strategy, group, options, emit)
+    if doing == "synchronize" or (emit.world_size == 1 and doing not in ("hold", "delayed")):
+        strategy.lower(group, options, emit)
+    elif doing == "plain":
+        plain = AllReduce()
+        plain.lower(group, plain.options_type(), emit)
+    elif doing == "alone":
+        emit.update_alone(group)
+    elif doing == "average":
+        strategy.lower(group, options, _Averaging(emit, emit.update_alone(group)))
+    elif doing == "hold":
+        emit.keep(_held(group, group.moment.slot, emit), emit.emit(HoldGradients(), group))
+    else:
+        held = [_held(group, slot, emit) for slot in range(spec.delay)]
+        strategy.lower(group, options, _Delayed(emit, held[0]))
+        for earlier, later in pairwise(held):
+            emit.keep(earlier, later)
+        emit.keep(held[-1], emit.emit(HoldGradients(), group))
+
+
+def _held(group: Group, slot: int, emit: Emitter) -> Call:
+    """Where a group's gradients are kept that are `slot` steps younger than those that are due."""
+    return emit.state(group, f"held_{slot}", layout=unsummed(emit.world_size))
+
+
+def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:
+    """Raises `PlanError` where a strategy cannot synchronize when its group says."""
+    spec = group.spec
+    where = f"group {group.index}: {spec.strategy} cannot be used with {text_of(spec)}"
+    if spec.every > 1 and strategy.fidelity(options) != "exact":
+        raise PlanError(f"{where}: it rounds or compresses what it sends, and parameters are averaged as they are")
+    if spec.every == 1 and not spec.from_step:
+        return
+    trial = Emitter(emit.context, emit.end)
+    strategy.lower(replace(group, moment=SYNCHRONIZE), options, trial)
+    updates = [c for c in trial.calls if c.op.updates]
+    if not all(isinstance(c.layout, Replicate) and not c.op.keeps_shards for c in updates):
+        raise PlanError(f"{where}: its updates are sharded or owned, so that ranks have no replicas of their own")
+
+
+class _Instead(Emitter):
+    """An emitter that gives a strategy something else than this step's gradients."""
+
+    def __init__(self, emit: Emitter, source: Call) -> None:
+        super().__init__(emit.context, emit.end)
+        self.calls = emit.calls
+        self.source = source
+
+    def emit(self, op: Operation, group: Group, inputs: Sequence[Call] = (), **when: int | None) -> Call:
+        if op.takes_gradients or op.forms_gradients or op.replaces(group):
+            raise PlanError(
+                f"group {group.index}: {group.spec.strategy} cannot be used with {text_of(group.spec)}: it sends "
+                f"something else than packed gradients ('{op.name}')"
+            )
+        return super().emit(op, group, inputs, **when)
+
+
+class _Delayed(_Instead):
+    """Of an earlier step."""
+
+    def pack(self, group: Group, wire: WireDtype = "same") -> Call:
+        return self.emit(Recall(self.sent_as(group, wire)), group, [self.source])
+
+
+class _Averaging(_Instead):
+    """Parameters, to be averaged; each rank has updated its own."""
+
+    def pack(self, group: Group, wire: WireDtype = "same") -> Call:
+        return self.emit(PackParameters(), group, [self.source])
+
+    def update(self, value: Call, group: Group, **_: object) -> Call:
+        return self.emit(StoreAverage(), group, [value])

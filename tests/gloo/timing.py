@@ -1,0 +1,144 @@
+"""Groups that synchronize from time to time, or late, against the same algorithm written down for one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.runtime.program import Program
+from tests.gloo.training import Net, adamw, batch, distance, net, program_for
+
+STEPS = 7
+FIDELITY = "local"
+
+
+def gradients(model: nn.Module, step: int, rank: int, n: int) -> list[torch.Tensor]:
+    """A rank's part of the gradient of the global mean."""
+    total = sum(len(batch(step, r)[0]) for r in range(n))
+    ids, target = batch(step, rank)
+    loss = F.cross_entropy(model(ids), target) * (len(ids) / total)
+    return list(torch.autograd.grad(loss, trained(model)))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[torch.Tensor]) -> None:
+    for p, g in zip(trained(model), given, strict=True):
+        p.grad = g
+    optimizer.step()
+
+
+def summed(models: Sequence[nn.Module], step: int) -> list[torch.Tensor]:
+    each = [gradients(m, step, r, len(models)) for r, m in enumerate(models)]
+    return [torch.stack(g).sum(0) for g in zip(*each, strict=True)]
+
+
+class Reference:
+    """All ranks in one process."""
+
+    def __init__(self, n: int, every: int = 1, delay: int = 0, from_step: int = 0, max_norm: float | None = None) -> None:
+        self.models = [net() for _ in range(n)]
+        self.optimizers = [adamw(m) for m in self.models]
+        self.every, self.delay, self.from_step, self.max_norm = every, delay, from_step, max_norm
+        self.held: list[list[torch.Tensor]] = []
+
+    def step(self, step: int) -> None:
+        n = len(self.models)
+        if step < self.from_step or (self.every == 1 and self.delay == 0):
+            self._update([summed(self.models, step)] * n)
+        elif self.every > 1:
+            self._update([[n * g for g in gradients(m, step, r, n)] for r, m in enumerate(self.models)])
+            if (step + 1) % self.every == 0:
+                for of_ranks in zip(*map(trained, self.models), strict=True):
+                    mean = torch.stack([p.detach() for p in of_ranks]).mean(0)
+                    for p in of_ranks:
+                        p.data.copy_(mean)
+        else:
+            self.held.append(summed(self.models, step))
+            if len(self.held) > self.delay:
+                self._update([self.held.pop(0)] * n)
+
+    def average_everything(self) -> None:
+        """What a checkpoint does: one process's form has one model, and one state of the optimizer."""
+        for of_ranks in zip(*map(trained, self.models), strict=True):
+            states = [o.state.get(p, {}) for o, p in zip(self.optimizers, of_ranks, strict=True)]
+            alike = [[s[key] for s in states] for key in ("exp_avg", "exp_avg_sq") if key in states[0]]
+            for values in ([p.data for p in of_ranks], *alike):
+                mean = torch.stack(values).mean(0)
+                for value in values:
+                    value.copy_(mean)
+
+    def _update(self, each: Sequence[Sequence[torch.Tensor]]) -> None:
+        for model, optimizer, given in zip(self.models, self.optimizers, each, strict=True):
+            norm = torch.stack([g.norm() for g in given]).norm()
+            factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (float(norm) + 1e-6))
+            update(model, optimizer, [factor * g for g in given])
+
+
+def said(strategy: str) -> dict[str, int]:
+    pairs = (part.split("=") for part in strategy.split("+")[1:] if "=" in part)
+    return {key: int(value) for key, value in pairs}
+
+
+def off(rank: int, n: int, strategy: str, max_norm: float | None = None) -> float:
+    """How far a program is from the reference, over some steps."""
+    reference, model = Reference(n, **said(strategy), max_norm=max_norm), net()
+    program = program_for(model, rank, strategy, fidelity=FIDELITY, clip_grad_norm=max_norm)
+    worst = 0.0
+    for step in range(STEPS):
+        program.step(batch(step, rank))
+        reference.step(step)
+        worst = max(worst, distance(model, reference.models[rank]))
+    return worst
+
+
+def resumed(rank: int, n: int, strategy: str, at: int) -> float:
+    """Saved in the middle, and gone on with in a new program; against the reference, which goes on from averages."""
+    reference = Reference(n, **said(strategy))
+    model, program = _program(rank, strategy)
+    for step in range(at):
+        program.step(batch(step, rank))
+        reference.step(step)
+    state = program.state_dict()
+    model, program = _program(rank, strategy)
+    program.load_state_dict(state)
+    worst = 0.0
+    reference.average_everything()
+    for step in range(at, at + STEPS):
+        program.step(batch(step, rank))
+        reference.step(step)
+        worst = max(worst, distance(model, reference.models[rank]))
+    return worst
+
+
+def _program(rank: int, strategy: str) -> tuple[Net, Program]:
+    model = net()
+    return model, program_for(model, rank, strategy, fidelity=FIDELITY)
+
+
+STRATEGIES = (
+    "ddp+every=3",
+    "all_reduce_one_bucket+every=4",
+    "PartitionedAR+every=2",
+    "ddp+every=2+from_step=3",
+    "ddp+delay=1",
+    "zero1+delay=2",
+    "PS+delay=1",
+    "all_reduce_1MiB+delay=1+from_step=2",
+)
+
+
+def everything(rank: int, n: int) -> dict[str, float]:
+    found = {s: off(rank, n, s) for s in STRATEGIES}
+    found["clipped alone"] = off(rank, n, "ddp+every=3", 0.05)
+    found["clipped late"] = off(rank, n, "zero1+delay=1", 0.05)
+    if n == 2:
+        found["resumed apart"] = resumed(rank, n, "ddp+every=3", 4)
+        found["resumed late"] = resumed(rank, n, "zero1+delay=2", 4)
+        found["resumed early"] = resumed(rank, n, "ddp+delay=2", 1)
+    return found
