@@ -170,7 +170,7 @@ class _Delayed(_Instead):
     """Of an earlier step."""
 
     def pack(self, group: Group, wire: WireDtype = "same") -> Call:
-        return self.emit(Recall(self.sent_as(group, wire)), group, [self.source])
+        return self.emit(Recall(self.sent_as(group, wire)), group, [self.source], position=-1)
 
 
 class _Averaging(_Instead):

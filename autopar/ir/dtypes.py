@@ -12,6 +12,9 @@ DTYPE_BYTES = {
     "bfloat16": 2,
     "float16": 2,
     "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
 }
 EXACT_BYTES = 4
 """Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""

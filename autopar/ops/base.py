@@ -364,8 +364,8 @@ class Site(ABC):
         """Completes it."""
         raise NotImplementedError("a number of the whole step is summed within a step")
 
-    def state(self, call: Call) -> Any:
-        """The tensor that a `State` asks for; `None` where this rank has no part of it."""
+    def state(self, call: Call, key: str) -> Any:
+        """The tensor that a `State` asks for, by its name in the group; `None` where this rank has no part of it."""
         raise NotImplementedError("only a program with an optimizer has state that lives from step to step")
 
     def deferred_of(self, call: Call) -> Any:

@@ -43,7 +43,7 @@ class State(Operation):
         return call.held_bytes(setting.world_size)
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.state(call)
+        return site.state(call, self.key)
 
 
 @dataclass(frozen=True, slots=True)

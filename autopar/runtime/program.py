@@ -95,6 +95,7 @@ class Program(BaseProgram):
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
         self._observers = Observers()
+        self._is_timed = any(g.timing for g in plan.groups)
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
@@ -124,8 +125,10 @@ class Program(BaseProgram):
         self._unchanged.check()
         check_batches(batches, self._device, is_first=not self._has_stepped)
         captures = [self.compile_for(b) for b in batches]
-        moments = moments_of(self.plan.groups, self._steps)
-        compiled = [self.at(c, moments) for c in captures]
+        compiled = captures
+        if self._is_timed:
+            moments = moments_of(self.plan.groups, self._steps)
+            compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)

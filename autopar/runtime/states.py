@@ -18,7 +18,6 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import SpecError
 from autopar.ops.base import Call
 from autopar.ops.layouts import Owned, Partial, Shard, Varying, held_elements
-from autopar.ops.state import State
 from autopar.runtime.local_proof import copies
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import ParameterSlice
@@ -38,17 +37,15 @@ class States:
         self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
         """Of a checkpoint, for states that are not there yet."""
 
-    def of(self, call: Call) -> torch.Tensor:
-        """A call's state: the same for every graph."""
-        op = call.op
-        assert isinstance(op, State)
-        key = call.owner_group.index, op.key
-        if key not in self._held:
+    def of(self, call: Call, key: str) -> torch.Tensor:
+        """A call's state, by its name in the group: the same for every graph."""
+        of = call.owner_group.index, key
+        if of not in self._held:
             held = call.held_elements(self._group.rank)
             tensor = torch.zeros(held, dtype=call.torch_dtype, device=self._device)
-            self._held[key] = call, tensor
-            self._fill(call, tensor)
-        return self._held[key][1]
+            self._held[of] = call, tensor
+            self._fill(key, call, tensor)
+        return self._held[of][1]
 
     def kept(self) -> Callable[[], None]:
         """Copies all states; what is returned puts them back."""
@@ -59,17 +56,17 @@ class States:
             put_back()
             for key, (call, tensor) in self._held.items():
                 if key not in before:
-                    self._fill(call, tensor)
+                    self._fill(key[1], call, tensor)
 
         return back
 
     def save(self) -> Saved:
         """As one process would have them; to be called by all ranks together."""
         found: Saved = {}
-        for call, tensor in (self._held[key] for key in sorted(self._held)):
+        for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
             if isinstance(call.layout, Varying):
                 continue
-            whole, into = self._whole(call, tensor), found.setdefault(_key(call), {})
+            whole, into = self._whole(call, tensor), found.setdefault(key, {})
             for place in _places(call, self._parameters):
                 there = place.there(into.setdefault(place.name, whole.new_zeros(place.shape)))
                 there.copy_(place.of(whole).view(there.shape))
@@ -78,8 +75,8 @@ class States:
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Continues from what `save` returned, on this or another number of ranks; what is not there becomes zeros."""
         self._loaded = saved
-        for call, tensor in self._held.values():
-            self._fill(call, tensor)
+        for (_, key), (call, tensor) in self._held.items():
+            self._fill(key, call, tensor)
 
     def check(self, saved: Any) -> None:
         """Raises `SpecError` where a checkpoint's states are not such, or do not fit the parameters."""
@@ -96,9 +93,9 @@ class States:
                         f"{tuple(known.shape)}"
                     )
 
-    def _fill(self, call: Call, tensor: torch.Tensor) -> None:
+    def _fill(self, key: str, call: Call, tensor: torch.Tensor) -> None:
         """Gives a state this rank's part of what was loaded."""
-        saved = self._loaded.get(_key(call), {})
+        saved = self._loaded.get(key, {})
         whole = torch.zeros(call.elements, dtype=tensor.dtype, device=self._device)
         for place in _places(call, self._parameters):
             if place.name in saved:
@@ -118,11 +115,6 @@ class States:
         with self._group.guard("gathering the state of strategies"), may_fail():
             dist.all_reduce(torch.view_as_real(whole) if whole.is_complex() else whole, group=self._group.pg)
         return whole
-
-
-def _key(call: Call) -> str:
-    assert isinstance(call.op, State)
-    return call.op.key
 
 
 def _begin(call: Call, rank: int) -> int:

@@ -55,7 +55,7 @@ class Target:
     deferred: Callable[[int, Received | None], Deferred] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
-    state: Callable[[Call], torch.Tensor] | None = None
+    state: Callable[[Call, str], torch.Tensor] | None = None
     """This rank's part of a state that lives from step to step. `None` where nothing does."""
     compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
     """Compiles the compute of a finished graph; by default, leaves the graph as it is."""
@@ -269,12 +269,12 @@ class Writer(Site):
     def stored(self, group: Group, sender: int | None) -> Received | None:
         return None if sender == self.rank else Received(fragments(group, self.parameters))
 
-    def state(self, call: Call) -> torch.fx.Node | None:
+    def state(self, call: Call, key: str) -> torch.fx.Node | None:
         assert self.target.state is not None, "only a program with an optimizer has state"
         if not call.held_elements(self.rank) and call.elements:
             return None
-        name = f"state_{call.owner_group.index}_{call.index}"
-        return self.call_module(name, Held(self.target.state(call)), ())
+        name = f"state_{key}_{call.owner_group.index}"
+        return self.call_module(name, Held(self.target.state(call, key)), ())
 
     def deferred_of(self, call: Call) -> torch.fx.Node:
         return self.call_module(f"deferred_{call.owner_group.index}", self._deferred(call), ())

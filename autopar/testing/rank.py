@@ -31,7 +31,16 @@ from autopar.testing.findings import Finding, Kind
 from autopar.testing.load import load
 from autopar.testing.recorder import Recorder
 from autopar.testing.tasks import TASKS, Task
-from autopar.testing.training import SAMPLES, TRAININGS, batches, reference, trained
+from autopar.testing.training import (
+    LEARNING_RATE,
+    SAMPLES,
+    TRAININGS,
+    batches,
+    digest_of,
+    gradients,
+    reference,
+    trained,
+)
 from autopar.testing.wire import SAMPLES as WIDE_SAMPLES
 from autopar.testing.wire import WIDE, seen_and_declared
 from autopar.verification import ROUNDED_TOLERANCE
@@ -43,6 +52,13 @@ MARK = "autopar-conformance "
 LOOKS_AT = "autopar-conformance looks at "
 """The same on stderr, of what comes next."""
 EQUAL, BYTES = 1e-10, 0.03
+KEPT = 1e-5
+"""Of the largest element: states may be in float32."""
+
+
+def _sum_of(state: dict[str, Any], name: str) -> Any:
+    """What all states together hold of a parameter's gradient."""
+    return sum((by_name[name].double() for by_name in state.get("state", {}).values() if name in by_name), 0.0)
 
 
 class Rank:
@@ -65,6 +81,8 @@ class Rank:
                 if use.fidelity != "exact":
                     if use.wire in ROUNDED_TOLERANCE and self.group.world_size > 1:
                         self._rounding(task, use, case)
+                    if use.fidelity == "compressed" and self.group.world_size > 1:
+                        self._feedback(task, use, case)
                     continue
                 self._equality(task, use, case)
                 if self.group.world_size > 1:
@@ -122,6 +140,33 @@ class Rank:
             return f"is off by {worst:.1e} of the largest gradient, expected more than 0 and at most {limit:.1e}"
 
         self._see("rounding", case, look)
+
+    def _feedback(self, task: Task, use: Use, case: str) -> None:
+        """A step of SGD is what was sent, times its rate; states hold what was not."""
+
+        def look() -> str | None:
+            n, rank = self.group.world_size, self.group.rank
+            program = self._program(task, use, "plain", SAMPLES["unequal"][rank])
+            alike, kept = Rendezvous(self.group), dict[str, torch.Tensor]()
+            for step in range(STEPS):
+                with program.gathered():
+                    before = {k: p.detach().clone() for k, p in program.model.named_parameters()}
+                expected = gradients(task, "plain", "unequal", n, step, before)
+                program.step(batches(task, "plain", "unequal", step, rank)[0])
+                state, earlier = program.state_dict(), kept
+                kept = {k: _sum_of(state, k) for k in before}
+                for name, p in before.items():
+                    sent = (p - state["model"][name]) / LEARNING_RATE
+                    given = expected[name] + earlier.get(name, 0.0)
+                    off = float((sent + kept[name] - given).abs().max())
+                    if off > KEPT * max(1.0, float(given.abs().max())):
+                        return f"step {step}, '{name}': what was sent and what is kept are {off:.1e} off the gradient"
+                bits = digest_of(state["model"])
+                if len(set(alike.exchange(f"parameters of step {step}", bits))) > 1:
+                    return f"step {step}: ranks have different parameters"
+            return None
+
+        self._see("feedback", case, look)
 
     def _issued(self, task: Task, use: Use, case: str) -> None:
         """What real and virtual compute issue, and whether ranks agree."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,12 +24,14 @@ class Training:
     micro_batches: int = 1
 
 
+LEARNING_RATE = 0.05
+"""Of SGD."""
 TRAININGS: dict[str, Training] = {
-    "sgd": Training(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "sgd": Training(lambda p: torch.optim.SGD(p, lr=LEARNING_RATE, momentum=0.9)),
     "adamw": Training(lambda p: torch.optim.AdamW(p, lr=1e-3)),
     "clipped": Training(lambda p: torch.optim.AdamW(p, lr=1e-3), clip=0.05),
-    "plain": Training(lambda p: torch.optim.SGD(p, lr=0.05)),
-    "accumulated": Training(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), micro_batches=2),
+    "plain": Training(lambda p: torch.optim.SGD(p, lr=LEARNING_RATE)),
+    "accumulated": Training(lambda p: torch.optim.SGD(p, lr=LEARNING_RATE, momentum=0.9), micro_batches=2),
 }
 SAMPLES = {"equal": (2, 2, 2, 2, 2), "unequal": (3, 1, 4, 2, 1)}
 """Of each rank's batches."""
@@ -54,22 +56,37 @@ def reference(
     optimizer = how.optimizer(model.parameters())
     losses = []
     for step in range(steps):
-        parts = [b for r in range(world_size) for b in batches(task, training, samples, step, r)]
-        weights = [task.weight(b[1]) for b in parts]
         optimizer.zero_grad()
-        total = 0.0
-        for part, weight in zip(parts, weights, strict=True):
-            output, target = call_model(model, part, True)
-            if weight == 0:  # a mean over nothing
-                continue
-            loss = task.loss_fn(output, target) * (weight / sum(weights))
-            loss.backward()
-            total += loss.item()
+        losses.append(_backward(model, task, training, samples, step, world_size))
         if how.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
         optimizer.step()
-        losses.append(total)
     return {n: p.detach() for n, p in model.named_parameters()}, losses
+
+
+def gradients(
+    task: Task, training: str, samples: str, world_size: int, step: int, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradients of a step, in one eager process, at these values of the parameters."""
+    model = task.model()
+    model.load_state_dict(dict(parameters), strict=False)
+    _backward(model, task, training, samples, step, world_size)
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def _backward(model: torch.nn.Module, task: Task, training: str, samples: str, step: int, world_size: int) -> float:
+    """Adds the gradients of all ranks' batches to the parameters'; returns the loss."""
+    parts = [b for r in range(world_size) for b in batches(task, training, samples, step, r)]
+    weights = [task.weight(b[1]) for b in parts]
+    total = 0.0
+    for part, weight in zip(parts, weights, strict=True):
+        output, target = call_model(model, part, True)
+        if weight == 0:  # a mean over nothing
+            continue
+        loss = task.loss_fn(output, target) * (weight / sum(weights))
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 @dataclass(frozen=True)
@@ -83,10 +100,7 @@ class Outcome:
     @property
     def digest(self) -> str:
         """Of all losses and all bits of the parameters, which all ranks must have alike, or they would drift apart."""
-        bits = hashlib.sha256(repr(self.losses).encode())
-        for parameter in self.parameters.values():
-            bits.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
-        return bits.hexdigest()[:16]
+        return digest_of(self.parameters, repr(self.losses))
 
     def differences(self, task: Task, training: str, samples: str, world_size: int) -> dict[str, float]:
         """The largest differences from one process."""
@@ -106,3 +120,11 @@ def trained(program: Program, task: Task, training: str, samples: str, steps: in
         losses.append(loss.item())
     with program.gathered():
         return Outcome(tuple(losses), {n: p.detach().clone() for n, p in program.model.named_parameters()})
+
+
+def digest_of(parameters: Mapping[str, torch.Tensor], also: str = "") -> str:
+    """A hash of all bits of the parameters."""
+    bits = hashlib.sha256(also.encode())
+    for parameter in parameters.values():
+        bits.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+    return bits.hexdigest()[:16]

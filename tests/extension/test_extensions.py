@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import autopar
 from autopar import Pass, Passes
 from autopar.cost_models.analytic import AnalyticCostModel
+from autopar.cost_models.steps import predict_steps
 from autopar.errors import PlanError, VerificationError
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import Capture
@@ -20,10 +22,22 @@ from autopar.spec.topology import Topology
 from autopar.strategies import STRATEGIES, register
 from autopar.strategies.lowering import lower_plan
 from autopar.testing import check_strategy
+from autopar.testing.cases import cluster_of
 from tests.extension.fixed_latency import FIXED_S, TOY
 from tests.extension.reciprocals import RECIPROCALS
 from tests.extension.recursive_doubling import Doubling, RecursiveDoubling
+from tests.extension.sign_compression import SignCompression
+from tests.extension.signs import loaded, saved
+from tests.gloo.ranks import run_ranks
+from tests.gloo.timing import every_fourth
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
+
+
+@pytest.fixture
+def signs() -> Iterator[str]:
+    register(SignCompression())
+    yield SignCompression.name
+    del STRATEGIES[SignCompression.name]
 
 
 @pytest.fixture
@@ -49,6 +63,50 @@ def test_an_operation_of_ones_own_is_priced(doubling: str) -> None:
 
 def test_an_operation_of_ones_own_runs_and_sends_what_it_declares(doubling: str) -> None:
     check_strategy(RecursiveDoubling, (1, 2, 4)).raise_if_broken()
+
+
+def test_what_signs_lose_is_kept_and_they_send_what_they_declare() -> None:
+    check_strategy(SignCompression, (1, 2, 4)).raise_if_broken()
+
+
+def test_residuals_go_over_to_another_number_of_ranks(tmp_path: Path) -> None:
+    before = run_ranks(2, saved, str(tmp_path))
+    after = run_ranks(3, loaded, str(tmp_path))
+    assert before[0] == before[1] and all(v > 0 for v in before[0].values())
+    for found in after:
+        assert found == pytest.approx(before[0], rel=1e-6)
+
+
+def test_signs_are_less_to_send_and_residuals_take_memory(signs: str) -> None:
+    graph, context = training_graph(MLP), Context(4)
+    members = tuple(ParameterSlice(name=name) for name, _ in MLP)
+    pricer = AnalyticCostModel().pricer(graph, Topology(cpu_hosts(4)))
+    of = {
+        name: pricer.estimate(lower_plan([SyncGroup(strategy=name, members=members)], graph, context))
+        for name in ("all_reduce", signs)
+    }
+    elements = sum(p.spec.numel for p in graph.parameters)
+    assert of[signs].sent_bytes[0] == pytest.approx(3 * elements / 8, rel=0.01)
+    assert of[signs].peak_memory_bytes[0] - of["all_reduce"].peak_memory_bytes[0] >= 4 * elements
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "hierarchical_all_reduce", "summation_servers"])
+def test_every_fourth_step_needs_no_file(strategy: str) -> None:
+    """Four steps send what one does, and are priced at that."""
+    graph, cluster = training_graph(MLP), cluster_of(4)
+    topology, context = Topology(cluster), Context(4).on(cluster)
+    members = tuple(ParameterSlice(name=name) for name, _ in MLP)
+    options = {"inner": 2} if strategy == "hierarchical_all_reduce" else {}
+    model, sent = AnalyticCostModel(), []
+    for every in (1, 4):
+        group = SyncGroup(strategy=strategy, members=members, options=options, every=every)
+        sent.append(predict_steps(model, [group], graph, context, topology).sent_bytes[0])
+    assert sent[0] == pytest.approx(4 * sent[1], rel=1e-3)
+
+
+def test_every_fourth_step_averages() -> None:
+    for rank, found in enumerate(run_ranks(4, every_fourth)):
+        assert max(found.values()) < 1e-12, (rank, found)
 
 
 def test_phases_that_no_library_knows_are_named(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autopar
 from autopar.runtime.program import Program
+from autopar.runtime.servers import serve_here
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.topology import Topology
+from autopar.testing.cases import cluster_of
 from tests.gloo.training import Net, adamw, batch, distance, net, program_for
 
 STEPS = 7
@@ -41,7 +47,9 @@ def summed(models: Sequence[nn.Module], step: int) -> list[torch.Tensor]:
 class Reference:
     """All ranks in one process."""
 
-    def __init__(self, n: int, every: int = 1, delay: int = 0, from_step: int = 0, max_norm: float | None = None) -> None:
+    def __init__(
+        self, n: int, every: int = 1, delay: int = 0, from_step: int = 0, max_norm: float | None = None
+    ) -> None:
         self.models = [net() for _ in range(n)]
         self.optimizers = [adamw(m) for m in self.models]
         self.every, self.delay, self.from_step, self.max_norm = every, delay, from_step, max_norm
@@ -85,10 +93,10 @@ def said(strategy: str) -> dict[str, int]:
     return {key: int(value) for key, value in pairs}
 
 
-def off(rank: int, n: int, strategy: str, max_norm: float | None = None) -> float:
+def off(rank: int, n: int, strategy: str, max_norm: float | None = None, **settings: Any) -> float:
     """How far a program is from the reference, over some steps."""
     reference, model = Reference(n, **said(strategy), max_norm=max_norm), net()
-    program = program_for(model, rank, strategy, fidelity=FIDELITY, clip_grad_norm=max_norm)
+    program = program_for(model, rank, strategy, fidelity=FIDELITY, clip_grad_norm=max_norm, **settings)
     worst = 0.0
     for step in range(STEPS):
         program.step(batch(step, rank))
@@ -133,6 +141,26 @@ STRATEGIES = (
 )
 
 
+def held_alone() -> float:
+    """One process, whose updates are late as well."""
+    reference, model = Reference(1, delay=2), net()
+    plan = autopar.plan(
+        model, ClusterSpec.local(1), example_inputs=batch(0, 0), loss_fn=F.cross_entropy, strategy="ddp"
+    )
+    groups = tuple(g.model_copy(update={"delay": 2}) for g in plan.groups)
+    program = autopar.optimize(
+        model,
+        example_inputs=batch(0, 0),
+        loss_fn=F.cross_entropy,
+        optimizer=adamw(model),
+        plan=plan.model_copy(update={"groups": groups, "fidelity": "stale"}),
+    )
+    for step in range(STEPS):
+        program.step(batch(step, 0))
+        reference.step(step)
+    return distance(model, reference.models[0])
+
+
 def everything(rank: int, n: int) -> dict[str, float]:
     found = {s: off(rank, n, s) for s in STRATEGIES}
     found["clipped alone"] = off(rank, n, "ddp+every=3", 0.05)
@@ -141,4 +169,15 @@ def everything(rank: int, n: int) -> dict[str, float]:
         found["resumed apart"] = resumed(rank, n, "ddp+every=3", 4)
         found["resumed late"] = resumed(rank, n, "zero1+delay=2", 4)
         found["resumed early"] = resumed(rank, n, "ddp+delay=2", 1)
+    return found
+
+
+def every_fourth(rank: int, n: int) -> dict[str, float]:
+    """Three strategies, none of which knows of it; one has hosts that serve."""
+    cluster = cluster_of(n)
+    if rank == 0:
+        serve_here(Topology(cluster).servers)
+    found = {}
+    for name, given in (("ddp", None), ("hierarchical", ClusterSpec.local(n)), ("servers", cluster)):
+        found[name] = off(rank, n, f"{name}+every=4", cluster_spec=given)
     return found

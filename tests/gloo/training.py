@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 
-SIZES = (3, 1, 2)
+SIZES = (3, 1, 2, 2)
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -1,0 +1,112 @@
+"""Groups that synchronize every k steps, d steps late, or from a step on."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+
+import autopar
+from autopar.errors import PlanError
+from autopar.ops.context import Context
+from autopar.ops.moments import Moment
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.strategies.lowering import fidelity_of, lower_plan
+from autopar.strategies.timing import cycle, moments_of
+from tests.gloo import timing
+from tests.gloo.ranks import run_worlds
+from tests.gloo.training import adamw, batch, net
+from tests.unit.synthetic import MLP, training_graph
+
+GRAPH = training_graph(MLP)
+NAMES = tuple(ParameterSlice(name=name) for name, _ in MLP)
+
+
+def _group(strategy: str = "all_reduce", **fields: object) -> SyncGroup:
+    return SyncGroup.model_validate({"strategy": strategy, "members": NAMES, **fields})
+
+
+def test_programs_do_what_the_algorithm_says() -> None:
+    for n, of_ranks in run_worlds(timing.everything, {2: (), 3: ()}).items():
+        for rank, found in enumerate(of_ranks):
+            assert max(found.values()) < 1e-12, (n, rank, found)
+
+
+def test_one_process_is_late_as_well() -> None:
+    assert timing.held_alone() < 1e-12
+
+
+def test_what_comes_next() -> None:
+    groups = [_group(every=3, from_step=2), _group(delay=2), _group()]
+    doing = [[m.doing for m in moments_of(groups, step)] for step in range(6)]
+    assert [d[0] for d in doing] == ["plain", "plain", "average", "alone", "alone", "average"]
+    assert [d[1] for d in doing] == ["hold", "hold", "delayed", "delayed", "delayed", "delayed"]
+    assert {d[2] for d in doing} == {"synchronize"}
+    assert moments_of(groups, 1)[1] == Moment("hold", 1)
+
+
+def test_a_cycle_has_each_kind_of_step_once() -> None:
+    """Periods of 2 and 3: in six steps, one has both, two the first alone, one the second alone, two neither."""
+    shares = {tuple(m.doing for m in moments): share for moments, share in cycle([_group(every=2), _group(every=3)])}
+    assert shares == pytest.approx(
+        {
+            ("average", "average"): 1 / 6,
+            ("average", "alone"): 2 / 6,
+            ("alone", "average"): 1 / 6,
+            ("alone", "alone"): 2 / 6,
+        }
+    )
+    assert cycle([_group(delay=1), _group()]) == [((Moment("delayed", 1), Moment()), 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        (_group("parameter_server", every=2), "sharded or owned"),
+        (_group("partitioned_parameter_server", every=2), "sharded or owned"),
+        (_group("sharded_parameters", from_step=2), "sharded or owned"),
+        (_group("sharded_parameters", delay=1), "something else than packed gradients"),
+        (_group(every=2, options={"wire": "bfloat16"}), "parameters are averaged as they are"),
+    ],
+)
+def test_what_cannot_be_timed_says_why(group: SyncGroup, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        lower_plan([group], GRAPH, Context(4))
+
+
+def test_ranks_would_clip_apart() -> None:
+    graph = training_graph([*MLP, ("other", (3, 3))])
+    other = SyncGroup(strategy="all_reduce", members=(ParameterSlice(name="other"),))
+    with pytest.raises(PlanError, match="each rank would clip by a norm of its own"):
+        lower_plan([_group(every=2), other], graph, Context(4, clips=True))
+
+
+def test_both_at_once_are_refused() -> None:
+    with pytest.raises(ValueError, match="no gradients to delay"):
+        _group(every=2, delay=1)
+
+
+def test_what_a_group_promises() -> None:
+    promises = [fidelity_of([g], Context(4)) for g in (_group(), _group(delay=1), _group(every=2), _group(from_step=9))]
+    assert promises == ["exact", "stale", "local", "exact"]
+
+
+def test_a_plan_that_promises_more_than_it_keeps_is_refused() -> None:
+    model, cluster = net(), ClusterSpec.local(1)
+    plan = autopar.plan(model, cluster, example_inputs=batch(0, 0), loss_fn=F.cross_entropy, strategy="ddp")
+    late = tuple(g.model_copy(update={"delay": 1}) for g in plan.groups)
+    with pytest.raises(PlanError, match="says that it is 'exact', but its groups are 'stale'"):
+        autopar.optimize(
+            model,
+            example_inputs=batch(0, 0),
+            loss_fn=F.cross_entropy,
+            optimizer=adamw(model),
+            plan=plan.model_copy(update={"groups": late}),
+        )
+
+
+def test_a_plan_says_when() -> None:
+    plain = _group()
+    assert "every" not in plain.model_dump_json() and "delay" not in plain.model_dump_json()
+    timed = _group(every=4)
+    assert SyncGroup.model_validate_json(timed.model_dump_json()) == timed
