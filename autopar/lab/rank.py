@@ -28,7 +28,7 @@ from torch import nn
 import autopar
 from autopar.cost_models.analytic import NodeTimes, StepPricer
 from autopar.cost_models.optimizers import OptimizerCost
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
@@ -196,6 +196,8 @@ class Rank:
         path, clip = said["tables"], request["clip_grad_norm"]
         graph, measured_s = self._graphs.get_or_make(path, lambda: _tables(path))
         plan.check_model(graph.model)
+        if any(g.timing for g in plan.groups):
+            raise PlanError("virtual compute runs plans whose steps are all alike; run this one with real compute")
         cluster = ClusterSpec.model_validate(plan.cluster.spec)
         context = Context(
             self.group.world_size,

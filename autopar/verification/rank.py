@@ -84,6 +84,7 @@ def _program(rank: int, job: Job, built: Built) -> Program:
         optimizer=built.optimizer,
         plan=plan,
         strategy=job.strategy,
+        fidelity="rounded" if job.strategy else "exact",
         clip_grad_norm=job.clip_grad_norm,
         **{"late_parameters": True, **job.settings},  # parameters are compared once they are there
     )

@@ -53,10 +53,16 @@ def verify(
         settings: for `autopar.optimize`.
 
     Raises:
-        SpecError: the model runs in its own dtypes, and not in `dtype`.
+        SpecError: the model runs in its own dtypes, and not in `dtype`; or the plan is lossy, stale or local.
     """
     if dtype not in ("float64", "float32", OWN):
         raise SpecError(f"dtype is '{dtype}', expected 'float64', 'float32' or '{OWN}'")
+    if plan is not None and plan.fidelity not in ("exact", "rounded"):
+        raise SpecError(
+            f"plan '{plan.name}' is '{plan.fidelity}': it does not train as one process does on the global batch, so "
+            "there is nothing to compare it with. What its ranks compute before they exchange it is compared on the "
+            "first step of every program"
+        )
     n = world_size or (plan.cluster.world_size if plan is not None else 4)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         job = Job(
