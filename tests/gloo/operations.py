@@ -20,6 +20,8 @@ from autopar.runtime.writer import CALL
 from autopar.spec.plan import Plan
 
 SAMPLES = 6
+FULL = 5
+"""Behind so many steps comes one in which all groups synchronize."""
 
 
 class Net(nn.Module):
@@ -78,6 +80,8 @@ def differences(rank: int, n: int, plan: str) -> list[str]:
         plan=made,
         check="never",
     )
+    for _ in range(FULL):
+        program.step(batch(rank))
     compiled = program.compile_for(batch(rank))
     measured = Measured(compiled.graphs["step"])
     compiled.graphs["step"] = measured.run  # type: ignore[assignment]

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 import autopar
 from autopar import ClusterSpec, Plan
-from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.spec.plan import SyncGroup
+from autopar.spec.plan_parts import TIMING
 from tests.gloo.operations import Net, batch, differences
 from tests.gloo.ranks import run_ranks
 
@@ -28,16 +29,28 @@ PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
         ("partitioned_parameter_server", ("inner.bias",), {}),
     ],
     "gathered": [("sharded_parameters", NAMES, {})],
+    "timed": [
+        ("all_reduce", ("table.weight", "inner.bias"), {"every": 2}),
+        ("partitioned_parameter_server", ("inner.weight",), {"delay": 2}),
+        ("all_reduce", ("head.weight", "head.bias"), {"delay": 1, "wire": "bfloat16"}),
+    ],
 }
 
 
 def plan_of(groups: list[tuple[str, tuple[str, ...], dict[str, Any]]], n: int) -> str:
     made = autopar.plan(Net(), ClusterSpec.local(n), example_inputs=batch(0), loss_fn=F.cross_entropy, strategy="ddp")
     chosen = tuple(
-        SyncGroup(strategy=s, members=tuple(ParameterSlice(name=name) for name in names), options=options)
-        for s, names, options in groups
+        SyncGroup.model_validate(
+            {
+                "strategy": strategy,
+                "members": [{"name": name} for name in names],
+                "options": {k: v for k, v in said.items() if k not in TIMING},
+                **{k: v for k, v in said.items() if k in TIMING},
+            }
+        )
+        for strategy, names, said in groups
     )
-    plan: Plan = made.model_copy(update={"groups": chosen, "fidelity": "rounded"})
+    plan: Plan = made.model_copy(update={"groups": chosen, "fidelity": "local"})
     return plan.model_dump_json()
 
 
