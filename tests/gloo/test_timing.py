@@ -14,7 +14,7 @@ from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies.lowering import fidelity_of, lower_plan
 from autopar.strategies.timing import cycle, moments_of
 from tests.gloo import timing
-from tests.gloo.ranks import run_worlds
+from tests.gloo.ranks import run_ranks, run_worlds
 from tests.gloo.training import adamw, batch, net
 from tests.unit.synthetic import MLP, training_graph
 
@@ -30,6 +30,11 @@ def test_programs_do_what_the_algorithm_says() -> None:
     for n, of_ranks in run_worlds(timing.everything, {2: (), 3: ()}).items():
         for rank, found in enumerate(of_ranks):
             assert max(found.values()) < 1e-12, (n, rank, found)
+
+
+def test_the_first_step_shows_wrong_gradients_of_groups_that_are_not_exact() -> None:
+    for said in run_ranks(2, timing.wrong):
+        assert len(said) == 2 and all("the gradient of" in text for text in said), said
 
 
 def test_one_process_is_late_as_well() -> None:

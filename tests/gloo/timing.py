@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.errors import VerificationError
+from autopar.ops import averages, state
 from autopar.runtime.program import Program
 from autopar.runtime.servers import serve_here
 from autopar.spec.cluster import ClusterSpec
@@ -127,6 +129,20 @@ def resumed(rank: int, n: int, strategy: str, at: int) -> float:
 def _program(rank: int, strategy: str) -> tuple[Net, Program]:
     model = net()
     return model, program_for(model, rank, strategy, fidelity=FIDELITY)
+
+
+def wrong(rank: int, n: int) -> list[str]:
+    """What the proof of the first step says where own gradients, or held ones, are a tenth too large."""
+    said, own, held = list[str](), averages.multiplied, vars(state)["pack"]
+    vars(averages)["multiplied"] = lambda tensors, *rest: [1.1 * t for t in own(tensors, *rest)]
+    vars(state)["pack"] = lambda *given: 1.1 * held(*given)
+    for strategy in ("ddp+every=3", "ddp+delay=1"):
+        try:
+            _program(rank, strategy)[1].step(batch(0, rank))
+        except VerificationError as e:
+            said.append(str(e))
+    vars(averages)["multiplied"], vars(state)["pack"] = own, held
+    return said
 
 
 STRATEGIES = (
