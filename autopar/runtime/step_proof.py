@@ -10,7 +10,8 @@ from torch import nn
 from autopar.ir.batch import Batch
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
-from autopar.runtime.local_proof import Ran, prove_locally, step_by_graph, step_eagerly
+from autopar.runtime.local_proof import prove_locally
+from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import probes
 from autopar.runtime.proof import Proof, fits
 from autopar.runtime.subject import Subject
@@ -87,9 +88,9 @@ class StepProofs:
         )
         on_device, written = batch.to(device), [n for n, _ in c.joint.mutations]
 
-        def eagerly() -> Ran:
+        def eagerly(how: How) -> Ran:
             with subject.random():
-                return step_eagerly(subject.owners, subject.loss_fn, on_device, trained, written)
+                return step_eagerly(subject.owners, subject.loss_fn, on_device, trained, written, how)
 
         def by_graph() -> Ran:
             with subject.random():
