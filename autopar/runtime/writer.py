@@ -53,6 +53,8 @@ class Target:
     deferred: Callable[[int, Received | None], Deferred] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
+    same_settings: torch.nn.Module | None = None
+    """Compares the settings of the optimizer as they arrive with the sum of the weights; `None` where nobody does."""
     compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
     """Compiles the compute of a finished graph; by default, leaves the graph as it is."""
 
