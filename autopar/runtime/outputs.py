@@ -12,11 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.batch import Batch
+from autopar.ir.untraceable import cumulative_averages
 
 
 def output_template(model: nn.Module, batch: Batch) -> Any:
     """The model's output for a batch, with fake tensors; nothing is computed."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), cumulative_averages(model):
         state: dict[str, torch.Tensor] = {
             n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]
         }
