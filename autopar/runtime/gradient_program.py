@@ -22,6 +22,7 @@ from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.one_pass import How, Ran
 from autopar.runtime.outputs import fill, output_template
+from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
@@ -142,6 +143,11 @@ class GradientProgram(BaseProgram):
             kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
             return lambda: [put_back() for put_back in kept]
 
+        def outputs() -> list[torch.Tensor]:
+            with self._random:
+                return list(output_tensors(self.model(**own.rebuild(own.tensors))))
+
+        check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
         prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
         c.proved = True
 
