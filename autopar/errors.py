@@ -13,6 +13,7 @@ AutoparError
  |- CollectiveError           ranks disagree, or a rank is late or gone
  |- LabUnavailable            this machine cannot emulate a cluster (`autopar.lab`)
  |- VerificationError         the distributed program differs from the single process
+ |   `- TracingError          ... since PyTorch's own tracing of the model gives other numbers than running it
  `- ConformanceError          a strategy breaks a promise (`autopar.testing`)
 
 AutoparWarning              autopar goes on, as DDP would, where the numbers may not be what a user expects
@@ -73,6 +74,10 @@ class CollectiveError(AutoparError, RuntimeError):
 
 class VerificationError(AutoparError, RuntimeError):
     """The distributed program does not compute what the single process computes."""
+
+
+class TracingError(VerificationError):
+    """PyTorch's own tracing of the model gives other numbers than running it, with or without autopar."""
 
 
 class ConformanceError(AutoparError, RuntimeError):

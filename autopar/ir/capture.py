@@ -27,7 +27,7 @@ from autopar.ir.observers import Observers
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
-from autopar.ir.untraceable import Distributions, masks_as_they_are, traceable_means
+from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 
 Mode = Literal["step", "module"]
 
@@ -152,22 +152,20 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
     return replace(_describe(module, mode), guards=guards)
 
 
-def _settled(
-    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers
-) -> tuple[torch.fx.GraphModule, Guards]:
+def _settled(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> tuple[torch.fx.GraphModule, Guards]:
     """Captures; where running the code once changes what it reads, captures what it is from then on. Raises
     `CaptureError` where each run changes it again."""
-    graph, guards = _dynamo(step, tensors, observers)
+    graph, guards = _dynamo(step, tensors, rewritten)
     paths = [tuple(e.what.split(".")[:-1]) for e in guards.effects if e.what.endswith("._buffers")]
     if paths:
         step.assigned = tuple((path, key) for path in paths for key in _module_at(step, path)._buffers)
-        graph, guards = _dynamo(step, tensors, observers)
+        graph, guards = _dynamo(step, tensors, rewritten)
     first = guards.counters
     if not first:
         return graph, guards
     for effect in first:
         effect.set(effect.after)
-    graph, guards = _dynamo(step, tensors, observers)
+    graph, guards = _dynamo(step, tensors, rewritten)
     if guards.counters:
         for effect in first:
             effect.set(effect.before)
@@ -186,8 +184,8 @@ def _traced(
     """The joint graph as PyTorch makes it, and what it rests on."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with traceable_recording(step.model), masks_as_they_are(), _quiet():
-        graph, guards = _settled(step, tensors, observers)
+    with traceable_recording(step.model), masks_as_they_are(), cumulative_averages(step) as rewritten, _quiet():
+        graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())
@@ -196,9 +194,7 @@ def _traced(
         return module, guards
 
 
-def _dynamo(
-    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers
-) -> tuple[torch.fx.GraphModule, Guards]:
+def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> tuple[torch.fx.GraphModule, Guards]:
     """What `torch._dynamo.functional_export.dynamo_graph_capture_for_export` does, less dropping the guards."""
     from torch._dynamo.convert_frame import fullgraph_capture
     from torch._dynamo.functional_export import (  # type: ignore[attr-defined]
@@ -221,7 +217,7 @@ def _dynamo(
     with torch._dynamo.config.patch(settings), seen_effects() as effects:
         with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
             captured = fullgraph_capture(step, tensors, None)
-            guards = guards_of(captured.graph_capture_output, step, effects, observers.have_switched)
+            guards = guards_of(captured.graph_capture_output, step, effects, rewritten)
         return with_captured_tensors(create_fx_graph_from_captured_output(captured, step, tensors, {})), guards
 
 

@@ -4,8 +4,9 @@ A captured graph has the values of all Python objects that the model has read wr
 a loss weight that is annealed, a global. TorchDynamo records each such reading as a guard. They are built into one
 check, which runs in C++ (80 us for a BERT of 12 layers), and asked before each step.
 
-Left out are the guards on tensors, which `Signature` and the runtime look at, and on PyTorch's global state, of which
-`global_state` keeps what changes a graph.
+Left out are the guards on the batch's tensors, on parameters and on buffers, which `Signature` and the runtime look at,
+and on PyTorch's global state, of which `global_state` keeps what changes a graph. Other tensors are constants of the
+graph, which may change in place: they are held to be the same objects.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import NumpyTensorSource
 
 from autopar.ir.compat import AT_TRACE_END
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
+_REGISTERED = re.compile(
+    r"L\['self'\](?:(?:\.__dict__\['_modules'\]|\._modules)\['[^']+'\])*"
+    r"(?:\.__dict__\['_(?:parameters|buffers)'\]|\._(?:parameters|buffers))\['[^']+'\]"
+)
+"""Names of parameters and buffers of the model and of the loss."""
+_OF_LIBRARIES = ("transformers.", "torch.")
+"""How names of what libraries do for themselves begin: no user reads it."""
 _OTHERS = ("L['tensors']", "_validate_args")
 """In names of what is looked at elsewhere, and of what is otherwise for the time of a capture alone."""
 
@@ -60,6 +70,12 @@ class Guards:
         self.counters = tuple(e for e in effects if e.grows and e.what in read)
         """Of the effects, those on what the code itself has read: it computes something else the next time."""
 
+    @property
+    def lost(self) -> list[str]:
+        """What the traced code does to the user's Python objects, less to buffers, which the graph writes."""
+        words = (e.what for e in self.effects)
+        return [w for w in words if not w.startswith(_OF_LIBRARIES) and not w.endswith("._buffers")]
+
     def changed(self) -> str | None:
         """What is other than it was at capture, in words; `None` where all is as it was."""
         if self._check.guard_manager.check(self._scope):
@@ -73,7 +89,8 @@ def guards_of(captured: Any, step: nn.Module, effects: list[Effect], rewritten: 
     `rewritten`: whether functions have other code for the time of the capture, so that theirs is not to be held to."""
     output = captured.output_graph
     left_out = (*_ON_TENSORS, "CLOSURE_MATCH") if rewritten else _ON_TENSORS
-    kept = {g for g in output._guards if _is_kept(g, left_out)}
+    guards = {_of_identity(g) if _is_constant(g) else g for g in output._guards}
+    kept = {g for g in guards if _is_kept(g, left_out)}
     output._guards.inner = type(output._guards.inner)(kept)
     output.skip_guards_check = True  # which would look for the tensors
     check = captured.build_guards(type(step).forward.__code__)
@@ -106,6 +123,23 @@ def global_state() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _is_constant(guard: Any) -> bool:
+    """Whether it is on a tensor that the graph holds for itself."""
+    return guard.create_fn_name() == "TENSOR_MATCH" and not (
+        guard.name.startswith("L['tensors']") or _REGISTERED.fullmatch(guard.name)
+    )
+
+
+def _of_identity(guard: Any) -> Any:
+    """In the place of a guard on a tensor's properties, one on the object: of an array of numpy's, on that."""
+    source = guard.originating_source
+    while isinstance(source, NumpyTensorSource):
+        source = source.base
+    found = source.make_guard(GuardBuilder.ID_MATCH)
+    found.stack, found.user_stack = guard.stack, guard.user_stack
+    return found
 
 
 def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:
@@ -143,6 +177,7 @@ _REWRITES = (
     (re.compile(r"\.__dict__\['(\w+)'\]"), r".\1"),
     (re.compile(r"G\['__import_(\w+)'\]"), r"\1"),
     (re.compile(r"G\['(\w+)'\]"), r"\1"),
+    (re.compile(r"___check_obj_id\((.+), \d+\), type=.*"), r"\1 is the same object"),
 )
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributions import Distribution, kl
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.errors import AutoparWarning
 from autopar.ir.refusals import is_rank_0, stack_files
@@ -43,6 +46,41 @@ def masks_as_they_are() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = detects
+
+
+@contextlib.contextmanager
+def cumulative_averages(model: nn.Module) -> Iterator[bool]:
+    """While it is open, batch normalization with `momentum=None` can be traced; whether the model has any.
+
+    It averages over all batches so far, and reads their number as a Python number, of which tracing knows nothing. So
+    it is done with the number as a tensor, in float64, as PyTorch's kernels compute the average."""
+    found = any(isinstance(m, _BatchNorm) and m.momentum is None and m.track_running_stats for m in model.modules())
+    before = _BatchNorm.forward.__code__
+    if found:
+        _BatchNorm.forward.__code__ = _batch_norm.__code__
+    try:
+        yield found
+    finally:
+        _BatchNorm.forward.__code__ = before
+
+
+def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """`_BatchNorm.forward`, in whose module this code runs."""
+    self._check_input_dim(input)
+    counts = self.training and self.track_running_stats and self.num_batches_tracked is not None
+    if counts:
+        self.num_batches_tracked.add_(1)
+    if not counts or self.momentum is not None:
+        own = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if own else (None, None)
+        trains = self.training or (self.running_mean is None and self.running_var is None)
+        return F.batch_norm(input, mean, variance, self.weight, self.bias, trains, self.momentum or 0.0, self.eps)
+    mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    result = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)  # the batch's own
+    share = 1.0 / self.num_batches_tracked.double()
+    for held, value in ((self.running_mean, mean), (self.running_var, variance)):
+        held.copy_(share * value.double() + (1 - share) * held.double())
+    return result
 
 
 class Distributions:

@@ -18,14 +18,27 @@ _SHOWN = 5
 
 def blame(wrong: Mapping[str, float], how: str, where: str) -> str:
     """The message for what differs, by how many times what is allowed."""
-    worst = sorted(wrong.items(), key=lambda x: -x[1])
-    shown = "; ".join(f"{what} by {times:.3g} times what is allowed" for what, times in worst[:_SHOWN])
-    more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
     return (
-        f"the program does not compute what the model computes eagerly{', ' + how if how else ''}: {shown}{more}. "
+        f"the program does not compute what the model computes eagerly{', ' + how if how else ''}: {_worst(wrong)}. "
         f"{where}. Where no pass of your own rewrites the graph, this is a fault of autopar: please report it. With "
         "check='never', nothing is compared"
     )
+
+
+def blame_tracing(wrong: Mapping[str, float], how: str, line: str) -> str:
+    """The message for what differs because PyTorch traces the model to something else. `line`: where, or empty."""
+    place = f" of {line}," if line else " of the model"
+    return (
+        f"PyTorch's own tracing{place} gives other numbers than running it does{', ' + how if how else ''}: "
+        f"{_worst(wrong)}. torch.compile(model, backend='aot_eager') computes the same other numbers, without autopar. "
+        "Write the line otherwise: where it writes to a view, an expanded one above all, compute a new tensor instead"
+    )
+
+
+def _worst(wrong: Mapping[str, float]) -> str:
+    worst = sorted(wrong.items(), key=lambda x: -x[1])
+    shown = "; ".join(f"{what} by {times:.3g} times what is allowed" for what, times in worst[:_SHOWN])
+    return shown + (f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else "")
 
 
 def first_difference(
@@ -46,13 +59,14 @@ def first_difference(
         told.run(*arguments)
     if told.first is None:
         return "One rank's graph computes what was captured, so it lies in the capture itself, or between the ranks"
-    line = _line(told.first)
-    return f"It begins at '{told.first.name}' ({told.first.target}){line}"
+    line = line_of(told.first)
+    return f"It begins at '{told.first.name}' ({told.first.target}){', which computes ' + line if line else ''}"
 
 
-def _line(node: torch.fx.Node) -> str:
+def line_of(node: torch.fx.Node) -> str:
+    """The user's line that a node computes a part of, with its file; empty where that is not known."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    return f", which computes {lines[-2].strip()}: {lines[-1].strip()}" if len(lines) > 1 else ""
+    return f"{lines[-2].strip()}: {lines[-1].strip()}" if len(lines) > 1 else ""
 
 
 class _Values(torch.fx.Interpreter):
@@ -80,12 +94,13 @@ class _Compared(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         value = super().run_node(n)
         other = self._known.get(n.name)
-        if self.first is None and isinstance(value, torch.Tensor) and other is not None and not _alike(value, other):
+        if self.first is None and isinstance(value, torch.Tensor) and other is not None and not alike(value, other):
             self.first = n
         return value
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two values differ by no more than rounding."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() and b.is_floating_point()) or not a.numel():

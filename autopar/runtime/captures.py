@@ -15,8 +15,6 @@ from autopar.ir.guards import Guards, global_state
 
 Compiled = TypeVar("Compiled")
 
-_OTHERS = ("transformers.", "torch.")
-"""How names of what libraries do for themselves begin: no user reads it."""
 MOST_CHANGES = 3
 """Batches in succession, of a signature that was captured before, that may need a capture of their own since something
 that Python holds has changed. What changes at every step is named rather than captured for ever."""
@@ -56,8 +54,7 @@ class Captures(Generic[Compiled]):
 
     def add(self, key: Hashable, guards: Guards | None, compiled: Compiled) -> None:
         """Keeps what was made of a capture. Warns, once, of what the captured code does besides computing."""
-        effects = () if guards is None else guards.effects
-        lost = [e.what for e in effects if not e.what.startswith(_OTHERS) and not e.what.endswith("._buffers")]
+        lost = [] if guards is None else guards.lost
         if lost and self._says:
             self._says = False
             shown = ", ".join(f"'{w}'" for w in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,16 +24,38 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
     return {"": model} | ({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})
 
 
+def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
+    """Keeps the attributes of modules and of all within, and what their lists, dicts and sets hold; what is returned
+    puts that back."""
+    modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
+    attributes = [(m, dict(vars(m))) for m in modules]
+    containers = [(c, copy.copy(c)) for _, held in attributes for c in held.values() if type(c) in (list, dict, set)]
+
+    def put_back() -> None:
+        for module, held in attributes:
+            vars(module).clear()
+            vars(module).update(held)
+        for container, content in containers:
+            if list(map(id, _parts(container))) != list(map(id, _parts(content))):
+                container.clear()
+                container.extend(content) if type(container) is list else container.update(content)
+
+    return put_back
+
+
+def _parts(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
 @contextlib.contextmanager
 def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """Puts back what running a model changes: buffers, attributes of its modules, streams of random numbers, gradients.
-    Hooks on the gradients of parameters do not run.
+    """Puts back what running a model changes: buffers, attributes of modules and what they list, random streams, and
+    gradients. Hooks on the gradients of parameters do not run.
 
     `owners`: by what the names of their buffers begin with. The dict that it gives is filled, at its end, with the
     buffers as running the model has left them.
     """
-    modules = [m for owner in owners.values() for m in owner.modules()]
-    attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in modules]
+    put_back = kept_attributes(owners.values())
     buffers = dict(_buffers(owners))
     before = {n: once(b).clone() for n, b in buffers.items()}
     parameters = [p for owner in owners.values() for p in owner.parameters()]
@@ -53,11 +76,7 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
             p.grad = g
         for table, kept in hooks:
             table.update(kept)
-        for module, held, own in attributes:
-            vars(module).clear()
-            vars(module).update(held)
-            module._buffers.clear()
-            module._buffers.update(own)
+        put_back()
         with torch.no_grad():
             for n, b in buffers.items():
                 once(b).copy_(before[n])

@@ -18,9 +18,11 @@ from autopar.runtime.base_program import BaseProgram, Write, leaves
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
-from autopar.runtime.local_proof import Ran, SynchronizedOnce, copies, prove_locally
+from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
+from autopar.runtime.one_pass import How, Ran
 from autopar.runtime.outputs import fill, output_template
+from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
@@ -123,9 +125,9 @@ class GradientProgram(BaseProgram):
         given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
         names = [*(f"the gradient of '{n}'" for n in parameters), *given]
 
-        def eagerly() -> Ran:
+        def eagerly(how: How) -> Ran:
             with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
-                outputs = list(output_tensors(self.model(**own.rebuild(own.tensors))))
+                outputs = list(output_tensors(how(self.model.__call__)(**own.rebuild(own.tensors))))
                 into = [*parameters.values(), *given.values()]
                 found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
             return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
@@ -141,6 +143,11 @@ class GradientProgram(BaseProgram):
             kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
             return lambda: [put_back() for put_back in kept]
 
+        def outputs() -> list[torch.Tensor]:
+            with self._random:
+                return list(output_tensors(self.model(**own.rebuild(own.tensors))))
+
+        check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
         prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
         c.proved = True
 

@@ -7,41 +7,26 @@ first synchronized gradients are then compared with what its own local ones add 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.errors import VerificationError
-from autopar.ir.batch import Batch
-from autopar.ir.capture import JointGraph
-from autopar.runtime.blame import blame
-from autopar.runtime.differences import FLOOR, GradientRule, difference, times
-from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.errors import TracingError, VerificationError
+from autopar.runtime.blame import blame, blame_tracing
+from autopar.runtime.differences import GradientRule
 from autopar.runtime.generators import generators, set_generators
+from autopar.runtime.one_pass import How, Ran, as_it_is, differences
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.process_group import Group
 from autopar.runtime.proof import PERTURBATION, ROUNDING, perturb
 from autopar.runtime.shared_memory import once
 from autopar.runtime.subject import largest, summed
+from autopar.runtime.tracing import tracing_fault
 from autopar.spec.plan import ParameterSlice
-
-Tensors = Mapping[str, torch.Tensor | None]
-"""By what they are called in messages; `None` for no gradient, which is one of zeros."""
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What one forward and backward pass has given."""
-
-    outputs: Tensors
-    gradients: Tensors
-    buffers: Tensors
 
 
 def prove_locally(
-    eagerly: Callable[[], Ran],
+    eagerly: Callable[[How], Ran],
     by_graph: Callable[[], Ran],
     parameters: Mapping[str, nn.Parameter],
     snapshot: Callable[[], Callable[[], object]],
@@ -49,79 +34,30 @@ def prove_locally(
     where: str,
 ) -> None:
     """Compares both, on slightly perturbed parameters; what was there before is put back, as `snapshot` has kept it.
-    Raises `VerificationError`, by one rank alone, for the others may have nothing to compare."""
+    Raises `VerificationError`, by one rank alone, for the others may have nothing to compare. `eagerly`: is given what
+    is to call the user's function."""
     put_back = snapshot()
     try:
         perturb(parameters, PERTURBATION)
         begin = copies(parameters.values())
-        expected = eagerly()
-        wrong = _differences(by_graph(), expected, tolerance)
+        expected = eagerly(as_it_is)
+        wrong = differences(by_graph(), expected, tolerance)
         if not wrong:
             return
         begin()
         perturb(parameters, rounding=True)
-        noise = _differences(eagerly(), expected, tolerance, over=0.0)
+        noise = differences(eagerly(as_it_is), expected, tolerance, over=0.0)
+        wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(n, 0.0)}
+        if not wrong:
+            return
+        begin()
+        line = tracing_fault(eagerly, by_graph, tolerance)
     finally:
         put_back()
-    wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(n, 0.0)}
-    if wrong:
-        raise VerificationError(blame(wrong, "with slightly perturbed parameters", where))
-
-
-def _differences(found: Ran, expected: Ran, tolerance: float, over: float = 1.0) -> dict[str, float]:
-    """By name, how many times what is allowed differs by more than `over`."""
-    sizes = [float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()]
-    floor = FLOOR * max(sizes, default=0.0)
-    pairs = [
-        (found.outputs, expected.outputs, 0.0),
-        (found.gradients, expected.gradients, floor),
-        (found.buffers, expected.buffers, 0.0),
-    ]
-    wrong = {}
-    for mine, theirs, least in pairs:
-        for name, reference in theirs.items():
-            value = mine.get(name)
-            if reference is None or value is None:
-                some = reference if value is None else value
-                off = 0.0 if some is None or not some.numel() else times(float(some.abs().max()), floor * tolerance)
-            else:
-                off = difference(value, reference, tolerance, least)
-            if off > over:
-                wrong[name] = off
-    return wrong
-
-
-def step_by_graph(joint: JointGraph, arguments: Sequence[torch.Tensor]) -> Ran:
-    """One rank's part of a step, as the joint graph computes it, on the values of its placeholders in order."""
-    with torch.no_grad():
-        values = joint.module(*arguments)
-    results = joint.module.graph.output_node().args[0]
-    by_node = {n: v for n, v in zip(results, values, strict=True) if n is not None}  # type: ignore[arg-type]
-    gradients = {f"the gradient of '{n}'": by_node[node] for n, node in joint.gradients.items()}
-    buffers = {f"buffer '{n}'": by_node[node] for n, node in joint.mutations}
-    return Ran({"the loss": by_node[joint.outputs[0]].reshape(())}, gradients, buffers)
-
-
-def step_eagerly(
-    owners: Mapping[str, nn.Module],
-    loss_fn: Any,
-    batch: Batch,
-    parameters: Mapping[str, nn.Parameter],
-    written: Iterable[str],
-) -> Ran:
-    """The same as the user's model computes it. `parameters`: by the names that the joint graph's gradients have.
-    `written`: the buffers that are looked at."""
-    gradients: dict[str, torch.Tensor | None] = {f"the gradient of '{n}'": None for n in parameters}
-
-    def take(name: str, gradient: torch.Tensor) -> None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        gradients[f"the gradient of '{name}'"] = dense.detach().clone()
-
-    with without_trace(owners) as buffers, torch.enable_grad():
-        loss = loss_of(owners[""], loss_fn, batch.rebuild(batch.tensors))
-        backward(loss, parameters, take)
-    held = {f"buffer '{n}'": buffers[n] for n in written if n in buffers}
-    return Ran({"the loss": loss.detach().reshape(())}, gradients, held)
+    how = "with slightly perturbed parameters"
+    if line is not None:
+        raise TracingError(blame_tracing(wrong, how, line))
+    raise VerificationError(blame(wrong, how, where))
 
 
 class SynchronizedOnce:

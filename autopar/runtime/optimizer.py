@@ -106,11 +106,15 @@ def described(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter
     names = {p: n for n, p in reversed(list(parameters.items()))}
     groups = []
     for group in optimizer.param_groups:
-        rest = {k: v for k, v in group.items() if k != "params"}
-        settings = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in rest.items()}
+        settings = {k: plain(v) for k, v in group.items() if k != "params"}
         held = hashlib.sha256("\n".join(names[p] for p in group["params"]).encode()).hexdigest()[:8]
         groups.append(f"{settings} for the parameters {held}")
     return f"{type(optimizer).__name__} as optimizer with {'; '.join(groups)}"
+
+
+def plain(setting: Any) -> Any:
+    """A setting of an optimizer, as a number where it is a tensor of one."""
+    return setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
 
 
 class ParameterGroups:

@@ -12,11 +12,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.batch import Batch
+from autopar.ir.untraceable import cumulative_averages
+from autopar.runtime.eager import kept_attributes
 
 
 def output_template(model: nn.Module, batch: Batch) -> Any:
-    """The model's output for a batch, with fake tensors; nothing is computed."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    """The model's output for a batch, with fake tensors; nothing is computed, and nothing is left in the model."""
+    put_back = kept_attributes([model])
+    try:
+        return _with_fake_tensors(model, batch)
+    finally:
+        put_back()
+
+
+def _with_fake_tensors(model: nn.Module, batch: Batch) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), cumulative_averages(model):
         state: dict[str, torch.Tensor] = {
             n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]
         }

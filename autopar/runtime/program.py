@@ -31,6 +31,7 @@ from autopar.runtime.looks import Observers
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.process_group import Group
+from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import check_memory
 from autopar.runtime.state import scatter_state
@@ -70,6 +71,7 @@ class Program(BaseProgram):
         self._deferred = DeferredParameters(model)
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
+        self._same_settings = SameSettings(optimizer, group, self._device)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._meaning = LossMeaning(
@@ -179,6 +181,7 @@ class Program(BaseProgram):
         Raises `CollectiveError`, with the rank, where another one does not call it.
         """
         self.synchronize()
+        self._same_settings.arrive()
         return checkpoint.save(self._owner())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -250,6 +253,7 @@ class Program(BaseProgram):
             part=self._part,
             deferred=self._deferred.of,
             state=self._states.of,
+            same_settings=self._same_settings,
         )
 
     @contextmanager
@@ -306,7 +310,7 @@ class Program(BaseProgram):
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self.world_size), torch.ones_like(weight)
-        return step(*arguments, weight, total).to(compiled.loss_dtype)  # type: ignore[no-any-return]
+        return step(*arguments, weight, self._same_settings.with_number(total)).to(compiled.loss_dtype)  # type: ignore[no-any-return]
 
     def _run_many(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
@@ -350,9 +354,10 @@ class Program(BaseProgram):
         """The share of each of this rank's micro-batches in the global batch, float64, by how much they count."""
         each = zip(compiled, batches, originals, strict=True)
         weights = torch.stack([self._meaning.weigh(c.weight, b, o) for c, b, o in each])
+        total = torch.ones_like(weights[0]) if self._meaning.is_sum else weights.sum()
+        if self._group.name is not None:  # of a loss that is a sum, too: other ranks may have one micro-batch
+            total = self._same_settings.with_number(total)
+            total = self._same_settings(collectives.wait(collectives.all_reduce(total, self._group.name)))
         if self._meaning.is_sum:
             return torch.ones_like(weights)
-        total = weights.sum()
-        if self._group.name is not None:
-            total = collectives.wait(collectives.all_reduce(total, self._group.name))
         return batch_share(weights, total, torch.float64, self.world_size * len(weights))

@@ -21,15 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparWarning, VerificationError
+from autopar.errors import AutoparWarning, TracingError, VerificationError
 from autopar.ir.batch import Batch
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
-from autopar.runtime.blame import blame, first_difference
+from autopar.runtime.blame import blame, blame_tracing, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
+from autopar.runtime.tracing import tracing_fault
 
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
@@ -147,11 +149,35 @@ class Proof:
         if not wrong or not math.isfinite(comparison.expected.loss):
             end()
             return
-        assert of.graph.joint is not None
         with of.gathered():
-            arguments, joint = of.arguments(of.buffers), of.graph.joint
-            where = first_difference(of.model, of.loss_fn, self.batches[-1], joint, arguments, "step")
+            line = self._tracing_fault()
+            # A rank whose batch does not show it, an empty one, says the same as the others.
+            by_tracing = largest(torch.tensor(float(line is not None)), of.group)
+            where = "" if by_tracing else self._where()
+        if by_tracing:
+            raise TracingError(blame_tracing(wrong, how, line or ""))
         raise VerificationError(blame(wrong, how, where))
+
+    def _where(self) -> str:
+        of, joint = self.of, self.of.graph.joint
+        assert joint is not None
+        return first_difference(of.model, of.loss_fn, self.batches[-1], joint, of.arguments(of.buffers), "step")
+
+    def _tracing_fault(self) -> str | None:
+        """The line that PyTorch's own tracing gives other numbers for on this rank's last micro-batch, if it does."""
+        of, joint, batch = self.of, self.of.graph.joint, self.batches[-1]
+        assert joint is not None
+        captured, trained = joint, {n: p for n, p in of.parameters.items() if n in joint.gradients}
+
+        def eagerly(how: How) -> Ran:
+            with of.random():
+                return step_eagerly(of.owners, of.loss_fn, batch, trained, [n for n, _ in captured.mutations], how)
+
+        def by_graph() -> Ran:
+            with of.random():
+                return step_by_graph(captured, of.arguments(of.buffers))
+
+        return tracing_fault(eagerly, by_graph, self.tolerance)
 
     def _on_any_rank(self, found: Sequence[Difference]) -> dict[str, float]:
         """The largest difference of each kind on any rank. What only some ranks can name goes by a common name."""

@@ -10,7 +10,10 @@ from torch import nn
 from autopar.ir.batch import Batch
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
-from autopar.runtime.local_proof import Ran, prove_locally, step_by_graph, step_eagerly
+from autopar.runtime.eager import loss_of
+from autopar.runtime.local_proof import prove_locally
+from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
+from autopar.runtime.own_state import check_own_state
 from autopar.runtime.probes import probes
 from autopar.runtime.proof import Proof, fits
 from autopar.runtime.subject import Subject
@@ -64,7 +67,11 @@ class StepProofs:
             c.proved = True
         if not fits(subject):
             return run()
-        proof = Proof(subject, [b.to(device) for b in batches], shares, is_first)
+        on_device = [b.to(device) for b in batches]
+        with subject.gathered():
+            for c, b in zip(compiled, on_device, strict=True):
+                self._check_own_state(c, subject, b)
+        proof = Proof(subject, on_device, shares, is_first)
         if is_first:
             proof.trial()
         return proof.step()
@@ -86,10 +93,11 @@ class StepProofs:
             run=_nothing,
         )
         on_device, written = batch.to(device), [n for n, _ in c.joint.mutations]
+        self._check_own_state(c, subject, on_device)
 
-        def eagerly() -> Ran:
+        def eagerly(how: How) -> Ran:
             with subject.random():
-                return step_eagerly(subject.owners, subject.loss_fn, on_device, trained, written)
+                return step_eagerly(subject.owners, subject.loss_fn, on_device, trained, written, how)
 
         def by_graph() -> Ran:
             with subject.random():
@@ -97,6 +105,13 @@ class StepProofs:
                 return step_by_graph(c.joint, [*arguments, c.tangent(1.0, device)])
 
         prove_locally(eagerly, by_graph, trained, subject.snapshot, tolerance_of(c.graph), "It lies in a later capture")
+
+    def _check_own_state(self, c: Compiled, subject: Subject, batch: Batch) -> None:
+        def run() -> list[torch.Tensor]:
+            with subject.random():
+                return [loss_of(subject.model, subject.loss_fn, batch.rebuild(batch.tensors))]
+
+        check_own_state(c.joint.guards, subject.owners, run, tolerance_of(c.graph))
 
 
 def _nothing() -> torch.Tensor:

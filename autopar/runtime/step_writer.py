@@ -31,11 +31,12 @@ class StepWriter(Writer):
         """The step as a module from tensors to the loss.
 
         Placeholders are those of the joint graph, in order, but the tangent; then, with several ranks, `weight` and
-        `total_weight`, float64: how much this batch, and this rank's whole step, count. With one rank, or with
-        `accumulated`, the tangent stands in their place. With `accumulated` there follow the gradients of the earlier
-        micro-batches, this batch's `share` of the global batch, and the earlier ones' part of the global loss; with one
-        rank, the loss that is returned is still this batch's alone. The order of collectives is the same either way, so
-        ranks may differ in their number of micro-batches.
+        `total_weight`, float64: how much this batch, and this rank's whole step, count, the latter followed by the
+        number of the optimizer's settings. With one rank, or with `accumulated`, the tangent stands in their place.
+        With `accumulated` there follow the gradients of the earlier micro-batches, this batch's `share` of the global
+        batch, and the earlier ones' part of the global loss; with one rank, the loss that is returned is still this
+        batch's alone. The order of collectives is the same either way, so ranks may differ in their number of
+        micro-batches.
         """
         own_share = self.target.world_size > 1 and not accumulated
         inputs = self.joint.module.graph.find_nodes(op="placeholder")
@@ -95,6 +96,10 @@ class StepWriter(Writer):
         if of == "loss":
             self.loss = total
             return total
+        if self.target.same_settings is None:
+            total = self.call(operator.getitem, (total, 0))
+        else:
+            total = self.call_module("same_settings", self.target.same_settings, (total,))
         assert self.tangent is not None
         dtype = self.tangent.meta["val"].dtype
         narrow = dtype in NARROW

@@ -116,7 +116,7 @@ class VirtualProgram:
     def step(self) -> torch.Tensor:
         """One step; returns the mean loss over the ranks once the device is done."""
         weight = torch.ones((), dtype=torch.float64)
-        arguments = (weight, weight) if self._group.world_size > 1 else (torch.ones(()),)
+        arguments = (weight, torch.ones(2, dtype=torch.float64)) if self._group.world_size > 1 else (torch.ones(()),)
         with torch.no_grad(), self._group.guard("a virtual step"):
             self._device.resume()
             loss: torch.Tensor = self.module(self._device, *arguments)

@@ -57,6 +57,8 @@ class Target:
     `None` where nothing is."""
     state: Callable[[Call, str], torch.Tensor] | None = None
     """This rank's part of a state that lives from step to step. `None` where nothing does."""
+    same_settings: torch.nn.Module | None = None
+    """Compares the settings of the optimizer as they arrive with the sum of the weights; `None` where nobody does."""
     compiled: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
     """Compiles the compute of a finished graph; by default, leaves the graph as it is."""
 

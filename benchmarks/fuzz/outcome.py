@@ -35,6 +35,11 @@ class Outcome:
         return self.kind in FINDINGS
 
     @property
+    def is_tracing(self) -> bool:
+        """Whether it was refused because PyTorch's own tracing gives other numbers than eager training."""
+        return self.kind == "refused" and self.said.startswith("TracingError")
+
+    @property
     def may_be_slow(self) -> bool:
         """Whether a loaded machine may have led to it: a rank has waited in vain, or was ended for its memory."""
         return self.kind in ("hung", "died") or (self.is_finding and "CollectiveError" in self.said)

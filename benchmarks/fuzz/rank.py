@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, CollectiveError, VerificationError
+from autopar.errors import AutoparError, CollectiveError, TracingError, VerificationError
 from autopar.runtime.process_group import Group, join
 from autopar.runtime.program import Program
 from autopar.runtime.servers import serve_here
@@ -104,6 +104,8 @@ def _run(case: Case, group: Group) -> Outcome:
             return Outcome("equal", "", warned, groups, bits, drawn=tuple(found.drawn))
         as_ddp = group.world_size > 1 and any(_is_as_ddp(built, found, w) for w in ("equal", "samples"))
         return Outcome("wrong", f"{seen.where} is off by {seen.size:.1e}", warned, groups, bits, as_ddp, seen.size)
+    except TracingError as e:  # not autopar's fault, and it was found
+        return Outcome("refused", _words(e), groups=groups)
     except VerificationError as e:
         return Outcome("disproved", _words(e), groups=groups)
     except CollectiveError as e:  # all ranks are alive

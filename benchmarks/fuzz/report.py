@@ -16,6 +16,9 @@ _REASONS, _SHOWN = 12, 30
 _PROGRESS = 200
 """Cases after which the counts so far are said."""
 
+BY_TRACING = "refused: PyTorch's tracing"
+"""Of those refused, the ones where PyTorch's own tracing gives other numbers than eager training."""
+
 
 def _traits(case: Case) -> tuple[object, ...]:
     """What of a case makes it likely that two findings have one cause."""
@@ -47,6 +50,7 @@ class Tally:
             self._echo(f"... {self.counts['models']} models, {self.counts['plans']} plans: {found}")
         if outcome.warned:
             self.counts["equal, with a warning"] += outcome.kind == "equal"
+        self.counts[BY_TRACING] += outcome.is_tracing
         if outcome.kind == "refused":
             self.refusals[outcome.reason] += 1
             self.examples.setdefault(outcome.reason, told.name)
@@ -67,7 +71,7 @@ class Tally:
     def say(self, seed: int) -> None:
         """The counts, and why cases were refused."""
         cases = self.counts["models"] + self.counts["plans"]
-        kinds = ("equal", "equal, with a warning", "refused", "unusable", *FINDINGS)
+        kinds = ("equal", "equal, with a warning", "refused", BY_TRACING, "unusable", *FINDINGS)
         said = ", ".join(f"{self.counts[k]} {k}" for k in kinds)
         self._echo(
             f"\nseed {seed}: {self.counts['models']} models and {self.counts['plans']} plans"

@@ -130,6 +130,48 @@ def other_activations(rank: int, n: int) -> str:
     return refused(lambda: program_of(Net((torch.tanh, torch.relu)[rank]).double(), rank, strategy="ddp"))
 
 
+def rates_that_change(rank: int, n: int) -> dict[str, str]:
+    """What is said where rank 1 alone changes its rate, after steps in which both ranks change theirs; and that nothing
+    was updated then, nor keeps both from going on once they agree. With micro-batches, on rank 1 alone."""
+    said = {}
+    for what in ("number", "tensor"):
+        net = Net().double()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 if what == "number" else torch.tensor(0.1))
+        program: autopar.Program = autopar.optimize(
+            net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=batch(rank), strategy="zero1"
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for _ in range(2):
+            program.step(batch(rank))
+            schedule.step()
+        before, group = [p.detach().clone() for p in net.parameters()], optimizer.param_groups[0]
+        if rank == 1:
+            group["lr"] *= 0.5  # a tensor in place
+        several = [batch(rank), batch(rank, 1)] if rank == 1 else [batch(rank)]
+        said[what] = refused(lambda p=program, several=several: p.step(micro_batches=several))  # type: ignore[misc]
+        assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+        if rank == 0:
+            group["lr"] *= 0.5
+        program.step(batch(rank))
+    return said
+
+
+def sum_over_uneven_micro_batches(rank: int, n: int) -> float:
+    """A loss that is a sum, where rank 0 has one micro-batch and rank 1 has two."""
+    loss_fn = nn.MSELoss(reduction="sum")
+    net, eager = Net().double(), Net().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopar.AutoparWarning)  # DDP would divide it
+        program: autopar.Program = autopar.optimize(
+            net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss_fn=loss_fn, example_inputs=batch(rank)
+        )
+        program.step(batch(0)) if rank == 0 else program.step(micro_batches=[batch(1), batch(2)])
+    parts = [batch(r) for r in range(3)]
+    loss_fn(eager(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
+    torch.optim.SGD(eager.parameters(), lr=0.1).step()
+    return max(float((a - b).detach().abs().max()) for a, b in zip(net.parameters(), eager.parameters(), strict=True))
+
+
 def always_compared(rank: int, n: int) -> str:
     """Steps whose optimizer state lies in parts, on several ranks or on one of them."""
 
@@ -178,6 +220,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "nothing saved": nothing_saved(rank, n),
         "shared buffers": shared_buffers(rank, n),
         "other rates": other_rates(rank, n),
+        "rates that change": rates_that_change(rank, n),
+        "a sum over uneven micro-batches": sum_over_uneven_micro_batches(rank, n),
         "other activations": other_activations(rank, n),
         "always compared": always_compared(rank, n),
         "wrong sums": wrong_sums(rank, n),

@@ -15,7 +15,9 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(2, everything)
 
 
-@pytest.mark.parametrize("what", ["column slices", "gradients of inputs", "nothing saved"])
+@pytest.mark.parametrize(
+    "what", ["column slices", "gradients of inputs", "nothing saved", "a sum over uneven micro-batches"]
+)
 def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-10 for r in ranks), [r[what] for r in ranks]
 
@@ -40,6 +42,13 @@ def test_buffers_that_are_read_and_written_are_alike_and_said_once(ranks: list[d
 def test_ranks_that_train_otherwise_are_refused(ranks: list[dict[str, Any]], what: str, says: str) -> None:
     assert ranks[0][what].startswith(says), ranks[0][what]
     assert ranks[1][what].startswith("PlanMismatchError")
+
+
+def test_a_rate_that_one_rank_changes_is_refused_before_anything_is_updated(ranks: list[dict[str, Any]]) -> None:
+    for rank, other in ((0, 1), (1, 0)):
+        for said in ranks[rank]["rates that change"].values():
+            expected = f"PlanMismatchError: rank {rank} and rank {other} have different settings of the optimizer: 'lr'"
+            assert said.startswith(expected), said
 
 
 def test_a_wrong_sum_is_found_by_all_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -56,7 +56,7 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
         recorded.run(
             *compiled.arguments(flatten(batch).tensors, dict(model.named_parameters()), {}, torch.device("cpu")),
             weight,
-            weight,
+            real._same_settings.with_number(weight),
         )
 
     # All that virtual compute is given has been through JSON, as on its way to a rank.
@@ -67,7 +67,7 @@ def _case(name: str, clips: bool, model: nn.Module, batch: Any, graph: Any, grou
     virtual = VirtualProgram(tables, program, times, group, max_norm)
     with torch.no_grad():
         again = Recorder(virtual.module)
-        again.run(virtual._device, weight, weight)
+        again.run(virtual._device, weight, torch.ones(2, dtype=torch.float64))
     began = time.perf_counter()
     loss = virtual.step()
     took_s = time.perf_counter() - began

@@ -23,11 +23,13 @@ from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome, merged
 from benchmarks.fuzz.plans import as_text, groups_of
 from benchmarks.fuzz.rank import run_case
+from benchmarks.fuzz.report import Tally
 from benchmarks.fuzz.script import script
 from benchmarks.fuzz.shrink import pruned, shrink
 from benchmarks.fuzz.source import build, render
 from benchmarks.fuzz.twists import ALONE as ALL_ALONE
 from benchmarks.fuzz.twists import TOGETHER, Twist, average, hook, python_state, resumed
+from benchmarks.fuzz.workers import Told
 
 ALONE = Group(0, 1)
 CASE = Case(
@@ -93,6 +95,17 @@ def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) ->
     text = script(small, found)
     compile(text, "script", "exec")
     assert text.startswith("# test/m0: disproved")
+
+
+def test_a_fault_of_pytorchs_own_tracing_is_counted_apart() -> None:
+    said: list[str] = []
+    tally = Tally(said.append)
+    for forward in (("h4 = x.clone()", "h4.unsqueeze(-1).expand(*h4.shape, 2).zero_()"), ("h4 = x.clone()",)):
+        case = replace(CASE, init=CASE.init[:1], forward=(*forward, "h4 = F.linear(h4 + 1, self.p1)[:, :2]"))
+        tally.add(Told(case.name, run_case(case, ALONE), None))
+    tally.say(0)
+    assert "1 equal" in said[0] and "1 refused, 1 refused: PyTorch's tracing" in said[0], said
+    assert not tally.findings
 
 
 def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,29 @@ def test_channels_last(channels: int, model_is_last: bool) -> None:
     train(model, [(x, torch.tensor([1, 40])) for x in images], F.cross_entropy)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_normalization_that_averages_over_all_batches(affine: bool) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        kinds = (nn.BatchNorm1d(6, momentum=None, affine=affine), nn.BatchNorm1d(6, momentum=0.3))
+        model = nn.Sequential(nn.Linear(6, 6), kinds[0], nn.Linear(6, 6), kinds[1], nn.BatchNorm1d(6, momentum=None))
+        model[4].eval()  # as a frozen layer is
+        return model
+
+    batches = [(x, x.roll(1, 0)) for x in inputs(4)]
+    model = made()
+    train(model, batches, F.mse_loss)
+    module = autopar.optimize(made(), example_inputs=batches[0][0])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.mse_loss(module(x), y).backward()
+        optimizer.step()
+    for (name, a), b in zip(module.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
+    assert len(list(module.program._compiled)) == 1, "what it rests on is found unchanged"
+
+
 class Odd(nn.Module):
     """Parameters that are a single number, that have no rows, that are not contiguous."""
 

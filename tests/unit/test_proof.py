@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import VerificationError
+from autopar.errors import TracingError, VerificationError
 from autopar.ir import passes
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import Capture, Pass
@@ -234,3 +235,30 @@ def test_buffers_that_are_expanded_are_put_back() -> None:
             return super().forward(x * self.mask)
 
     _program(Expanded()).step((X, Y))
+
+
+class _WritesThroughAnExpandedView(nn.Module):
+    """PyTorch's functionalization loses what is written. [Empirical, torch 2.13]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.clone()
+        if len(h) == 4:
+            h.unsqueeze(-1).expand(*h.shape, 2).zero_()
+        scores: torch.Tensor = self.last(h)
+        return scores
+
+
+@pytest.mark.parametrize("entry", ["step", "later capture", "module"])
+def test_what_pytorchs_own_tracing_gets_wrong_is_said_to_be_so(entry: str) -> None:
+    net, wrong = _WritesThroughAnExpandedView(), (X[:4], Y[:4])
+    module, program = autopar.optimize(copy.deepcopy(net), example_inputs=X), _program(net)
+    if entry == "later capture":
+        program.step((X, Y))
+    before = _state(net)
+    with pytest.raises(TracingError, match=r"test_proof.py.*in forward: h\.unsqueeze\(-1\)\.expand.*aot_eager"):
+        module(wrong[0]) if entry == "module" else program.step(wrong)
+    assert all(torch.equal(a, b) for a, b in zip(before, _state(net), strict=True))

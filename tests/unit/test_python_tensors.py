@@ -1,0 +1,158 @@
+"""Tensors that Python holds outside of parameters and buffers: replaced between steps, and left behind by `forward`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError, CaptureError
+
+FACTOR = torch.ones(2, dtype=torch.float64)
+X, Y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+
+
+class _Held(nn.Module):
+    """Tensors in an attribute, a list, an array, and another module that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+        self.scale = torch.ones(2, dtype=torch.float64)
+        self.several = [torch.ones(2, dtype=torch.float64)]
+        self.array = np.ones(2)
+        self.teacher = [nn.Linear(3, 2).double()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(x) * self.scale * self.several[0] * torch.from_numpy(self.array) * FACTOR
+        known: torch.Tensor = self.teacher[0](x)
+        return scores - known.detach()
+
+
+class _Weighted:
+    weight = torch.ones(2, dtype=torch.float64)
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.weight * output, target)
+
+
+@pytest.mark.parametrize("what", ["attribute", "element", "array", "other module", "global", "loss"])
+def test_a_tensor_that_is_replaced_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, loss_fn = _Held().double(), _Weighted()
+    eager = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, eager)]
+    program = autopar.optimize(net, optimizer=optimizers[0], loss_fn=loss_fn, example_inputs=(X, Y))
+    new = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    for step in range(3):
+        if step == 1 and what == "global":
+            monkeypatch.setitem(globals(), "FACTOR", new)
+        elif step == 1 and what == "loss":
+            loss_fn.weight = new
+        for held in (net, eager) if step == 1 else ():
+            if what == "attribute":
+                held.scale = new
+            elif what == "element":
+                held.several[0] = new
+            elif what == "array":
+                held.array = new.numpy()
+            elif what == "other module":
+                held.teacher[0] = nn.Linear(3, 2, bias=False).double().requires_grad_(False)
+                held.teacher[0].weight.fill_(0.5)
+        loss = program.step((X, Y))
+        optimizers[1].zero_grad()
+        expected = loss_fn(eager(X), Y)
+        expected.backward()
+        optimizers[1].step()
+        assert torch.allclose(loss, expected, rtol=1e-12), step
+    assert len(list(program._compiled)) == 2
+
+
+class _Keeps(nn.Module):
+    """Leaves something behind for the next batch."""
+
+    def __init__(self, keep: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.keep = keep
+        self.last: Any = None
+        self.by_name: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.keep(self, self.layer(x))
+
+
+def _adds_the_last(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+    found = h if net.last is None else h + net.last
+    net.last = found.detach()
+    return found
+
+
+def _adds_by_name(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+    found = h + net.by_name["last"] if "last" in net.by_name else h
+    net.by_name["last"] = found.detach()
+    return found
+
+
+def _begins(net: Any, h: torch.Tensor) -> torch.Tensor:
+    if not hasattr(net, "has_begun"):
+        net.has_begun = True
+        return 2 * h
+    return h
+
+
+def _caches(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+    if net.last is None:
+        net.last = net.by_name["last"] = torch.arange(2.0)
+    found: torch.Tensor = h + net.last
+    return found
+
+
+def _trained(keep: Callable[[Any, torch.Tensor], torch.Tensor], entry: str) -> _Keeps:
+    net, x, y = _Keeps(keep), X.float(), Y.float()
+    if entry == "module":
+        autopar.optimize(net, example_inputs=x)(x).sum().backward()
+    else:
+        program = autopar.optimize(
+            net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss_fn=F.mse_loss, example_inputs=(x, y)
+        )
+        for _ in range(6):
+            program.step((x, y))
+    return net
+
+
+@pytest.mark.parametrize("entry", ["step", "module"])
+@pytest.mark.parametrize(
+    ("keep", "name"), [(_adds_the_last, "model.last"), (_adds_by_name, "model.by_name"), (_begins, "model.has_begun")]
+)
+def test_what_forward_leaves_for_its_next_run_is_refused(keep: Any, name: str, entry: str) -> None:
+    with (
+        pytest.warns(autopar.AutoparWarning, match="sets or changes"),
+        pytest.raises(CaptureError, match=f"changes '{name}', and the next time it computes something else"),
+    ):
+        _trained(keep, entry)
+
+
+@pytest.mark.parametrize("entry", ["step", "module"])
+def test_what_forward_keeps_to_compute_the_same_faster_is_not(entry: str) -> None:
+    with pytest.warns(autopar.AutoparWarning, match="sets or changes 'model.last'"):
+        net = _trained(_caches, entry)
+    assert net.last is None and not net.by_name, "nothing is left behind, fake tensors least of all"
+
+
+def test_a_tensor_that_is_replaced_at_every_step_is_named() -> None:
+    net = _Held().double()
+    program = autopar.optimize(
+        net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss_fn=F.mse_loss, example_inputs=(X, Y)
+    )
+    with pytest.raises(AutoparError, match=r"'model\.scale is the same object' held at capture"):
+        for _ in range(6):
+            net.scale = net.scale.clone()
+            program.step((X, Y))
