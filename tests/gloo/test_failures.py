@@ -151,7 +151,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         start_new_session=True,
     ) as starter:
         try:
-            assert starter.wait(timeout=250) == 0
+            assert starter.wait(timeout=500) == 0
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(starter.pid, signal.SIGKILL)
