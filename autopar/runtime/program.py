@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
 from autopar.ops.parts import added
 from autopar.ops.updates import Observer, Step
-from autopar.runtime import checkpoint
+from autopar.runtime import checkpoint, checkpoint_folder
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
@@ -29,6 +30,7 @@ from autopar.runtime.drift import StepTimes
 from autopar.runtime.local_proof import copies
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
+from autopar.runtime.pieces import Piece
 from autopar.runtime.process_group import Group
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import check_memory
@@ -73,6 +75,8 @@ class Program(BaseProgram):
         )
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
+        self._steps_before = 0
+        """Steps that were done before this program's own, as a checkpoint on disk says."""
         subject = partial(
             Subject,
             model=model,
@@ -174,6 +178,32 @@ class Program(BaseProgram):
         checkpoint.load(self._owner(), state)
         self._resumed, self._loaded = {}, True
 
+    def save(self, folder: str | Path) -> None:
+        """Writes a checkpoint into a folder, in place of the one that it holds; to be called by all ranks together.
+
+        Each rank writes what it has, and nothing is gathered: tensors as safetensors, all else as JSON. Any plan on any
+        number of ranks loads it, and `autopar.load_checkpoint(folder)` reads it in one process. All ranks must see the
+        folder, on a disk that their hosts share. Whatever happens meanwhile, the folder holds the old checkpoint or the
+        new one.
+
+        Raises `SpecError`, on all ranks, where one of them cannot write, and `CollectiveError`, with the rank, where
+        another one does not call it.
+        """
+        self.synchronize()
+        checkpoint_folder.save(self._owner(), folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Continues from a checkpoint that `save` wrote, under this or any other plan, on this or any other number of
+        ranks; to be called by all ranks together. Raises `SpecError`, on all ranks, where it does not fit on one of
+        them or is damaged, before anything is changed."""
+        self.synchronize()
+        self._steps_before = checkpoint_folder.load(self._owner(), folder) - self._steps
+        self._resumed, self._loaded = {}, True
+
+    def _pieces(self) -> list[Piece]:
+        """What this rank has of what strategies keep from step to step."""
+        return []
+
     def _owner(self) -> checkpoint.Owner:
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
         return checkpoint.Owner(
@@ -189,6 +219,8 @@ class Program(BaseProgram):
             self._parameters,
             tuple(self._buffers.values()),
             self._sharded,
+            self._pieces(),
+            self._steps_before + self._steps,
         )
 
     def _names(self) -> dict[nn.Parameter, str]:
