@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 
-from autopar import __version__
 from autopar.errors import SpecError
 from autopar.ops.fragments import Fragment
 from autopar.runtime.boxes import boxes_of, elements_of
@@ -124,7 +124,7 @@ def _finish(
             state[name] = {**values, **state.get(name, {})}
     kind = type(owner.optimizer)
     index = CheckpointIndex(
-        autopar=__version__,
+        autopar=importlib.import_module("autopar").__version__,
         torch=str(torch.__version__),
         world_size=owner.group.world_size,
         steps=owner.steps,
