@@ -298,6 +298,7 @@ def _states(owner: Owner, state: Mapping[str, Any], names: dict[int, str], group
             continue
         expected = initial_state(owner.optimizer, settings[name], parameters[name])
         found[name] = checked_state(name, values, expected, parameters[name], owner.elementwise)
+        del expected  # as large as the state, and not to be there beside the next one
     if type(owner.optimizer) is torch.optim.Adagrad and (without := owner.updated - found.keys()):
         raise SpecError(f"the checkpoint's optimizer has no state of '{min(without)}'; Adagrad has some from the start")
     return found

@@ -81,7 +81,7 @@ class Stored:
                 f"{self.folder}: no checkpoint is in this folder, for it has no {INDEX}: program.save(folder) writes "
                 f"it when all files are complete; {_SHARED}"
             )
-        _check_regular(path)
+        check_regular(path)
         text = read_file(path, CheckpointIndex.noun, CheckpointIndex.MAX_BYTES)
         self.index = CheckpointIndex.loads(text, str(path))
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -98,7 +98,7 @@ class Stored:
                 parts.setdefault(part.file, []).append((tensor, part))
         for i, file in enumerate(self.index.files):
             path = self.folder / file.name
-            size = _check_regular(path)
+            size = check_regular(path)
             if size != file.bytes:
                 raise SpecError(f"{path}: has {size} bytes, expected {file.bytes}: it is truncated or another file")
             if i % world_size != rank:
@@ -188,7 +188,7 @@ class _OpenFile:
         self._open: Any = None
 
     def __enter__(self) -> Get:
-        _check_regular(self._path)
+        check_regular(self._path)
         try:
             self._open = safe_open(self._path, framework="pt").__enter__()  # type: ignore[no-untyped-call]
         except (OSError, SafetensorError) as e:
@@ -229,7 +229,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _check_regular(path: Path) -> int:
+def check_regular(path: Path) -> int:
     """A file's size; raises `SpecError` where it is missing, a link or no file."""
     try:
         found = path.lstat()

@@ -11,19 +11,21 @@ import contextlib
 import copy
 import importlib
 import json
+import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.errors import SpecError
+from autopar.errors import AutoparWarning, SpecError
 from autopar.ops.fragments import Fragment
 from autopar.runtime.boxes import boxes_of, elements_of
 from autopar.runtime.checkpoint import REFUSAL, UNREADABLE, Owner, Read, hand_out, read_checked, same_on_all_ranks
 from autopar.runtime.checkpoint_content import Content, content_of, live_piece, live_tensors, opened
-from autopar.runtime.checkpoint_files import Stored, sync_folder, write_part, write_tensors
+from autopar.runtime.checkpoint_files import Stored, check_regular, sync_folder, write_part, write_tensors
 from autopar.runtime.checkpoint_sharing import FilePlan, box_json, offers_of, read_offers, share_out
 from autopar.runtime.pieces import Piece, fragment_pieces, whole_piece
 from autopar.runtime.plain_values import from_json
@@ -75,6 +77,8 @@ def _agreed(group: Group, make: Callable[[], str]) -> list[str]:
 def _make_folder(target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(target / INDEX):
+            check_regular(target / INDEX)
     except (OSError, ValueError) as e:
         raise SpecError(f"{target}: cannot make the folder: {getattr(e, 'strerror', None) or e}") from e
 
@@ -274,8 +278,18 @@ class _Loading:
         return found
 
     def _load_pieces(self, own: list[dict[str, Any]]) -> None:
-        """Reads `owner.pieces`; what the checkpoint has not starts with zeros."""
+        """Reads `owner.pieces`; what the checkpoint has not starts with zeros, and what the program does not keep is
+        dropped, which rank 0 says."""
         stored, rank = self.stored, self._owner.group.rank
+        kept = {name for one in own for name in one}
+        dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
+        if dropped and rank == 0:
+            warnings.warn(
+                f"the checkpoint holds {len(dropped)} tensors that are sums over the ranks, such as '{dropped[0]}', and "
+                "that this plan does not keep: what they held back of earlier steps is lost",
+                AutoparWarning,
+                stacklevel=4,
+            )
         for name, pieces in self._by_name().items():
             there, over = self._found(pieces[0]), pieces[0].over
             same = len(own) == stored.index.world_size and all(one.get(name, [False])[0] for one in own)
