@@ -285,8 +285,8 @@ class _Loading:
         dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
         if dropped and rank == 0:
             warnings.warn(
-                f"the checkpoint holds {len(dropped)} tensors that are sums over the ranks, such as '{dropped[0]}', and "
-                "that this plan does not keep: what they held back of earlier steps is lost",
+                f"the checkpoint holds {len(dropped)} tensors that are sums over the ranks and that this plan does "
+                f"not keep, such as '{dropped[0]}': what they held back of earlier steps is lost",
                 AutoparWarning,
                 stacklevel=4,
             )

@@ -16,6 +16,7 @@ import autopar
 from autopar.errors import SpecError
 from autopar.runtime.pieces import Piece, whole_piece
 from autopar.runtime.program import Program
+from tests.gloo import sharded
 from tests.gloo.checkpoints import masks, program_for, same, trained
 
 WIDE = 12
@@ -136,6 +137,24 @@ def _elements(box: list[list[int]]) -> int:
     return torch.Size([len(range(*r)) for r in box]).numel()
 
 
+def with_hooks(rank: int, n: int, folder: str) -> bool:
+    """Rows are spread over the ranks, and a hook makes other tensors of the parameters: these are gathered."""
+
+    def made() -> Program:
+        model = sharded.net()
+        model.register_state_dict_post_hook(
+            lambda m, state, *_: state.update({k: v.detach() * 2 for k, v in state.items()})
+        )
+        model.register_load_state_dict_pre_hook(lambda m, state, *_: state.update({k: v / 2 for k, v in state.items()}))
+        return sharded.program_for(model, n, "sharded_parameters")
+
+    program, again = made(), made()
+    program.step(sharded.batch(0, rank))
+    program.save(folder)
+    again.load(folder)
+    return same(again.state_dict(), program.state_dict()) and bool(again._sharded.shards)
+
+
 def two_ranks(rank: int, n: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     program = program_for(rank)
@@ -157,15 +176,19 @@ def two_ranks(rank: int, n: int, folder: str) -> dict[str, Any]:
     other.load(folder)
     found["other plan"] = trained(other, range(2, 4)) == losses
 
+    found["hooks"] = with_hooks(rank, n, f"{folder}/hooks")
+
     # A disk that is full for one rank.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     found["full"] = _said(lambda: again.save(folder))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again.synchronize_buffers()  # so that both ranks have removed what they wrote
     found["old one stays"] = _hashes(folder) == before
     found["no folder"] = _said(lambda: again.save(Path(folder) / "index.json" / "x" if rank else folder))
     found["not shared"] = _said(lambda: again.save(f"{folder}-{rank}"))
+    again.synchronize_buffers()
     found["old one stays too"] = _hashes(folder) == before
 
     again.save(f"{folder}/newer")

@@ -51,7 +51,7 @@ def test_rows_of_other_numbers_of_ranks_cover_each_other(saved: int, loaded: int
 
 
 def test_a_hole_is_found_though_the_number_of_elements_is_right() -> None:
-    twice = [(range(0, 3),), (range(0, 2),)]
+    twice = [(range(3),), (range(2),)]
     assert sum(map(elements_of, twice)) == 5
     assert not covered((range(5),), twice)
     assert covered((range(3),), twice)

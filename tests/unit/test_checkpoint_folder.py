@@ -1,4 +1,4 @@
-"""Checkpoints on disk in one process: as `state_dict` has them, whatever tensors, and refused where they are damaged."""
+"""Checkpoints on disk in one process: as `state_dict` has them, for all tensors, and refused where damaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.test_checkpoint import KINDS, Counting, Net, adamw, program_for,
 optim = torch.optim
 
 
-@pytest.mark.parametrize("name", ["SGD with momentum", "Adagrad", "Adafactor", "SGD"])
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adafactor"])
 def test_a_folder_holds_what_the_state_dict_holds(name: str, tmp_path: Path) -> None:
     program, again = (program_for(KINDS[name]) for _ in range(2))
     trained(program, range(2))
@@ -58,7 +58,7 @@ def test_settings_that_json_does_not_have_and_states_that_are_no_tensors(tmp_pat
     def made() -> Program:
         def optimizer(m: nn.Module) -> optim.Optimizer:
             groups = [{"params": m.parameters(), "note": {"a": float("inf"), "b": b"\x00"}}]
-            return Counting(groups, lr=torch.tensor(0.1), momentum=0.9)  # type: ignore[arg-type]
+            return Counting(groups, lr=torch.tensor(0.1), momentum=0.9)
 
         return program_for(optimizer, optimizer_acts_on="element")
 
@@ -123,7 +123,7 @@ def test_a_models_hooks_are_followed(tmp_path: Path) -> None:
     assert same(autopar.load_checkpoint(tmp_path), first.state_dict())
     again.load(tmp_path)
     assert again.model.seen == first.model.seen and same(again.state_dict(), first.state_dict())
-    assert torch.equal(again.model.shift, torch.full((4,), 2.0))
+    assert again.model.get_buffer("shift").tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.uint16])
