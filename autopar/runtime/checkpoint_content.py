@@ -27,6 +27,8 @@ from autopar.runtime.state import per_element
 class Content:
     """A checkpoint's values, as JSON has them, and its tensors."""
 
+    versions: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    """Of the modules in the model and in the loss function, as their `state_dict()` has them beside the tensors."""
     model: dict[str, Any] = field(default_factory=dict)
     loss_fn: dict[str, Any] | None = None
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -60,8 +62,8 @@ def _tensors(module: nn.Module) -> set[str]:
 def content_of(owner: Owner, spread: bool) -> Content:
     """What this rank has. `spread`: as `opened` says. Raises `SpecError` where a checkpoint on disk cannot hold it."""
     found = Content()
-    found.model = _module(owner, owner.model, "model", spread, found.pieces)
-    if owner.loss_fn is not None and (loss := _module(owner, owner.loss_fn, "loss_fn", spread, found.pieces)):
+    found.model = _module(owner, owner.model, "model", spread, found)
+    if owner.loss_fn is not None and (loss := _module(owner, owner.loss_fn, "loss_fn", spread, found)):
         found.loss_fn = loss
     _optimizer(owner, found)
     found.pieces.extend(owner.pieces)
@@ -77,11 +79,10 @@ def content_of(owner: Owner, spread: bool) -> Content:
 
 def live_piece(owner: Owner, name: str, value: torch.Tensor, spread: bool) -> Piece:
     """What this rank has of a parameter or a buffer of the model."""
-    for own, parameter in owner.parameters.items():
-        if parameter is value and own in owner.sharded.shards and spread:
+    for own, shard in owner.sharded.shards.items() if spread else ():
+        if owner.parameters[own] is value:
             rows = range(*rows_of_rank(owner.group.rank, owner.group.world_size).indices(value.shape[0]))
-            box = (rows, *whole(value.shape[1:]))
-            return Piece(name, tuple(value.shape), box, owner.sharded.shards[own], by_all=True)
+            return Piece(name, tuple(value.shape), (rows, *whole(value.shape[1:])), shard, by_all=True)
     return whole_piece(name, value.detach(), by_all=isinstance(value, nn.Parameter))
 
 
@@ -90,17 +91,20 @@ def state_name(parameter: str, key: str) -> str:
     return f"optimizer.{parameter}.{key}"
 
 
-def _module(owner: Owner, module: nn.Module, prefix: str, spread: bool, pieces: list[Piece]) -> dict[str, Any]:
+def _module(owner: Owner, module: nn.Module, prefix: str, spread: bool, found: Content) -> dict[str, Any]:
     """A module's `state_dict()`; a tensor that has several names there is kept once."""
     names: dict[int, str] = {}
     state, live = module.state_dict(keep_vars=True), live_tensors(module)
     own = {id(value) for value in live.values()}
+    metadata = getattr(state, "_metadata", {})
+    found.versions[prefix] = {name: of_module.get("version") for name, of_module in metadata.items()}
 
     def keep(name: str, value: torch.Tensor) -> str:
         if id(value) not in names:
             names[id(value)] = name
             is_live = id(value) in own
-            pieces.append(live_piece(owner, name, value, spread) if is_live else whole_piece(name, value.detach()))
+            piece = live_piece(owner, name, value, spread) if is_live else whole_piece(name, value.detach())
+            found.pieces.append(piece)
         return names[id(value)]
 
     return {key: to_json(value, f"{prefix}.{key}", keep) for key, value in state.items()}

@@ -21,7 +21,7 @@ from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
 from autopar.ops.parts import added
 from autopar.ops.updates import Observer, Step
-from autopar.runtime import checkpoint, checkpoint_folder
+from autopar.runtime import checkpoint, checkpoint_load, checkpoint_save
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
@@ -190,14 +190,14 @@ class Program(BaseProgram):
         another one does not call it.
         """
         self.synchronize()
-        checkpoint_folder.save(self._owner(), folder)
+        checkpoint_save.save(self._owner(), folder)
 
     def load(self, folder: str | Path) -> None:
         """Continues from a checkpoint that `save` wrote, under this or any other plan, on this or any other number of
         ranks; to be called by all ranks together. Raises `SpecError`, on all ranks, where it does not fit on one of
         them or is damaged, before anything is changed."""
         self.synchronize()
-        self._steps_before = checkpoint_folder.load(self._owner(), folder) - self._steps
+        self._steps_before = checkpoint_load.load(self._owner(), folder) - self._steps
         self._resumed, self._loaded = {}, True
 
     def _pieces(self) -> list[Piece]:

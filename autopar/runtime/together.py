@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 from autopar.errors import CollectiveError, SpecError
+from autopar.runtime.job_store import JobStore
 from autopar.runtime.presence import Presence
 from autopar.runtime.process_group import Group, Rendezvous
 
 _TOPIC = "call"
+_last: weakref.WeakKeyDictionary[Presence, JobStore] = weakref.WeakKeyDictionary()
+"""Where this rank's text of the last meeting is, which is removed behind the next one: all have read it then."""
+DISK_S = 24 * 3600.0
+"""How long ranks wait for one that writes or reads files, as long as it lives: a disk may be slow."""
 
 
 def meet(group: Group, call: str, mine: str, limit_s: float | None = None) -> list[str]:
@@ -29,7 +35,10 @@ def meet(group: Group, call: str, mine: str, limit_s: float | None = None) -> li
             assert rendezvous.store is not None
             rendezvous.store.set(f"{_TOPIC}/{group.rank}", f"{call}\n{mine}")
             group.presence.wait_for(here, _all_there(rendezvous, group.presence, others), others, rendezvous.limit_s)
-        texts = rendezvous.exchange(_TOPIC, f"{call}\n{mine}")
+            texts = rendezvous.exchange(_TOPIC, f"{call}\n{mine}")
+            if (before := _last.get(group.presence)) is not None:
+                before.delete(f"{_TOPIC}/{group.rank}")
+            _last[group.presence] = rendezvous.store
     except CollectiveError as e:
         raise CollectiveError(f"{here}: {e}. {_how(call)}") from e
     for rank, text in enumerate(texts):

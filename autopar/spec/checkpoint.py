@@ -96,6 +96,8 @@ class CheckpointIndex(JsonFile):
     world_size: Annotated[int, Field(ge=1, le=2**31)]
     steps: Count
     """Optimizer steps that the program had done."""
+    versions: dict[str, dict[str, int | None]]
+    """By "model" and "loss_fn": the versions of their modules, which PyTorch keeps beside a `state_dict()`."""
     model: dict[str, Any]
     """`model.state_dict()`."""
     loss_fn: dict[str, Any] | None
@@ -106,6 +108,9 @@ class CheckpointIndex(JsonFile):
     files: tuple[StoredFile, ...]
 
     def check(self) -> None:
+        missing = {"model", *(["loss_fn"] if self.loss_fn is not None else [])} - self.versions.keys()
+        if missing:
+            raise SpecError(f"versions: no '{min(missing)}' is there")
         for i, file in enumerate(self.files):
             if not FILE_NAME.fullmatch(file.name):
                 raise SpecError(

@@ -176,6 +176,10 @@ def two_ranks(rank: int, n: int, folder: str) -> dict[str, Any]:
     other.load(folder)
     found["other plan"] = trained(other, range(2, 4)) == losses
 
+    found["versions"] = autopar.load_checkpoint(folder)["model"]._metadata == final["model"]._metadata
+    store = program._group.presence.store  # type: ignore[union-attr]
+    held = [store.under(f"meeting/{i}").check(f"call/{rank}") for i in range(next(program._group.meetings))]
+    found["store"] = sum(held) <= 1
     found["hooks"] = with_hooks(rank, n, f"{folder}/hooks")
 
     # A disk that is full for one rank.

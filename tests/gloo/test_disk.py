@@ -82,6 +82,10 @@ def test_where_one_rank_fails_all_are_told(ranks: list[dict[str, Any]], what: st
     assert elsewhere == f"rank {who} {refusal}: {there}"
 
 
+def test_versions_of_modules_are_kept_and_texts_of_meetings_are_not(ranks: list[dict[str, Any]]) -> None:
+    assert all(r["versions"] and r["store"] for r in ranks)
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(ranks: list[dict[str, Any]]) -> None:
     assert all(r["old one stays"] and r["old one stays too"] for r in ranks)
 

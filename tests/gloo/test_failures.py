@@ -24,7 +24,7 @@ from torch import nn
 import autopar
 from autopar import api
 from autopar.planning import Planner
-from autopar.runtime import checkpoint_folder
+from autopar.runtime import checkpoint_save
 from autopar.search import build_plan
 
 torch.set_num_threads(1)
@@ -82,7 +82,7 @@ for step in range(4):
         if trouble == "dies":
             die()
         if trouble == "dies as it saves":
-            checkpoint_folder.sync_folder = die  # its files are complete by then
+            checkpoint_save.sync_folder = die  # its files are complete by then
         if trouble == "late":
             time.sleep(10)
         if trouble == "raises":

@@ -1,155 +1,30 @@
-"""Checkpoints on disk: saved and loaded by all ranks together, each what it has.
-
-Each rank writes files of its own, under names that no checkpoint had before. The index, which names all files, comes
-last and replaces the old one in a single step; only then the old files go. So a folder holds the old checkpoint or the
-new one, whenever a rank is killed or a disk is full.
-"""
+"""Checkpoints on disk: checked by all ranks together, then loaded, each rank what it needs; or read in one process."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
 import json
-import os
-import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.errors import AutoparWarning, SpecError
+from autopar.errors import AutoparWarning
 from autopar.ops.fragments import Fragment
-from autopar.runtime.boxes import boxes_of, elements_of
+from autopar.runtime.boxes import Box, boxes_of, elements_of, whole
 from autopar.runtime.checkpoint import REFUSAL, UNREADABLE, Owner, Read, hand_out, read_checked, same_on_all_ranks
-from autopar.runtime.checkpoint_content import Content, content_of, live_piece, live_tensors, opened
-from autopar.runtime.checkpoint_files import Stored, check_regular, sync_folder, write_part, write_tensors
-from autopar.runtime.checkpoint_sharing import FilePlan, box_json, offers_of, read_offers, share_out
+from autopar.runtime.checkpoint_content import live_piece, live_tensors, opened
+from autopar.runtime.checkpoint_files import Stored
+from autopar.runtime.checkpoint_sharing import box_json
 from autopar.runtime.pieces import Piece, fragment_pieces, whole_piece
 from autopar.runtime.plain_values import from_json
-from autopar.runtime.process_group import Group, average_buffers
 from autopar.runtime.state import per_element
-from autopar.runtime.together import agreed, meet
-from autopar.spec.checkpoint import FILE_NAME, INDEX, CheckpointIndex, StoredFile, StoredGroup, StoredOptimizer
+from autopar.runtime.together import DISK_S, agreed, meet
 
-SAVE, LOAD = "program.save(folder)", "program.load(folder)"
-NOT_SAVED = "cannot save the checkpoint, so what the folder held before stays"
-DISK_S = 24 * 3600.0
-"""How long ranks wait for one that writes or reads, as long as it lives: a disk may be slow."""
-
-
-def save(owner: Owner, folder: str | Path) -> None:
-    """Writes a checkpoint; to be called by all ranks together. Raises `SpecError` on all ranks where one of them cannot
-    write its part; what the folder held before is kept then."""
-    target = Path(folder)
-    meet(owner.group, SAVE, "")
-    average_buffers(owner.buffers, owner.group)
-    with opened(owner) as spread:
-        contents: list[Content] = []
-
-        def offer() -> str:
-            contents.append(content_of(owner, spread))
-            _make_folder(target)
-            own = {"pieces": offers_of(contents[0].pieces), "state": contents[0].state, "random": owner.random.state()}
-            return json.dumps({**own, "token": secrets.token_hex(6)})
-
-        said = [json.loads(text) for text in _agreed(owner.group, offer)]
-        content = contents[0]
-        files, tensors = share_out([read_offers(one["pieces"]) for one in said])
-        paths = [target / f"{said[0]['token']}-{f.rank:05}-{f.number:05}.safetensors" for f in files]
-        own = {path: file for path, file in zip(paths, files, strict=True) if file.rank == owner.group.rank}
-        try:
-            written = _agreed(owner.group, lambda: _write(own, content.pieces))
-            _agreed(owner.group, lambda: _finish(owner, target, content, said, tensors, written))
-        except SpecError:  # told by a rank, so no rank has put an index in place
-            for path in own:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            raise
-
-
-def _agreed(group: Group, make: Callable[[], str]) -> list[str]:
-    return agreed(group, SAVE, make, NOT_SAVED, "the checkpoint cannot be written", DISK_S)
-
-
-def _make_folder(target: Path) -> None:
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(target / INDEX):
-            check_regular(target / INDEX)
-    except (OSError, ValueError) as e:
-        raise SpecError(f"{target}: cannot make the folder: {getattr(e, 'strerror', None) or e}") from e
-
-
-def _write(files: Mapping[Path, FilePlan], pieces: Iterable[Piece]) -> str:
-    """Writes the files of this rank; returns what the index says of them."""
-    by_name: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_name.setdefault(piece.name, []).append(piece)
-    written = []
-    for path, file in files.items():
-        tensors = {}
-        for key, (name, box) in file.parts.items():
-            piece = next(
-                p for p in by_name[name] if all(b[0] in o and b[-1] in o for o, b in zip(p.box, box, strict=True))
-            )
-            tensors[key] = write_part(piece, box)
-        written.append(write_tensors(path, tensors).model_dump())
-    if files:
-        sync_folder(next(iter(files)).parent)
-    return json.dumps(written)
-
-
-def _finish(
-    owner: Owner,
-    target: Path,
-    content: Content,
-    said: list[dict[str, Any]],
-    tensors: dict[str, Any],
-    written: list[str],
-) -> str:
-    """On rank 0, puts the index in place and removes the files that it does not name."""
-    if owner.group.rank:
-        return ""
-    files = tuple(StoredFile.model_validate(f) for text in written for f in json.loads(text))
-    for rank, text in enumerate(written):
-        for file in json.loads(text):
-            path = target / file["name"]
-            if not path.is_file() or path.stat().st_size != file["bytes"]:
-                raise SpecError(
-                    f"rank {rank} has written {path}, which rank 0 does not see: the folder must be on a disk that all "
-                    "hosts share (NFS, say). Without one, write program.state_dict() on rank 0"
-                )
-    state: dict[str, dict[str, Any]] = {}
-    for one in said:
-        for name, values in one["state"].items():
-            state[name] = {**values, **state.get(name, {})}
-    kind = type(owner.optimizer)
-    index = CheckpointIndex(
-        autopar=importlib.import_module("autopar").__version__,
-        torch=str(torch.__version__),
-        world_size=owner.group.world_size,
-        steps=owner.steps,
-        model=content.model,
-        loss_fn=content.loss_fn,
-        optimizer=StoredOptimizer(
-            kind=f"{kind.__module__}.{kind.__qualname__}",
-            groups=tuple(StoredGroup(**group) for group in content.groups),
-            state=state,
-        ),
-        random=tuple(tuple(one["random"]) for one in said),
-        tensors=tensors,
-        files=files,
-    )
-    index.save(target / INDEX)
-    named = {file.name for file in files}
-    with contextlib.suppress(OSError):
-        for path in target.iterdir():
-            if FILE_NAME.fullmatch(path.name) and path.name not in named:
-                path.unlink()
-    return ""
+LOAD = "program.load(folder)"
 
 
 def load(owner: Owner, folder: str | Path) -> int:
@@ -184,35 +59,35 @@ class _Loading:
         owner, stored = self._owner, self.stored
         stored.check_files(owner.group.rank, owner.group.world_size)
         self._read = read_checked(owner, self._stand_ins())
-        for _, values, live in self._modules():
+        for _, _, values, live in self._modules():
             for piece in self._pieces_in(values, live):
                 stored.check_holds(piece.name, piece.box)
+        boxes: dict[str, list[Box]] = {}
+        for fragment in (f for part in owner.parts for f in part.fragments):
+            shape = owner.parameters[fragment.name].shape
+            boxes.setdefault(fragment.name, []).extend(boxes_of(fragment, shape))
         for name, values in self._read.state.items():
-            fragments = [f for part in owner.parts for f in part.fragments if f.name == name]
-            shape = owner.parameters[name].shape
             for key, value in values.items():
-                if (stored_as := self._stored_state(name, key)) is None:
-                    continue
-                split = per_element(value, shape) and fragments
-                boxes = [b for f in fragments for b in boxes_of(f, shape)] if split else []
-                for box in boxes or [tuple(range(n) for n in value.shape)]:
-                    stored.check_holds(stored_as, box)
+                if (stored_as := self._stored_state(name, key)) is not None:
+                    is_whole = self._is_read_whole(name, key, value)
+                    for box in [whole(value.shape)] if is_whole else boxes.get(name, ()):
+                        stored.check_holds(stored_as, box)
         return json.dumps({"digest": stored.digest, "own": self._own_pieces()})
 
     def load(self, own: list[dict[str, Any]]) -> None:
         """Changes the program. `own`: by rank, what it has found of tensors of which each rank has its own value."""
         assert self._read is not None
         owner, stored, read = self._owner, self.stored, self._read
-        for module, values, live in self._modules():
+        for kind, module, values, live in self._modules():
             stored.read_into(self._pieces_in(values, live))
             # What is in place already is not copied. What the module's hooks do is done, and they may need the rest.
             rest = {k: from_json(v, stored.whole) for k, v in values.items() if k not in live}
-            module.load_state_dict({**live, **rest})
+            module.load_state_dict(with_versions({**live, **rest}, stored.index.versions[kind]))
         pieces: list[Piece] = []
         state = copy.copy(read.state)
         for name, values in state.items():
-            whole = {k: v for k, v in values.items() if self._is_read_whole(name, k, v)}
-            made = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in whole.items()}
+            read_whole = {k: v for k, v in values.items() if self._is_read_whole(name, k, v)}
+            made = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in read_whole.items()}
             pieces += [whole_piece(str(self._stored_state(name, k)), v) for k, v in made.items()]
             state[name] = {**values, **made}
         stored.read_into(pieces)
@@ -228,13 +103,13 @@ class _Loading:
         stored.read_into(pieces)
         self._load_pieces(own)
 
-    def _modules(self) -> Iterator[tuple[torch.nn.Module, Mapping[str, Any], dict[str, torch.Tensor]]]:
-        """The model and the loss function, each with its values in the checkpoint, and with the tensors of its
-        `state_dict()` that are its own."""
+    def _modules(self) -> Iterator[tuple[str, torch.nn.Module, Mapping[str, Any], dict[str, torch.Tensor]]]:
+        """The model and the loss function, each with its name and its values in the checkpoint, and with the tensors of
+        its `state_dict()` that are its own."""
         owner, index = self._owner, self.stored.index
-        for module, values in ((owner.model, index.model), (owner.loss_fn, index.loss_fn)):
+        for kind, module, values in (("model", owner.model, index.model), ("loss_fn", owner.loss_fn, index.loss_fn)):
             if module is not None and values is not None:
-                yield module, values, live_tensors(module)
+                yield kind, module, values, live_tensors(module)
 
     def _pieces_in(self, values: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> list[Piece]:
         """What this rank has of a module's own tensors, by their names in the checkpoint."""
@@ -244,7 +119,7 @@ class _Loading:
     def _stand_ins(self) -> dict[str, Any]:
         """The checkpoint in the form of `program.state_dict()`, with stand-ins for what is large."""
         stored, devices = self.stored, {name: p.device for p, name in self._owner.names.items()}
-        live = {key for _, _, tensors in self._modules() for key in tensors}
+        live = {key for *_, tensors in self._modules() for key in tensors}
 
         def of_module(key: str, value: Any) -> Any:
             return from_json(value, stored.stand_in if key in live else stored.whole)
@@ -325,13 +200,13 @@ def load_checkpoint(folder: str | Path) -> dict[str, Any]:
     stored, known = Stored(folder), dict[str, torch.Tensor]()
     stored.check_files()
 
-    def whole(name: str) -> torch.Tensor:
+    def read_once(name: str) -> torch.Tensor:
         if name not in known:  # a tensor with two names in the model is one
             known[name] = stored.whole(name)
         return known[name]
 
     def read(_: str, value: Any) -> Any:
-        return from_json(value, whole)
+        return from_json(value, read_once)
 
     return in_pytorchs_form(stored, read, read)
 
@@ -353,13 +228,21 @@ def in_pytorchs_form(
         settings = {k: from_json(v, stored.whole) for k, v in group.settings.items()}
         groups.append({**settings, "params": list(range(first, len(held)))})
     found = {
-        "model": {key: of_module(key, value) for key, value in index.model.items()},
+        "model": with_versions({k: of_module(k, v) for k, v in index.model.items()}, index.versions["model"]),
         "optimizer": {"state": state, "param_groups": groups},
         "random": [list(stream) for stream in index.random],
         "held": json.dumps(held),
     }
     if index.loss_fn is not None:
-        found["loss_fn"] = {key: of_module(key, value) for key, value in index.loss_fn.items()}
+        loss = {key: of_module(key, value) for key, value in index.loss_fn.items()}
+        found["loss_fn"] = with_versions(loss, index.versions["loss_fn"])
+    return found
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, int | None]) -> dict[str, Any]:
+    """A module's state as `state_dict()` returns it, with the versions of the modules that wrote it."""
+    found = OrderedDict(state)
+    found._metadata = OrderedDict((name, {"version": v}) for name, v in versions.items())  # type: ignore[attr-defined]
     return found
 
 
