@@ -47,7 +47,10 @@ def write_part(piece: Piece, box: Box) -> torch.Tensor:
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     """Writes a safetensors file that survives a loss of power. Raises `SpecError` where that cannot be done."""
     try:
+        with path.open("xb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         save_file(_apart(tensors), path, metadata={"format": "pt"})
+        path.chmod(mode)  # some versions of safetensors leave the file to its owner alone
         with path.open("rb") as file:
             os.fsync(file.fileno())
         size, crc = _sum_of(path)
@@ -134,9 +137,11 @@ class Stored:
         if not covered(box, (_box(p) for p in self.tensor(name).parts)):
             raise SpecError(f"{self.folder / INDEX}: tensors['{name}'].parts: they do not hold all elements")
 
-    def holds_own(self, pieces: Iterable[Piece], rank: int) -> bool:
-        """Whether what a rank wrote of a tensor is these pieces of it."""
+    def holds_own(self, pieces: Iterable[Piece], rank: int, world_size: int) -> bool:
+        """Whether as many ranks wrote the checkpoint, and what this one wrote of a tensor is these pieces of it."""
         pieces = list(pieces)
+        if self.index.world_size != world_size:
+            return False
         own = [_box(p) for p in self.tensor(pieces[0].name).parts if p.rank == rank]
         same = sum(map(elements_of, own)) == sum(elements_of(p.box) for p in pieces)
         return same and all(covered(p.box, own) for p in pieces)

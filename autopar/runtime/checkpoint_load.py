@@ -140,23 +140,24 @@ class _Loading:
         return name not in self._owner.updated or not per_element(value, self._owner.parameters[name].shape)
 
     def _own_pieces(self) -> dict[str, Any]:
-        """By name of each tensor of `owner.pieces`: whether this rank wrote the same parts of it, and which parts this
-        rank has. Raises `SpecError` where elements are missing of one that all ranks have together."""
+        """By name of each tensor of `owner.pieces`: whether the checkpoint has it, whether this rank wrote the same
+        parts of it, and which parts this rank has. Raises `SpecError` where elements are missing of one that all ranks
+        have together."""
         found: dict[str, Any] = {}
         for name, pieces in self._by_name().items():
             there = self._found(pieces[0])
             if there and pieces[0].over == "kept":
                 for piece in pieces:
                     self.stored.check_holds(name, piece.box)
-            same = there and self.stored.holds_own(pieces, self._owner.group.rank)
-            found[name] = [same, [box_json(p.box) for p in pieces]]
+            same = there and self.stored.holds_own(pieces, self._owner.group.rank, self._owner.group.world_size)
+            found[name] = {"there": there, "same": same, "boxes": [box_json(p.box) for p in pieces]}
         return found
 
     def _load_pieces(self, own: list[dict[str, Any]]) -> None:
         """Reads `owner.pieces`; what the checkpoint has not starts with zeros, and what the program does not keep is
         dropped, which rank 0 says."""
         stored, rank = self.stored, self._owner.group.rank
-        kept = {name for one in own for name in one}
+        kept = {name for one in own for name in one if one[name]["there"]}
         dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
         if dropped and rank == 0:
             warnings.warn(
@@ -166,13 +167,15 @@ class _Loading:
                 stacklevel=4,
             )
         for name, pieces in self._by_name().items():
-            there, over = self._found(pieces[0]), pieces[0].over
-            same = len(own) == stored.index.world_size and all(one.get(name, [False])[0] for one in own)
+            there, over, parts = self._found(pieces[0]), pieces[0].over, stored.index.tensors.get(name)
+            alike = [one[name]["same"] for one in own if name in one]
             for piece in pieces:
-                if there and (over == "kept" or same):
-                    stored.read_into([piece], None if over == "kept" else rank)
+                if there and over == "kept":
+                    stored.read_into([piece])
+                elif there and parts and all(alike) and len(alike) == len({p.rank for p in parts.parts}):
+                    stored.read_into([piece], rank)
                 elif there and over == "summed":
-                    holders = sum(box_json(piece.box) in one[name][1] for one in own if name in one)
+                    holders = sum(box_json(piece.box) in one[name]["boxes"] for one in own if name in one)
                     stored.read_sum(piece, 1 / holders)
                 else:
                     piece.tensor.detach().zero_()

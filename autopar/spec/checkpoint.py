@@ -119,6 +119,9 @@ class CheckpointIndex(JsonFile):
                 )
         if len({f.name for f in self.files}) < len(self.files):
             raise SpecError("files: a name is given twice")
+        strange = self.optimizer.state.keys() - {name for g in self.optimizer.groups for name in g.parameters}
+        if strange:
+            raise SpecError(f"optimizer.state: {shown(min(strange))} is in none of the optimizer's groups")
         seen = set[tuple[int, str]]()
         for name, tensor in self.tensors.items():
             self._check_tensor(f"tensors[{shown(name)}]", tensor, seen)
