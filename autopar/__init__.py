@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparWarning as AutoparWarning
     from autopar.ir.passes import Pass as Pass
     from autopar.ir.passes import Passes as Passes
+    from autopar.runtime.checkpoint_load import load_checkpoint as load_checkpoint
     from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
     from autopar.spec.calibration import Calibration as Calibration
@@ -40,6 +41,7 @@ _HOMES = {
     "SyncedModule": "autopar.runtime.module",
     "Verification": "autopar.verification",
     "calibrate": "autopar.calibration",
+    "load_checkpoint": "autopar.runtime.checkpoint_load",
     "optimize": "autopar.api",
     "plan": "autopar.api",
     "verify": "autopar.verification",
@@ -58,6 +60,7 @@ __all__ = [
     "SyncedModule",
     "Verification",
     "calibrate",
+    "load_checkpoint",
     "optimize",
     "plan",
     "verify",

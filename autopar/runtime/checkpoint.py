@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,17 @@ from autopar.errors import SpecError
 from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
 from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.pieces import Piece
 from autopar.runtime.process_group import Group, average, average_buffers
 from autopar.runtime.random import RandomStream
 from autopar.runtime.sharded_rows import ShardedRows
-from autopar.runtime.state import State, gather_state, scatter_state
+from autopar.runtime.state import State, Take, cut_out, gather_state, scatter_state
 from autopar.runtime.states import States
-from autopar.runtime.together import meet
+from autopar.runtime.together import agreed, meet
 
 SAVE, LOAD = "program.state_dict()", "program.load_state_dict()"
+REFUSAL = "cannot load the checkpoint, so no rank has changed anything"
+UNREADABLE = "the checkpoint cannot be read"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ class Owner:
     buffers: Sequence[torch.Tensor]
     sharded: ShardedRows
     states: States
+    pieces: Sequence[Piece]
+    """What this rank has of these, for checkpoints on disk."""
     steps: int
+    """Optimizer steps done."""
     local: frozenset[str]
     """Parameters of which each rank updates a replica of its own, that is averaged from time to time."""
     apart: bool
@@ -96,23 +102,29 @@ def load(owner: Owner, state: Any) -> int:
     Raises `SpecError`, on every rank, where it does not fit on one of them, or where ranks are given different ones;
     nothing is changed then."""
     with owner.sharded.traceable():
-        read = _read_by_all(owner, state)
+        read = _read_by_all(owner, lambda: read_checked(owner, state))
     with owner.sharded.gathered():
         owner.model.load_state_dict(read.model)
     if owner.loss_fn is not None and read.loss_fn is not None:
         owner.loss_fn.load_state_dict(read.loss_fn)
+    hand_out(owner, read, read.state)
+    return read.steps
+
+
+def hand_out(owner: Owner, read: Read, state: State, take: Take = cut_out) -> None:
+    """Gives the optimizer and the random stream what was read, in place of what they have. `state`: the optimizer's;
+    `take` fills a part's tensors from it."""
     for group, settings in zip(owner.optimizer.param_groups, read.groups, strict=True):
         group.update(copy.deepcopy(settings))
-    scatter_state(owner.parts, read.state, owner.parameters)
+    scatter_state(owner.parts, state, owner.parameters, take)
     for p, name in owner.names.items():
         if name not in owner.updated:  # the state of a parameter that is frozen now stays the optimizer's own
             owner.optimizer.state.pop(p, None)
-            if name in read.state:
-                owner.optimizer.state[p] = copy.deepcopy(read.state[name])
+            if name in state:
+                owner.optimizer.state[p] = copy.deepcopy(state[name])
     if read.streams is not None:
         owner.random.load(read.streams)
     owner.states.load(read.states)
-    return read.steps
 
 
 def _averaged(owner: Owner, module: nn.Module) -> dict[str, Any]:
@@ -152,33 +164,31 @@ def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[s
     return written
 
 
-def _read_by_all(owner: Owner, state: Any) -> Read:
+def _read_by_all(owner: Owner, read: Callable[[], Read]) -> Read:
     """The checkpoint, checked by all ranks together."""
-    read, refused = None, None
-    try:
-        read = _read(owner, state)
-    except SpecError as e:
-        refused = e
-    except Exception as e:  # a rank that failed otherwise would leave the others waiting
-        refused = SpecError(f"the checkpoint cannot be read: {type(e).__name__}: {e}")
-        refused.__cause__ = e
-    answers = meet(owner.group, LOAD, f"={read.digest}" if read is not None else f"!{refused}")
-    if refused is not None:
-        raise refused
-    assert read is not None
-    for rank, answer in enumerate(answers):
-        if answer.startswith("!"):
-            raise SpecError(f"rank {rank} cannot load the checkpoint, so no rank has changed anything: {answer[1:]}")
-    other = next((r for r, a in enumerate(answers) if a != answers[owner.group.rank]), None)
+    found: list[Read] = []
+
+    def check() -> str:
+        found.append(read())
+        return found[0].digest
+
+    digests = agreed(owner.group, LOAD, check, REFUSAL, UNREADABLE)
+    same_on_all_ranks(owner.group, digests, "load the same file on every rank")
+    return found[0]
+
+
+def same_on_all_ranks(group: Group, digests: Sequence[str], advice: str) -> None:
+    """Raises `SpecError` where ranks are given different checkpoints."""
+    other = next((r for r, digest in enumerate(digests) if digest != digests[group.rank]), None)
     if other is not None:
         raise SpecError(
-            f"rank {owner.group.rank} and rank {other} are given different checkpoints, so no rank has changed "
-            "anything: load the same file on every rank"
+            f"rank {group.rank} and rank {other} are given different checkpoints, so no rank has changed "
+            f"anything: {advice}"
         )
-    return read
 
 
-def _read(owner: Owner, state: Any) -> Read:
+def read_checked(owner: Owner, state: Any) -> Read:
+    """The checkpoint, where it fits this rank's program; raises `SpecError` where it does not. Changes nothing."""
     if not isinstance(state, Mapping):
         raise SpecError(f"the checkpoint is a {type(state).__name__}; expected the dict of {SAVE}")
     missing = [k for k in ("model", "optimizer") if k not in state]
@@ -327,6 +337,7 @@ def _states(owner: Owner, state: Mapping[str, Any], names: dict[int, str], group
             continue
         expected = initial_state(owner.optimizer, settings[name], parameters[name])
         found[name] = checked_state(name, values, expected, parameters[name], owner.elementwise)
+        del expected  # as large as the state, and not to be there beside the next one
     if type(owner.optimizer) is torch.optim.Adagrad and (without := owner.updated - found.keys()):
         raise SpecError(f"the checkpoint's optimizer has no state of '{min(without)}'; Adagrad has some from the start")
     return found

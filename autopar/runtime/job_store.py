@@ -97,6 +97,9 @@ class JobStore:
         """Raises `StoreFailure` where the store does not answer, as all questions do."""
         self._ask(lambda: self._store.set(key, value))
 
+    def delete(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
     def check(self, key: str) -> bool:
         return self._ask(lambda: bool(self._store.check([key])))
 

@@ -159,8 +159,10 @@ def take_from_rank_0(tensors: Iterable[torch.Tensor], group: Group, what: str) -
 class Rendezvous:
     """Lets ranks compare what they hold, through the store."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, limit_s: float | None = None) -> None:
+        """`limit_s`: how long to wait for a rank that lives; by default the group's timeout."""
         self.group = group
+        self.limit_s = group.timeout_s if limit_s is None else limit_s
         self.store = None
         if group.presence is not None:
             self.store = group.presence.store.under(f"meeting/{next(group.meetings)}", group.timeout_s)
@@ -239,7 +241,7 @@ class Rendezvous:
             found.append(text)
             return True
 
-        presence.wait_for(self._here(topic), is_there, [rank], self.group.timeout_s)
+        presence.wait_for(self._here(topic), is_there, [rank], self.limit_s)
         return store.read(key, found[0], parse)
 
     def _here(self, topic: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
 from autopar.ops.parts import added
 from autopar.ops.updates import Observer
-from autopar.runtime import checkpoint
+from autopar.runtime import checkpoint, checkpoint_load, checkpoint_save
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
@@ -191,6 +192,28 @@ class Program(BaseProgram):
         self._steps = checkpoint.load(self._owner(), state)
         self._resumed, self._loaded = {}, True
 
+    def save(self, folder: str | Path) -> None:
+        """Writes a checkpoint into a folder, in place of the one that it holds; to be called by all ranks together.
+
+        Each rank writes what it has, and nothing is gathered: tensors as safetensors, all else as JSON. Any plan on any
+        number of ranks loads it, and `autopar.load_checkpoint(folder)` reads it in one process. All ranks must see the
+        folder, on a disk that their hosts share. Whatever happens meanwhile, the folder holds the old checkpoint or the
+        new one.
+
+        Raises `SpecError`, on all ranks, where one of them cannot write, and `CollectiveError`, with the rank, where
+        another one does not call it.
+        """
+        self.synchronize()
+        checkpoint_save.save(self._owner(), folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Continues from a checkpoint that `save` wrote, under this or any other plan, on this or any other number of
+        ranks; to be called by all ranks together. Raises `SpecError`, on all ranks, where it does not fit on one of
+        them or is damaged, before anything is changed."""
+        self.synchronize()
+        self._steps = checkpoint_load.load(self._owner(), folder)
+        self._resumed, self._loaded = {}, True
+
     def _owner(self) -> checkpoint.Owner:
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
         return checkpoint.Owner(
@@ -207,6 +230,7 @@ class Program(BaseProgram):
             tuple(self._buffers.values()),
             self._sharded,
             self._states,
+            self._states.pieces(),
             self._steps,
             local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),

@@ -60,6 +60,12 @@ class ShardedRows:
                 self._empty(name)
 
     @contextlib.contextmanager
+    def listed(self) -> Iterator[None]:
+        """While it is open, the model gives its `state_dict()`, in which the parameters hold no values."""
+        with self._hooks.off():
+            yield
+
+    @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
         """While it is open, the model can be traced: its parameters have memory, laid out as ever, that nobody has
         touched."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,11 +12,20 @@ import torch.distributed as dist
 
 from autopar.backends.collectives import may_fail
 from autopar.errors import OptimizerError
+from autopar.ops.fragments import Fragment
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous, average
 
 State = dict[str, dict[str, Any]]
 """By parameter name: PyTorch's state of one parameter."""
+
+Take = Callable[[Fragment, str, torch.Tensor, torch.Tensor], None]
+"""Fills the last tensor with a fragment's elements of a value of the state, which is the third, with its key."""
+
+
+def cut_out(fragment: Fragment, key: str, value: torch.Tensor, into: torch.Tensor) -> None:
+    """Copies a fragment's elements of a value of the state."""
+    into.copy_(fragment.cut(value))
 
 
 def gather_state(
@@ -138,7 +147,9 @@ def _from_all_ranks(
     return merged
 
 
-def scatter_state(parts: Iterable[OptimizerPart], state: State, parameters: dict[str, torch.nn.Parameter]) -> None:
+def scatter_state(
+    parts: Iterable[OptimizerPart], state: State, parameters: dict[str, torch.nn.Parameter], take: Take = cut_out
+) -> None:
     """Gives each part the state of its fragments, in place of what it has."""
     for part in parts:
         for index, fragment in enumerate(part.fragments):
@@ -146,7 +157,8 @@ def scatter_state(parts: Iterable[OptimizerPart], state: State, parameters: dict
             cut = {}
             for key, value in state.get(fragment.name, {}).items():
                 if per_element(value, shape):  # as the fragment lies, which is how its first step would make it
-                    cut[key] = torch.empty_like(fragment.tensor, dtype=value.dtype).copy_(fragment.cut(value))
+                    cut[key] = torch.empty_like(fragment.tensor, dtype=value.dtype)
+                    take(fragment, key, value, cut[key])
                 else:
                     cut[key] = copy.deepcopy(value)
             part.load_state(index, cut)

@@ -18,10 +18,15 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import SpecError
 from autopar.ops.base import Call
 from autopar.ops.layouts import Owned, Partial, Shard, Varying, held_elements
+from autopar.runtime.boxes import boxes_of_range, elements_of, size_of
 from autopar.runtime.local_proof import copies
+from autopar.runtime.pieces import Over, Piece
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import ParameterSlice
 
+STATE = "state"
+"""What names in checkpoints on disk begin with."""
+ANY = ParameterSlice(name="")
 Saved = dict[str, dict[str, torch.Tensor]]
 """By what a state is called, then by parameter, or by all members of its group."""
 
@@ -77,6 +82,24 @@ class States:
         self._loaded = saved
         for (_, key), (call, tensor) in self._held.items():
             self._fill(key, call, tensor)
+
+    def pieces(self) -> list[Piece]:
+        """What this rank has of them, for checkpoints on disk."""
+        found: list[Piece] = []
+        for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
+            layout = call.layout
+            over: Over = "summed" if isinstance(layout, Partial) else "reset" if isinstance(layout, Varying) else "kept"
+            begin = _begin(call, self._group.rank)
+            for place in _places(call, self._parameters):
+                first, last = max(begin, place.begin), min(begin + len(tensor), place.end)
+                if first >= last:
+                    continue
+                for box in boxes_of_range(place.slice or ANY, first - place.begin, last - first, place.shape):
+                    part = tensor[first - begin : first - begin + elements_of(box)].view(size_of(box))
+                    name = f"{STATE}.{key}.{place.name}"
+                    found.append(Piece(name, place.shape, box, part, over, by_all=True))
+                    first += elements_of(box)
+        return found
 
     def check(self, saved: Any) -> None:
         """Raises `SpecError` where a checkpoint's states are not such, or do not fit the parameters."""

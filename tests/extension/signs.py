@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -35,6 +36,13 @@ def saved(rank: int, n: int, folder: str) -> dict[str, float]:
     state = program.state_dict()
     if rank == 0:
         torch.save(state, Path(folder) / FILE)
+    program.save(Path(folder) / "disk")
+    again = _program(rank, n)
+    again.load(Path(folder) / "disk")
+    program.step(batch(3, rank))
+    again.step(batch(3, rank))
+    alike = zip(program.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in alike), "not the run that was not interrupted"
     return _sums(state)
 
 
@@ -43,6 +51,8 @@ def loaded(rank: int, n: int, folder: str) -> dict[str, float]:
     program = _program(rank, n)
     program.load_state_dict(torch.load(Path(folder) / FILE, weights_only=True))
     found = _sums(program.state_dict())
+    program.load(Path(folder) / "disk")
+    assert _sums(program.state_dict()) == pytest.approx(found, rel=1e-6)
     program.step(batch(3, rank))
     return found
 

@@ -24,6 +24,7 @@ from torch import nn
 import autopar
 from autopar import api
 from autopar.planning import Planner
+from autopar.runtime import checkpoint_save
 from autopar.search import build_plan
 
 torch.set_num_threads(1)
@@ -58,7 +59,11 @@ if trouble in ("plans", "models", *SHORT):  # on a loaded machine, planning take
 program = autopar.optimize(model, example_inputs=batch, loss_fn=nn.functional.mse_loss, plan=plan, strategy="ddp",
                            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
                            timeout_s=8.0 if trouble in SHORT else 60.0)
+folder = os.path.join(os.path.dirname(sys.argv[0]), "checkpoint")
 for step in range(4):
+    if step == 1 and trouble == "dies as it saves":
+        program.save(folder)
+        saved = autopar.load_checkpoint(folder)["model"]
     if step == 2 and rank == 0:
         if trouble == "rank 0 freezes":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -76,11 +81,19 @@ for step in range(4):
                 sys.exit(1)
         if trouble == "dies":
             die()
+        if trouble == "dies as it saves":
+            checkpoint_save.sync_folder = die  # its files are complete by then
         if trouble == "late":
             time.sleep(15)
         if trouble == "raises":
             raise RuntimeError("the data ran out")
     program.step(batch)
+    if step == 2 and trouble == "dies as it saves":
+        try:
+            program.save(folder)
+        finally:
+            kept = autopar.load_checkpoint(folder)["model"]
+            print("the old one stays:", all(torch.equal(saved[k], kept[k]) for k in kept), flush=True)
 print("done", flush=True)
 """
 
@@ -129,7 +142,7 @@ for _ in range(int(at_once)):
 # Others take their time to see that a rank is gone, so that several troubles are had at once.
 AT_ONCE = 5
 SHORT = ("late", "bad batch", "rank 0 freezes", "never comes", "dies as ranks connect")
-DYING = ("dies as ranks connect", "dies as a group connects", "dies as rank 0 plans")
+DYING = ("dies as ranks connect", "dies as a group connects", "dies as rank 0 plans", "dies as it saves")
 OF_TWO = ("bad batch", "rank 0 freezes", "rank 0 dies", "rank 0 raises")
 """What two ranks can show."""
 OF_RANK_0 = ("rank 0 freezes", "rank 0 dies", "rank 0 raises")
@@ -196,6 +209,11 @@ def test_a_rank_that_is_gone_or_late_is_named_by_the_others(outcomes: Outcomes, 
     if trouble == "raises":
         assert "the data ran out" in outcomes[trouble][1][1]
         assert "CollectiveError" not in outcomes[trouble][1][1]
+
+
+def test_a_rank_that_dies_as_it_saves_leaves_the_old_checkpoint(outcomes: Outcomes) -> None:
+    for rank in (0, 2):
+        assert "the old one stays: True" in outcomes["dies as it saves"][rank][1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.nn.functional as F
 
@@ -35,6 +37,13 @@ def test_programs_do_what_the_algorithm_says() -> None:
 def test_the_first_step_shows_wrong_gradients_of_groups_that_are_not_exact() -> None:
     for said in run_ranks(2, timing.wrong):
         assert len(said) == 2 and all("the gradient of" in text for text in said), said
+
+
+def test_what_is_saved_between_averages_goes_on(tmp_path: Path) -> None:
+    for found in run_ranks(2, timing.on_disk, str(tmp_path)):
+        assert all(found), found
+    for of_rank in run_ranks(3, timing.from_disk, str(tmp_path)):
+        assert max(of_rank) < 1e-12, of_rank
 
 
 def test_one_process_is_late_as_well() -> None:

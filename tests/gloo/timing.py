@@ -126,6 +126,39 @@ def resumed(rank: int, n: int, strategy: str, at: int) -> float:
     return worst
 
 
+def saved_on_disk(rank: int, n: int, folder: str, strategy: str, at: int) -> bool:
+    """Whether a run that was saved and loaded, between two averages, is the one that was not, to the last bit."""
+    model, program = _program(rank, strategy)
+    for step in range(at):
+        program.step(batch(step, rank))
+    program.save(f"{folder}/{strategy}")
+    other, again = _program(rank, strategy)
+    again.load(f"{folder}/{strategy}")
+    for step in range(at, at + 3):
+        program.step(batch(step, rank))
+        again.step(batch(step, rank))
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def on_disk(rank: int, n: int, folder: str) -> list[bool]:
+    strategies = ("ddp+every=3", "zero1+delay=2", "PartitionedAR+every=3", "PartitionedAR+delay=1")
+    return [saved_on_disk(rank, n, folder, s, 4) for s in strategies]
+
+
+def from_disk(rank: int, n: int, folder: str) -> list[float]:
+    """Loaded on other ranks: what each has of the parameters is the mean, and what is held adds up to the sum."""
+    model, program = _program(rank, "ddp+every=3")
+    program.load(f"{folder}/ddp+every=3")
+    _, late = _program(rank, "zero1+delay=2")
+    late.load(f"{folder}/zero1+delay=2")
+    held = late.state_dict()["state"]
+    there = autopar.load_checkpoint(f"{folder}/zero1+delay=2")["state"]
+    assert {k: v.keys() for k, v in held.items()} == {k: v.keys() for k, v in there.items()}
+    off = max(float((held[k][p] - there[k][p]).abs().max()) for k in held for p in held[k])
+    mean = autopar.load_checkpoint(f"{folder}/ddp+every=3")["model"]
+    return [off, max(float((v - mean[k]).abs().max()) for k, v in model.state_dict().items())]
+
+
 def _program(rank: int, strategy: str) -> tuple[Net, Program]:
     model = net()
     return model, program_for(model, rank, strategy, fidelity=FIDELITY)
