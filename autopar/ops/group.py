@@ -63,6 +63,11 @@ class Group:
         """Position in the graph's compute at which the last of the group's gradients is complete."""
         return max(m.parameter.ready for m in self.members)
 
+    @cached_property
+    def last_use(self) -> int:
+        """Position of the last node in the graph's compute that reads one of the parameters, or a view of it."""
+        return max(m.parameter.last_use for m in self.members)
+
     @property
     def first_use(self) -> int:
         """Position of the first node in the graph's compute that reads one of the parameters."""

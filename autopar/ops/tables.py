@@ -36,6 +36,10 @@ class _OfRows(Operation):
         """By default, what is sent, read and written."""
         return 2 * call.sizes[0] * DTYPE_BYTES[call.dtype]
 
+    def behind(self, group: Group) -> int:
+        """By default, as soon as its inputs are there."""
+        return -1
+
     def of(self, group: Group) -> Wave:
         return waves(group)[self.wave]
 
@@ -57,6 +61,9 @@ class AskRows(_OfRows):
     """How many rows this rank wants of each owner, of each lookup; for all to know."""
 
     name = "rows.ask"
+
+    def behind(self, group: Group) -> int:
+        return self.of(group).known
 
     def value(self, at: Emission) -> Value:
         return self.to_each(1 + at.world_size * len(self.of(at.group).entries), "int64", at.world_size)
@@ -116,6 +123,9 @@ class ReceiveRows(_OfRows):
 
     name = "rows.received"
 
+    def needed(self, group: Group) -> int:
+        return self.of(group).needed
+
     def value(self, at: Emission) -> Value:
         return Value(at.inputs[0].elements // at.world_size, at.group.dtype, VARYING, expected=True)
 
@@ -139,6 +149,11 @@ class ReturnRows(_SendRows):
     """To each owner, the gradients of its rows."""
 
     name = "rows.returned"
+
+    def behind(self, group: Group) -> int:
+        turn = self.of(group).turn
+        assert turn is not None, "rows that get no gradient are not returned"
+        return turn
 
     def write(self, site: Site, call: Call) -> Any:
         values, padding = [], []
