@@ -12,7 +12,6 @@ from autopar.ir.dtypes import WireDtype
 from autopar.ops.base import Call
 from autopar.ops.group import Group
 from autopar.ops.tables import AskRows, FindRows, ReceiveRows, ReturnRows, RowsGradient, WantRows, touched_rows
-from autopar.ops.waves import waves
 from autopar.strategies.emitter import Emitter
 
 
@@ -21,7 +20,7 @@ class RowExchange:
 
     def __init__(self, group: Group, wire: WireDtype, emit: Emitter) -> None:
         self.group, self.emit = group, emit
-        self.waves = waves(group)
+        self.waves = group.waves
         self.sent_as = group.dtype if wire == "same" else wire
         self._asked: list[tuple[Call, Call]] = []
         """By wave: how many rows each rank wants of each, and which of this rank's."""

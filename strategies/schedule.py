@@ -1,29 +1,30 @@
 """The scheduler: from calls, and what each needs, to the order in which a step runs them, and their communicators.
 
-It is a list schedule along the order of the graph's compute: each call is placed behind a position there. The order is
-the same on every rank, whatever the batch. The rules:
+It is a list schedule along the graph's compute: each call is placed behind a position there, each rank runs them in
+one order. The rules:
 
-1. A call runs as soon as it may: behind its inputs, and behind what it reads of the graph (`Operation.behind`); with a
-   deadline of its strategy (`Call.by`), not before that. A program without an optimizer has no part in the forward
-   pass.
-2. A wait runs as late as its value is needed: at its deadline, or at that of what is made of it, the position behind
-   which the graph reads it (`Operation.needed`). What the step before has begun is waited for, and stored, before the
+1. A call runs as soon as it may: behind its inputs, and behind what it reads of the graph (`Operation.behind`); where
+   its strategy has chosen a moment (`Call.by`), not before that. A program without an optimizer has no part in the
+   forward pass.
+2. A wait runs as late as its value is needed: by what its strategy says, or by the first node of the graph that reads
+   what is made of it (`Operation.needed`). What the step before has begun is waited for and stored just before the
    graph first reads the group's parameters.
-3. What nothing in the graph needs is waited for behind the backward pass. There calls take turns: each wait ends a turn
-   of its group, and the groups follow one another in each turn, as their sums come in. The clipping coefficient ends a
-   turn of all groups. What the next step waits for goes last in its turn, in the order in which it is needed.
-4. Calls of one queue (`Operation.queue`: the gradients that are summed, the counts of rows) are in the order of the
-   groups, each as soon as what it reads is there and the one before it has run.
-5. Behind one position, calls are in the order in which they were recorded. At the end of the backward pass the sums of
-   queues go first, which are on their way longest; then what has had time until there; then the turns.
+3. What no node of the graph needs is waited for behind the backward pass. There, calls take turns: a wait opens the
+   next turn of its group, and in each turn one group follows the other, as their sums come in. The clipping
+   coefficient opens a turn for all groups. What the next step waits for goes last in its turn, in the order in which it
+   is needed there.
+4. Calls of one queue (`Operation.queue`: gradients that are summed, counts of rows) keep the order of the groups: each
+   runs as soon as it may and the one before it has run.
+5. Behind one position, calls keep the order in which they were recorded. At the end of the backward pass, the sums of
+   the gradients that are complete only there are begun first; then comes what has had time until there; then the turns.
 6. The sum of the batches' weights goes before everything; the step's other small sums go last behind their positions.
-7. What is sent behind the backward pass, and parameters that are sent for a pass to come, have a communicator of their
-   own (1): they do not wait for what is sent beside the backward pass (0).
+7. What is sent behind the backward pass, and parameters that are sent for a pass to come, go through a communicator of
+   their own, 1: they do not wait for what is sent beside the backward pass, through 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -41,93 +42,134 @@ class Placed(NamedTuple):
 
 def schedule(calls: Sequence[Call], graph: TrainingGraph, context: Context) -> list[Placed]:
     """Puts the calls of a step in order, and fills their communicators in. `calls[i]` has the index i."""
-    end = len(graph.compute) - 1
-    first = -1 if context.has_optimizer else graph.backward_start - 1
-    several = context.world_size > 1
-    due = _due(calls)
-    at: list[int | None] = [None] * len(calls)
-    turns = [0] * len(calls)
-    """Of what lies behind the backward pass: the turn."""
-    queued: dict[str, int] = {}
-    """By queue: behind which position its last call is."""
-    before: list[Placed] = []
-    beside: list[Placed] = []
-    had_time: dict[int, Placed] = {}
-    """What has had time until the end, by its index."""
-    behind: list[tuple[tuple[int, ...], Call]] = []
-    sums: list[Placed] = []
-    """Those of the step."""
-    todo: Sequence[Call] = calls
+    order = _Order(calls, graph, context)
+    todo = calls
     while todo:
-        later = []
-        for c in todo:
-            op, group, index = c.op, c.group, c.index
-            if group is None and c.by is not None:
-                (before if c.by == first and op.is_collective else sums).append(Placed(c, c.by))
-                continue
-            if c.completes_step_before:
-                at[index] = position = c.owner_group.first_use - 1
-                beside.append(Placed(c, position))
-                continue
-            position, turn = first, 0
-            for i in c.inputs:
-                made = at[i.index]
-                if made is None:
-                    later.append(c)
-                    break
-                position, turn = max(position, made), max(turn, turns[i.index])
-            else:
-                waits = op.waits_for(c) is not None
-                turn += group is None or (waits and index not in due)
-                if op.is_collective and (turn or c.inputs[0].op.makes_parameters):
-                    c.communicator = 1
-                if turn or group is None:
-                    at[index], turns[index] = end, turn
-                    behind.append((_turn(c, turn), c))
-                    continue
-                position = max(position, op.behind(group), due[index] if waits else -1 if c.by is None else c.by)
-                if op.queue and several:
-                    position = queued[op.queue] = max(position, queued.get(op.queue, first))
-                at[index] = position = min(position, end)
-                if position == end and several and (waits or _has_time(c, at, had_time, end)):
-                    had_time[index] = Placed(c, end)
-                else:
-                    beside.append(Placed(c, position))
+        later = [c for c in todo if not order.take(c)]
         assert len(later) < len(todo), f"calls need one another: {', '.join(c.op.name for c in later)}"
         todo = later
-    behind.sort()
-    found = [*before, *beside, *had_time.values(), *(Placed(c, end) for _, c in behind), *sums]
-    found.sort(key=attrgetter("position"))
-    return found
+    return order.placed()
 
 
-def _due(calls: Sequence[Call]) -> dict[int, int]:
-    """By index: the deadline of each call that has one, of its strategy's or of what is made of its value."""
+class _Order:
+    """Takes calls in, each behind its inputs."""
+
+    def __init__(self, calls: Sequence[Call], graph: TrainingGraph, context: Context) -> None:
+        self.end = len(graph.compute) - 1
+        self.start = -1 if context.has_optimizer else graph.backward_start - 1
+        """Behind this position, the first call may run."""
+        self.several = context.world_size > 1
+        self.needed, self.due = _deadlines(calls)
+        self.at: list[int | None] = [None] * len(calls)
+        """By index: the position; `None` for calls not taken in yet."""
+        self.turn = [0] * len(calls)
+        """By index, of calls behind the backward pass: the turn; 0 of all others."""
+        self.queued: dict[str, int] = {}
+        """The position of each queue's last call."""
+        self.begin: list[Placed] = []
+        self.beside: list[Placed] = []
+        self.until_end: dict[int, Placed] = {}
+        """By index: what has had time until the end of the backward pass."""
+        self.in_turns: list[tuple[tuple[int, ...], Call]] = []
+        """With what they are sorted by, which no two have in common."""
+        self.of_step: list[Placed] = []
+
+    def take(self, call: Call) -> bool:
+        """Places a call, unless one of its inputs is not placed yet; returns whether it did."""
+        op, group, index = call.op, call.group, call.index
+        if call.completes_step_before:
+            self.at[index] = position = call.owner_group.first_use - 1
+            self.beside.append(Placed(call, position))
+            return True
+        position, turn = self.start, 0
+        for i in call.inputs:
+            made = self.at[i.index]
+            if made is None:
+                return False
+            position, turn = max(position, made), max(turn, self.turn[i.index])
+        if group is None:
+            self._take_of_step(call, turn + 1)
+            return True
+        waits = op.waits_for(call) is not None
+        if waits and index not in self.due:
+            turn += 1
+        if op.is_collective and (turn or call.inputs[0].op.makes_parameters):
+            call.communicator = 1
+        if turn:
+            self.at[index] = position = self.end
+            self.turn[index] = turn
+            deferred, first_use = (1, group.first_use) if call.deferred else (0, 0)
+            self.in_turns.append(((turn, deferred, first_use, group.index, index), call))
+        else:
+            position = max(position, op.behind(group))
+            position = self._take_beside(call, position, self.due[index] if waits else call.by)
+        if index in self.needed:
+            last = max(self.needed[index], op.behind(group))
+            assert not turn and position <= last, f"'{op.name}' comes too late for the graph, which reads its value"
+        return True
+
+    def _take_beside(self, call: Call, position: int, by: int | None) -> int:
+        """Places a call beside the graph's compute, behind `position` or, if that is later, behind `by`; returns where
+        it is."""
+        queue = call.op.queue
+        if by is not None and by > position:
+            position = by
+        if queue and self.several:
+            position = self.queued[queue] = max(position, self.queued.get(queue, position))
+        if position >= self.end:
+            position = self.end
+        self.at[call.index] = position
+        if position == self.end and self.several and self._has_time(call):
+            self.until_end[call.index] = Placed(call, position)
+        else:
+            self.beside.append(Placed(call, position))
+        return position
+
+    def _has_time(self, call: Call) -> bool:
+        """Of a call at the end of the backward pass: whether it has had time until there, as all have but the calls of
+        queues and what is made of these alone, up to the first wait."""
+        if call.op.queue:
+            return False
+        inputs = call.inputs
+        return not inputs or any(
+            i.is_pending or self.at[i.index] != self.end or i.index in self.until_end for i in inputs
+        )
+
+    def _take_of_step(self, call: Call, turn: int) -> None:
+        """Places a call of the whole step: one of its own small sums, or what is made of all groups' values."""
+        if call.by is None:
+            self.at[call.index], self.turn[call.index] = self.end, turn
+            self.in_turns.append(((turn, 0, 0, -1, call.index), call))
+            return
+        self.at[call.index] = call.by
+        first = call.op.is_collective and call.by == self.start
+        (self.begin if first else self.of_step).append(Placed(call, call.by))
+
+    def placed(self) -> list[Placed]:
+        """All calls, in execution order."""
+        self.in_turns.sort()
+        behind = [Placed(c, self.end) for _, c in self.in_turns]
+        found = [*self.begin, *self.beside, *self.until_end.values(), *behind, *self.of_step]
+        found.sort(key=attrgetter("position"))
+        return found
+
+
+def _deadlines(calls: Sequence[Call]) -> tuple[dict[int, int], dict[int, int]]:
+    """By index: the position by which the graph reads a call's value; and its deadline, of its strategy's or of what is
+    made of its value."""
+    needed: dict[int, int] = {}
     due: dict[int, int] = {}
     for c in reversed(calls):
         if c.group is None or c.completes_step_before:
             continue
-        deadline, known = due.get(c.index), c.op.needed(c.group)
-        if known is not None and (deadline is None or known < deadline):
-            deadline = known
-        if c.by is not None and (deadline is None or c.by < deadline):
-            deadline = c.by
-        if deadline is not None:
-            due[c.index] = deadline
+        by, read = c.by, c.op.needed(c.group)
+        if read is not None:
+            needed[c.index] = read
+            by = read if by is None else min(by, read)
+        if c.index in due:
+            by = due[c.index] if by is None else min(by, due[c.index])
+        if by is not None:
+            due[c.index] = by
             for i in c.inputs:
-                due[i.index] = min(deadline, due.get(i.index, deadline))
-    return due
-
-
-def _turn(c: Call, turn: int) -> tuple[int, ...]:
-    """Sorts what lies behind the backward pass."""
-    if c.group is None:
-        return turn, 0, 0, -1, c.index
-    return turn, c.deferred, c.group.first_use if c.deferred else 0, c.group.index, c.index
-
-
-def _has_time(c: Call, at: Sequence[int | None], had_time: Collection[int], end: int) -> bool:
-    """Of a call at the end of the backward pass: whether it had time until there, as what sums take has not."""
-    if c.op.queue:
-        return False
-    return not c.inputs or any(at[i.index] != end or i.index in had_time for i in c.inputs)
+                due[i.index] = min(by, due.get(i.index, by))
+    return needed, due

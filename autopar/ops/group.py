@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir.training_graph import Parameter, Parts
+from autopar.ops.waves import Wave, waves_of
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
 
@@ -77,3 +78,8 @@ class Group:
     def known(self) -> int:
         """Position at which the number of rows of all its parts is known."""
         return max(m.parts.known for m in self.members)
+
+    @cached_property
+    def waves(self) -> tuple[Wave, ...]:
+        """Of its tables whose rows live on one rank each: the exchanges that fetch them."""
+        return waves_of([m.parameter.table for m in self.members])

@@ -20,7 +20,7 @@ from autopar.ops.parts import PART_KERNELS, SORT_BYTES
 from autopar.ops.row_shards import RowShards
 from autopar.ops.shares import row_shares
 from autopar.ops.values import Bytes, Setting, Value, Work
-from autopar.ops.waves import Wave, waves
+from autopar.ops.waves import Wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _OfRows(Operation):
         return -1
 
     def of(self, group: Group) -> Wave:
-        return waves(group)[self.wave]
+        return group.waves[self.wave]
 
     def to_each(self, each: int, dtype: str, n: int) -> Value:
         """A message of `each` expected elements a rank."""
@@ -184,7 +184,7 @@ class RowsGradient(Operation):
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         group = call.owner_group
         own = group.elements // setting.world_size * DTYPE_BYTES[group.dtype]
-        moved = own + sum(_row_bytes(group, wave) for wave in waves(group))
+        moved = own + sum(_row_bytes(group, wave) for wave in group.waves)
         return Work(moved_bytes=moved, kernels=PART_KERNELS * len(call.members))
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
@@ -198,7 +198,7 @@ class RowsGradient(Operation):
 
     def write(self, site: Site, call: Call) -> Any:
         group, inputs = call.owner_group, [site.value_of(i) for i in call.inputs]
-        exchanged = [i for i, wave in enumerate(waves(group)) if wave.turn is not None]
+        exchanged = [i for i, wave in enumerate(group.waves) if wave.turn is not None]
         rest, counts = inputs[self.tied :], site.notes(group)
         received = [(w, counts["counts", w], *rest[3 * i + 1 : 3 * i + 3]) for i, w in enumerate(exchanged)]
         sparse = self.touched is not None and site.is_last and not any(map(site.has_earlier, group.names))
@@ -208,7 +208,7 @@ class RowsGradient(Operation):
 
 def touched_rows(group: Group, world_size: int) -> int:
     """Elements of a rank's share that the rows looked up are expected to touch."""
-    return min(group.elements // world_size, sum(_expected(group, w, world_size) for w in waves(group)))
+    return min(group.elements // world_size, sum(_expected(group, w, world_size) for w in group.waves))
 
 
 def _expected(group: Group, wave: Wave, n: int) -> int:
@@ -237,7 +237,7 @@ def _do(site: Site, call: Call, method: str, *arguments: Any) -> Any:
         return RowShards(
             [site.shards[name] for name in group.names],
             [m.shape[0] for m in group.members],
-            [[member for member, _ in wave.entries] for wave in waves(group)],
+            [[member for member, _ in wave.entries] for wave in group.waves],
             site.rank,
             site.world_size,
         )
