@@ -94,6 +94,7 @@ def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter, tied: bo
     if head.log_sum is not None:
         emit.emit(HeadLogSum(head), group, [scores, sums])
 
+    # Also where nothing is handed back: seeds are sent from the graph's own memory, which it may use again.
     seeds = emit.wait(emit.all_gather(emit.emit(HeadSeed(head), group, [scores])), by=head.turn)
     errors = emit.emit(HeadErrors(head), group, [scores, sums, seeds])
     if head.hidden_gradient is not None:
