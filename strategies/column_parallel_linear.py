@@ -73,7 +73,7 @@ def _exchange(group: Group, wire: WireDtype, emit: Emitter) -> None:
     outputs = emit.wait(emit.all_to_all(emit.emit(LayerOutputs(layer, sent_as), group, [given, counts])))
     emit.emit(LayerProduct(layer), group, [outputs])
 
-    errors = emit.wait(emit.all_to_all(emit.emit(LayerErrors(layer, sent_as), group, [counts])), by=layer.turn)
+    errors = emit.wait(emit.all_to_all(emit.emit(LayerErrors(layer, sent_as), group, [counts])))
     if layer.given_gradient is not None:
         returned = emit.emit(LayerReturned(layer, sent_as), group, [errors, counts])
         returned = emit.wait(emit.reduce_scatter(returned, (layer.samples * layer.width,) * n))
