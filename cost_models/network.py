@@ -218,8 +218,8 @@ class Network:
             tuple(sent),
             tuple(received),
             loads,
-            channel=(op.subgroups, op.communicator, pieces > 0),
-            communicator=op.communicator,
+            channel=(op.subgroups, call.communicator, pieces > 0),
+            communicator=call.communicator,
             at_once=at_once,
         )
 

@@ -84,25 +84,23 @@ class ClassShardedHead(Strategy):
 def _gradient(group: Group, head: Head, wire: WireDtype, emit: Emitter, tied: bool) -> Call:
     """From what this rank's layer is given, to the gradients of the classes that it keeps. `tied`: whether those of
     rows that were looked up are added to them."""
-    n, begin, turn = emit.world_size, head.begin, head.turn
+    n = emit.world_size
     sent_as = group.dtype if wire == "same" else wire
-    counts = emit.wait(emit.all_gather(emit.emit(HeadCount(head), group, position=-1)), begin)
-    given = emit.emit(HeadSamples(head, sent_as), group, [counts], position=begin)
-    given = emit.wait(emit.all_gather(given), begin)
-    scores = emit.emit(HeadScores(head), group, [given, counts], position=begin)
-    sums = emit.emit(HeadSums(head), group, [scores], position=begin)
-    sums = emit.wait(emit.all_gather(sums), begin)
-    emit.emit(HeadLoss(head), group, [scores, sums], position=begin)
+    counts = emit.wait(emit.all_gather(emit.emit(HeadCount(head), group)))
+    given = emit.wait(emit.all_gather(emit.emit(HeadSamples(head, sent_as), group, [counts])))
+    scores = emit.emit(HeadScores(head), group, [given, counts])
+    sums = emit.wait(emit.all_gather(emit.emit(HeadSums(head), group, [scores])))
+    emit.emit(HeadLoss(head), group, [scores, sums])
     if head.log_sum is not None:
-        emit.emit(HeadLogSum(head), group, [scores, sums], position=begin)
+        emit.emit(HeadLogSum(head), group, [scores, sums])
 
-    seeds = emit.emit(HeadSeed(head), group, [scores], position=turn)
-    seeds = emit.wait(emit.all_gather(seeds), turn)
-    errors = emit.emit(HeadErrors(head), group, [scores, sums, seeds], position=turn)
+    # Also where nothing is handed back: seeds are sent from the graph's own memory, which it may use again.
+    seeds = emit.wait(emit.all_gather(emit.emit(HeadSeed(head), group, [scores])), by=head.turn)
+    errors = emit.emit(HeadErrors(head), group, [scores, sums, seeds])
     if head.hidden_gradient is not None:
-        returned = emit.emit(HeadReturned(head, sent_as), group, [errors], position=turn)
-        returned = emit.wait(emit.reduce_scatter(returned, (head.samples * head.width,) * n), turn)
-        emit.emit(HeadHandBack(head), group, [returned], position=turn)
+        returned = emit.emit(HeadReturned(head, sent_as), group, [errors])
+        returned = emit.wait(emit.reduce_scatter(returned, (head.samples * head.width,) * n))
+        emit.emit(HeadHandBack(head), group, [returned])
     # Nobody waits for it, and it hides what is being sent.
     gradient = HeadGradient(head, in_pieces=not tied and not emit.context.clips)
-    return emit.emit(gradient, group, [errors], position=emit.end)
+    return emit.emit(gradient, group, [errors], by=emit.end)

@@ -68,20 +68,16 @@ def _exchange(group: Group, wire: WireDtype, emit: Emitter) -> None:
     layer, n = group.members[0].parameter.layer, emit.world_size
     assert layer is not None
     sent_as = group.dtype if wire == "same" else wire
-    begin, turn = layer.product_position - 1, layer.turn
-    counts = emit.wait(emit.all_gather(emit.emit(LayerCount(layer), group, position=-1)), begin)
-    given = emit.emit(LayerGiven(layer, sent_as), group, [counts], position=begin)
-    given = emit.wait(emit.all_gather(given), begin)
-    outputs = emit.emit(LayerOutputs(layer, sent_as), group, [given, counts], position=begin)
-    outputs = emit.wait(emit.all_to_all(outputs), begin)
-    emit.emit(LayerProduct(layer), group, [outputs], position=layer.product_position)
+    counts = emit.wait(emit.all_gather(emit.emit(LayerCount(layer), group)))
+    given = emit.wait(emit.all_gather(emit.emit(LayerGiven(layer, sent_as), group, [counts])))
+    outputs = emit.wait(emit.all_to_all(emit.emit(LayerOutputs(layer, sent_as), group, [given, counts])))
+    emit.emit(LayerProduct(layer), group, [outputs])
 
-    errors = emit.emit(LayerErrors(layer, sent_as), group, [counts], position=turn)
-    errors = emit.wait(emit.all_to_all(errors), turn)
+    errors = emit.wait(emit.all_to_all(emit.emit(LayerErrors(layer, sent_as), group, [counts])))
     if layer.given_gradient is not None:
-        returned = emit.emit(LayerReturned(layer, sent_as), group, [errors, counts], position=turn)
-        returned = emit.wait(emit.reduce_scatter(returned, (layer.samples * layer.width,) * n), turn)
-        emit.emit(LayerHandBack(layer), group, [returned], position=turn)
+        returned = emit.emit(LayerReturned(layer, sent_as), group, [errors, counts])
+        returned = emit.wait(emit.reduce_scatter(returned, (layer.samples * layer.width,) * n))
+        emit.emit(LayerHandBack(layer), group, [returned])
     # Nobody waits for it, and it hides what is being sent.
     gradient = LayerGradient(layer, in_pieces=not emit.context.clips)
-    emit.update(emit.emit(gradient, group, [errors, given, counts], position=emit.end), group, keeps_shards=True)
+    emit.update(emit.emit(gradient, group, [errors, given, counts], by=emit.end), group, keeps_shards=True)

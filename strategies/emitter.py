@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from autopar.ir.dtypes import WireDtype
 from autopar.ops.averages import OwnGradients
-from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission, Operation
+from autopar.ops.base import Call, Emission, Operation
 from autopar.ops.collectives import AllReduce, AllToAll, Broadcast, Collective, Reduce
 from autopar.ops.context import Context
 from autopar.ops.exchanges import AllGather, ReduceScatter
-from autopar.ops.gradients import Deliver, Pack
+from autopar.ops.gradients import Clip, Deliver, Pack
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import Layout, Partial, Replicate, Varying
 from autopar.ops.parts import CountParts, FormGradients, PackParts, touched_elements
@@ -23,30 +23,28 @@ from autopar.ops.waits import Wait
 
 
 class Emitter:
-    """Records the calls of a step. With one rank, collectives and waits vanish."""
+    """Records the calls of a step, and what each needs; `autopar.strategies.schedule` decides when they run. With one
+    rank, collectives and waits vanish.
 
-    def __init__(self, context: Context, end: int = 0) -> None:
+    Where a strategy chooses a moment, it says a deadline, `by`: a position in the graph's compute, behind which a call
+    runs, unless what it needs is there only later.
+    """
+
+    def __init__(self, context: Context, start: int = -1, end: int = 0) -> None:
         self.context = context
+        self.start = start
+        """Position of the last node of the forward pass in the graph's compute."""
         self.end = end
         """Position of the last node in the graph's compute."""
         self.world_size = context.world_size
         self.calls: list[Call] = []
+        self._clip: Call | None = None
 
-    def emit(
-        self,
-        op: Operation,
-        group: Group,
-        inputs: Sequence[Call] = (),
-        *,
-        position: int | None = None,
-        stage: int | None = None,
-    ) -> Call:
-        """Records an operation on the values of earlier ones. It runs behind `position` in the graph's compute, or, by
-        default, as soon as its inputs are there."""
+    def emit(self, op: Operation, group: Group, inputs: Sequence[Call] = (), *, by: int | None = None) -> Call:
+        """Records an operation on the values of earlier ones. It runs as soon as these are there, and what it reads of
+        the graph (`Operation.behind`); with `by`, not before that position."""
         assert not any(i.is_pending for i in inputs), f"'{op.name}' needs values that were waited for"
-        if stage is None:
-            stage = inputs[0].stage if inputs and position is None else 0
-        return self._record(op, group, tuple(inputs), stage, position)
+        return self._record(op, group, tuple(inputs), by)
 
     def pack(self, group: Group, wire: WireDtype = "same") -> Call:
         """The group's gradients as one flat value in the `wire` dtype: of this rank's batch, scaled so that the
@@ -64,42 +62,41 @@ class Emitter:
         """A tensor that lives from step to step, under a name within its group; by default of as many elements as the
         group has, in its dtype. Zeros at first. `layout` says what it is to the other ranks (`ops.state.State`)."""
         of = group.elements if elements is None else elements
-        return self.emit(State(key, of, dtype or group.dtype, layout), group, position=-1)
+        return self.emit(State(key, of, dtype or group.dtype, layout), group)
 
     def keep(self, state: Call, value: Call) -> None:
-        """Writes a value into a state, for the next step; behind what was emitted so far."""
-        self.emit(Keep(), value.owner_group, [state, value], stage=value.stage)
+        """Writes a value into a state, for the next step; behind all that was emitted so far and reads the state."""
+        readers = [c for c in self.calls if state in c.inputs and c is not value]
+        self.emit(Keep(), value.owner_group, [state, value, *readers])
 
     def all_reduce(self, value: Call, subgroups: Subgroups = ()) -> Call:
         """The sum over ranks, on every rank; of a sharded value, of the part that all ranks of a subgroup hold."""
-        return self.collective(AllReduce(subgroups, _communicator(value)), value)
+        return self.collective(AllReduce(subgroups), value)
 
     def reduce(self, value: Call, owner: int) -> Call:
         """The sum over ranks, on `owner`."""
-        return self.collective(Reduce((), _communicator(value), owner), value)
+        return self.collective(Reduce(owner=owner), value)
 
     def reduce_scatter(self, value: Call, sizes: Sequence[int], subgroups: Subgroups = ()) -> Call:
         """The sum over ranks; rank r holds the part `sizes[r]` elements long (0 is allowed), in the order of ranks."""
-        return self.collective(ReduceScatter(subgroups, _communicator(value), tuple(sizes)), value)
+        return self.collective(ReduceScatter(subgroups, tuple(sizes)), value)
 
-    def all_gather(self, value: Call, subgroups: Subgroups = (), communicator: int | None = None) -> Call:
-        """All parts of a sharded value, on every rank. `communicator`: by default that of its stage."""
-        return self.collective(
-            AllGather(subgroups, _communicator(value) if communicator is None else communicator), value
-        )
+    def all_gather(self, value: Call, subgroups: Subgroups = ()) -> Call:
+        """All parts of a sharded value, on every rank."""
+        return self.collective(AllGather(subgroups), value)
 
     def all_to_all(self, value: Call) -> Call:
         """What each rank has for every other one, of a value that is each rank's own; as much again is expected."""
-        return self.collective(AllToAll((), _communicator(value)), value)
+        return self.collective(AllToAll(), value)
 
     def broadcast(self, value: Call) -> Call:
         """The owner's value, on every rank."""
-        return self.collective(Broadcast((), _communicator(value)), value)
+        return self.collective(Broadcast(), value)
 
     def server_reduce(self, value: Call, summed_by: Sequence[int]) -> Call:
         """The sum over ranks, on every rank. Rank r adds up `summed_by[r]` elements and sends them to the others;
         behind the ranks' entries are those of the serving hosts."""
-        return self.collective(ServerReduce((), _communicator(value), tuple(summed_by)), value)
+        return self.collective(ServerReduce(summed_by=tuple(summed_by)), value)
 
     def collective(self, op: Collective, value: Call) -> Call:
         """Begins a collective; with one rank, the value itself."""
@@ -107,29 +104,28 @@ class Emitter:
         if self.world_size == 1:
             return value
         value = self._replaced(value, value.with_op(value.op.when_sent()))
-        return self._record(op, value.group, (value,), value.stage, value.position)
+        return self._record(op, value.group, (value,))
 
-    def wait(self, value: Call, position: int | None = None) -> Call:
-        """Completes a collective. Its wait lies after the backward pass, so that compute hides it; that of counts,
-        before it; or behind a position in the graph."""
+    def wait(self, value: Call, *, by: int | None = None) -> Call:
+        """Completes a collective, as late as its value is needed, so that compute hides it: by the first node of the
+        graph that reads what is made of it, or else behind the backward pass; or by a position that is said."""
         if not value.is_pending:
             return value
-        stage = value.stage + (position is None)
-        return self._record(Wait(), value.group, (value,), stage, position, value.deferred)
+        return self._record(Wait(), value.group, (value,), by, value.deferred)
 
-    def free(self, value: Call, elements: int, position: int) -> None:
+    def free(self, value: Call, elements: int, by: int) -> None:
         """Nobody reads so many of a value's elements behind a position."""
         assert not value.is_pending and isinstance(value.layout, Replicate), "only a rank's own copy can be freed"
         if self.world_size > 1:
-            self.emit(Free(elements), value.owner_group, [value], position=position)
+            self.emit(Free(elements), value.owner_group, [value], by=by)
 
     def gathered(self, group: Group, wire: WireDtype = "same") -> Call:
         """The gradients, formed from the parts of all ranks. With one rank, they are there already."""
         if self.world_size == 1:
             return self.pack(group)
-        counts = self.wait(self.all_gather(self.emit(CountParts(), group, stage=FORWARD_STAGE)))
+        counts = self.wait(self.all_gather(self.emit(CountParts(), group)), by=self.start)
         dtype = group.dtype if wire == "same" else wire
-        parts = self.wait(self.all_gather(self.emit(PackParts(dtype), group, [counts], stage=0)))
+        parts = self.wait(self.all_gather(self.emit(PackParts(dtype), group, [counts])))
         touched = touched_elements(group, [self.passes_over(m) for m in group.members], self.world_size)
         return self.emit(FormGradients(touched), group, [parts, counts])
 
@@ -139,29 +135,27 @@ class Emitter:
         rows = structure is not None and member.slice.whole and structure.kind == "rows"
         return self.context.sparse_update and not self.context.clips and rows
 
-    def update(self, value: Call, group: Group, *, keeps_shards: bool = False, position: int | None = None) -> Call:
-        """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype; without
-        an optimizer, hands the gradients over. Returns the updated parameters, in the same layout.
+    def update(self, value: Call, group: Group, *, keeps_shards: bool = False) -> Call:
+        """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype, once the
+        clipping coefficient is known where gradients are clipped; without an optimizer, hands the gradients over.
+        Returns the updated parameters, in the same layout.
 
-        `keeps_shards`: the parameters' rows live with the rank that updates them, and nowhere else. `position`: where
-        in the graph it may happen, unless gradients are clipped first.
+        `keeps_shards`: the parameters' rows live with the rank that updates them, and nowhere else.
         """
         assert not value.is_pending and not isinstance(value.layout, Partial | Varying), (
             "update needs gradients that were summed over all ranks, and waited for"
         )
-        clips = self.context.clips
-        stage = max(value.stage, CLIP_STAGE) if clips else value.stage
         if self.context.has_optimizer:
             op: Operation = Update(keeps_shards, value.op.touched)
         else:
             assert isinstance(value.layout, Replicate), "without an optimizer, every rank needs the whole gradient"
             op = Deliver()
-        return self._record(op, group, (value,), stage, None if clips else position)
+        return self._record(op, group, (value, self._coefficient()) if self.context.clips else (value,))
 
     def update_alone(self, group: Group) -> Call:
         """Runs the optimizer on each rank with that rank's gradients alone: replicas come to differ."""
         own = self.emit(OwnGradients(), group)
-        return self._record(Update(), group, (own,), CLIP_STAGE if self.context.clips else 0, None)
+        return self._record(Update(), group, (own, self._coefficient()) if self.context.clips else (own,))
 
     def store(self, value: Call, group: Group, *, deferred: bool = False) -> None:
         """Writes updated parameters that are being received into the parameters of every rank. `deferred`: in the next
@@ -169,14 +163,27 @@ class Emitter:
         if self.world_size == 1:
             return
         assert value.is_pending and isinstance(value.layout, Replicate), "store waits for replicated parameters itself"
-        position = None
         if deferred:
             assert self.context.late_parameters, "parameters may be late only where that is allowed"
             value = self._replaced(value, replace(value, deferred=True))
-            position = group.first_use - 1
         store = Store(value.op.sender(value))
-        value = self.wait(value, position)
-        self._record(store, group, (value,), value.stage, position, deferred)
+        self._record(store, group, (self.wait(value),), deferred=deferred)
+
+    def finish(self) -> list[Call]:
+        """All calls, once every group's are recorded: where gradients are clipped, the coefficient comes last, which is
+        formed of all of them."""
+        if self._clip is not None:
+            self._clip.index = len(self.calls)
+            self._clip.inputs = tuple(c.inputs[0] for c in self.calls if c.op.takes_clip)
+            self.calls.append(self._clip)
+            self._clip = None
+        return self.calls
+
+    def _coefficient(self) -> Call:
+        """The clipping coefficient: it is an input of updates before all that it is formed of is recorded."""
+        if self._clip is None:
+            self._clip = Call(-1, Clip(), (), None, Clip().value(Emission(None, (), self.context)))
+        return self._clip
 
     def _replaced(self, before: Call, after: Call) -> Call:
         """Changes a call that nobody has used yet."""
@@ -189,15 +196,9 @@ class Emitter:
         op: Operation,
         group: Group | None,
         inputs: tuple[Call, ...],
-        stage: int,
-        position: int | None,
+        by: int | None = None,
         deferred: bool = False,
     ) -> Call:
         made = op.value(Emission(group, inputs, self.context))
-        self.calls.append(Call(len(self.calls), op, inputs, group, made, stage, position, deferred))
+        self.calls.append(Call(len(self.calls), op, inputs, group, made, by, deferred))
         return self.calls[-1]
-
-
-def _communicator(value: Call) -> int:
-    """What is sent behind the backward pass does not wait for what is sent beside it."""
-    return int(value.stage > 0)

@@ -1,7 +1,6 @@
-"""Lowers a plan: asks each group's strategy to emit its operations, and puts them in one fixed order.
+"""Lowers a plan: asks each group's strategy to emit its operations, and has them put in one fixed order.
 
-The order is the same on every rank, whatever the batch: collectives are issued in the order of the plan's
-groups, each as soon as its gradients are complete and the one before it has been issued.
+The order is the same on every rank, whatever the batch (`autopar.strategies.schedule`).
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from pydantic import ValidationError
 
 from autopar.errors import PlanError, among
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.base import CLIP_STAGE, FORWARD_STAGE, Call, Emission
+from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of
 from autopar.ops.context import Context
-from autopar.ops.gradients import Clip
 from autopar.ops.group import Group, Member
 from autopar.ops.moments import Moment
 from autopar.ops.values import Value
@@ -30,19 +28,12 @@ from autopar.spec.validation import explain
 from autopar.strategies import strategy_named
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
+from autopar.strategies.schedule import Placed, schedule
 from autopar.strategies.timing import Moments, check_timing, fullest, group_fidelity, lower_group
 
 T = TypeVar("T")
 Known = dict[tuple[int, Moment], tuple[SyncGroup, int, T]]
 """By the identity of a group's object, which is kept with it, as is the number of its calls; and by what it does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A call, and the position in the graph's compute behind which it runs (-1: before everything)."""
-
-    call: Call
-    position: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +112,7 @@ def lower_plan(
     """Lowers sync groups for one training graph: a step in which groups do what `moments` say; by default, all
     synchronize. Raises `PlanError` where a strategy cannot be used."""
     check_timing(groups, context)
-    emit = Emitter(context, len(graph.compute) - 1)
+    emit = Emitter(context, graph.backward_start - 1, len(graph.compute) - 1)
     resolved = []
     for index, (spec, moment) in enumerate(zip(groups, moments or fullest(groups), strict=True)):
         strategy = strategy_named(spec.strategy)
@@ -136,19 +127,10 @@ def lower_plan(
                 raise PlanError(f"group {index}: '{member.slice}' cannot use {spec.strategy}: {reason}")
         lower_group(strategy, group, options, emit)
         resolved.append(group)
-    calls = emit.calls
-    if context.clips:
-        calls.append(_clip(calls, context))
-    bookends = _weight_and_loss(len(calls), graph, context) if context.world_size > 1 else ()
-    placed = _place(calls, graph, context)
-    # The weights' sum goes first: with several micro-batches it is known, and sent, before the first of them.
-    placed = sorted([*bookends[:1], *placed, *bookends[1:]], key=lambda p: p.position)
-    return StepProgram(
-        context=context,
-        groups=tuple(resolved),
-        calls=(*calls, *(b.call for b in bookends)),
-        placed=tuple(placed),
-    )
+    calls = emit.finish()
+    if context.world_size > 1:
+        calls += _weight_and_loss(len(calls), graph, context)
+    return StepProgram(context, tuple(resolved), tuple(calls), tuple(schedule(calls, graph, context)))
 
 
 def resolve(index: int, spec: SyncGroup, graph: TrainingGraph) -> Group:
@@ -198,70 +180,15 @@ def fidelity_of(groups: Sequence[SyncGroup], context: Context) -> Fidelity:
     return max(found, key=FIDELITIES.index)
 
 
-def _clip(calls: Sequence[Call], context: Context) -> Call:
-    sources = tuple(c.inputs[0] for c in calls if c.op.takes_clip)
-    return Call(len(calls), Clip(), sources, None, Clip().value(Emission(None, sources, context)), stage=CLIP_STAGE - 1)
-
-
-def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> tuple[Placed, ...]:
+def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> list[Call]:
     """The small sums of every step: the batch weights, before the backward pass, and the loss, after it. A program
     without an optimizer begins with the backward pass, and leaves the loss to the user."""
     start, end = graph.backward_start - 1, len(graph.compute) - 1
     number = Value(1, "float64")
 
-    def both(index: int, of: str, begun: int, ended: int) -> tuple[Placed, Placed]:
-        begin = Call(index, StepSum(of=of), (), None, number, stage=0)
-        return Placed(begin, begun), Placed(Call(index + 1, StepWait(), (begin,), None, number, stage=0), ended)
+    def both(index: int, of: str, begun: int, ended: int) -> list[Call]:
+        begin = Call(index, StepSum(of=of), (), None, number, by=begun)
+        return [begin, Call(index + 1, StepWait(), (begin,), None, number, by=ended)]
 
     weight = both(first, "weight", -1 if context.has_optimizer else start, start)
-    return (*weight, *both(first + 2, "loss", start, end)) if context.has_optimizer else weight
-
-
-def _place(calls: Sequence[Call], graph: TrainingGraph, context: Context) -> list[Placed]:
-    start, end = graph.backward_start - 1, len(graph.compute) - 1
-    # A program without an optimizer has no part in the forward pass.
-    issued, early = -1, -1 if context.has_optimizer else start
-    placed: list[Placed] = []
-    last: dict[int, Placed] = {}
-    """What has time until the end: sums whose gradients are complete only there are issued first."""
-    at: dict[int, int] = {}
-    for c in calls:
-        if c.position is not None:
-            # Not before what it needs, which the order of groups may have put behind that position.
-            needed = (
-                -1 if c.completes_step_before else max((at[i.index] for i in c.inputs if i.index in at), default=-1)
-            )
-            at[c.index] = min(max(c.position, needed), end)
-            if at[c.index] == end:
-                last[c.index] = Placed(c, end)
-            else:
-                placed.append(Placed(c, at[c.index]))
-            continue
-        if c.stage > 0 or c.group is None:
-            continue
-        if c.stage < 0:
-            early = max(early, c.group.known)
-            placed.append(Placed(c, early if c.stage == FORWARD_STAGE else start))
-            continue
-        if c.op.changes_parameters:
-            made = max((at[i.index] for i in c.inputs if i.index in at), default=-1)
-            position = max(made, c.group.ready, *(m.parameter.last_use for m in c.group.members))
-        elif context.world_size == 1:
-            position = c.group.ready
-        else:
-            position = issued = max(issued, c.group.ready, *(at[i.index] for i in c.inputs if i.index in at))
-        at[c.index] = position
-        if any(i.index in last for i in c.inputs):
-            last[c.index] = Placed(c, end)
-        else:
-            placed.append(Placed(c, position))
-    behind = sorted((c for c in calls if c.stage > 0 and c.position is None), key=_turn)
-    return [*placed, *last.values(), *(Placed(c, end) for c in behind)]
-
-
-def _turn(c: Call) -> tuple[int, ...]:
-    """Sorts what lies behind the backward pass: group by group, as their sums come in. What the next step waits for
-    goes last, in the order in which it is needed."""
-    if c.group is None:
-        return (c.stage, 0, 0, -1, c.index)
-    return (c.stage, c.deferred, c.group.first_use if c.deferred else 0, c.group.index, c.index)
+    return [*weight, *both(first + 2, "loss", start, end)] if context.has_optimizer else weight

@@ -61,16 +61,15 @@ class PartitionedParameterServer(Strategy):
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, PartitionedParameterServerOptions)
         shares = options.shares or (1.0,) * emit.world_size
-        position = _turn(group, options.early, emit.end) if options.early and not emit.context.clips else None
+        by = _turn(group, options.early, emit.end) if options.early and not emit.context.clips else None
         gradients = emit.pack(group, options.wire)
-        shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)), position)
-        parameters = emit.update(shard, group, position=position)
-        emit.store(emit.all_gather(parameters, communicator=1), group, deferred=options.late)
+        shard = emit.wait(emit.reduce_scatter(gradients, split_by_share(group.elements, shares)), by=by)
+        emit.store(emit.all_gather(emit.update(shard, group)), group, deferred=options.late)
 
 
 def _turn(group: Group, early: float, end: int) -> int:
     """Position in the backward pass at which a group's sums are waited for: nothing reads the parameters any more."""
-    return max(round(end - early * (end - group.ready)), *(m.parameter.last_use for m in group.members))
+    return max(round(end - early * (end - group.ready)), group.last_use)
 
 
 def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:

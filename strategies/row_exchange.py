@@ -12,7 +12,6 @@ from autopar.ir.dtypes import WireDtype
 from autopar.ops.base import Call
 from autopar.ops.group import Group
 from autopar.ops.tables import AskRows, FindRows, ReceiveRows, ReturnRows, RowsGradient, WantRows, touched_rows
-from autopar.ops.waves import waves
 from autopar.strategies.emitter import Emitter
 
 
@@ -21,7 +20,7 @@ class RowExchange:
 
     def __init__(self, group: Group, wire: WireDtype, emit: Emitter) -> None:
         self.group, self.emit = group, emit
-        self.waves = waves(group)
+        self.waves = group.waves
         self.sent_as = group.dtype if wire == "same" else wire
         self._asked: list[tuple[Call, Call]] = []
         """By wave: how many rows each rank wants of each, and which of this rank's."""
@@ -31,13 +30,11 @@ class RowExchange:
         hides the ways there and back."""
         emit, group = self.emit, self.group
         for i, wave in enumerate(self.waves):
-            asked, found, needed = (wave.known + k * (wave.needed - wave.known) // 3 for k in (1, 2, 3))
-            counts = emit.wait(emit.all_gather(emit.emit(AskRows(i), group, position=wave.known)), asked)
-            wanted = emit.emit(WantRows(i), group, [counts], position=asked)
-            wanted = emit.wait(emit.all_to_all(wanted), found)
-            rows = emit.emit(FindRows(i, self.sent_as), group, [wanted, counts], position=found)
-            rows = emit.wait(emit.all_to_all(rows), needed)
-            emit.emit(ReceiveRows(i), group, [rows], position=needed)
+            asked, found = (wave.known + k * (wave.needed - wave.known) // 3 for k in (1, 2))
+            counts = emit.wait(emit.all_gather(emit.emit(AskRows(i), group)), by=asked)
+            wanted = emit.wait(emit.all_to_all(emit.emit(WantRows(i), group, [counts])), by=found)
+            rows = emit.wait(emit.all_to_all(emit.emit(FindRows(i, self.sent_as), group, [wanted, counts])))
+            emit.emit(ReceiveRows(i), group, [rows])
             self._asked.append((counts, wanted))
 
     def gradient(self, also: Call | None = None) -> Call:
@@ -47,9 +44,9 @@ class RowExchange:
         for i, (wave, asked) in enumerate(zip(self.waves, self._asked, strict=True)):
             if wave.turn is None:
                 continue
-            # What comes back has until the end of the backward pass.
-            back = emit.emit(ReturnRows(i, self.sent_as), group, position=wave.turn)
-            inputs += [*asked, emit.wait(emit.all_to_all(back), emit.end)]
+            back = emit.emit(ReturnRows(i, self.sent_as), group)
+            inputs += [*asked, emit.wait(emit.all_to_all(back))]
         passes_over = also is None and all(map(emit.passes_over, group.members))
         touched = touched_rows(group, emit.world_size) if passes_over else None
-        return emit.emit(RowsGradient(also is not None, touched), group, inputs, position=emit.end)
+        # What comes back has until the end of the backward pass.
+        return emit.emit(RowsGradient(also is not None, touched), group, inputs, by=emit.end)

@@ -70,22 +70,18 @@ class ShardedParameters(Strategy):
         """The sums of gradients go to the owners of rows. They are waited for when as much of the backward pass has
         gone by again, so that no more than two groups' gradients are there at a time."""
         sent_as = group.dtype if options.wire == "same" else options.wire
-        packed = emit.emit(PackRows(sent_as), group, position=group.ready)
-        span = _span([m.parameter.ready for m in group.members])
-        position = max(group.ready + span, *(m.parameter.last_use for m in group.members))
-        summed = emit.wait(emit.reduce_scatter(packed, row_shares(group, emit.world_size)), position)
-        gradient = emit.emit(ShardGradient(), group, [summed], position=position)
-        emit.update(gradient, group, keeps_shards=True, position=position)
+        packed = emit.emit(PackRows(sent_as), group)
+        by = max(group.ready + _span([m.parameter.ready for m in group.members]), group.last_use)
+        summed = emit.wait(emit.reduce_scatter(packed, row_shares(group, emit.world_size)), by=by)
+        emit.update(emit.emit(ShardGradient(), group, [summed]), group, keeps_shards=True)
 
 
 def _gather(group: Group, backward: bool, uses: Sequence[int], reads: Sequence[int], emit: Emitter) -> None:
     """Makes the members whole that a pass reads, from as long before their first use as these uses lie apart: then the
     group in front of it is computed, if they are of one size. Each is there until it is read last, `reads`; small ones
     are freed together."""
-    position = min(uses) - 1
-    own = emit.emit(OwnShards(backward), group, position=max(-1, position - _span(uses)))
-    flat = emit.wait(emit.all_gather(own, communicator=1), position)
-    whole = emit.emit(WholeParameters(backward), group, [flat], position=position)
+    own = emit.emit(OwnShards(backward), group, by=min(uses) - 1 - _span(uses))
+    whole = emit.emit(WholeParameters(backward), group, [emit.wait(emit.all_gather(own))])
     some = WholeParameters(backward).some(group)
     elements = 0
     for i, (last, member) in enumerate(sorted(zip(reads, some.members, strict=True), key=lambda read: read[0]), 1):

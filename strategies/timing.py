@@ -142,7 +142,7 @@ def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) ->
         raise PlanError(f"{where}: it rounds or compresses what it sends, and parameters are averaged as they are")
     if spec.every == 1 and not spec.from_step:
         return
-    trial = Emitter(emit.context, emit.end)
+    trial = Emitter(emit.context, emit.start, emit.end)
     strategy.lower(replace(group, moment=SYNCHRONIZE), options, trial)
     updates = [c for c in trial.calls if c.op.updates]
     if not all(isinstance(c.layout, Replicate) and not c.op.keeps_shards for c in updates):
@@ -153,24 +153,25 @@ class _Instead(Emitter):
     """An emitter that gives a strategy something else than this step's gradients."""
 
     def __init__(self, emit: Emitter, source: Call) -> None:
-        super().__init__(emit.context, emit.end)
+        super().__init__(emit.context, emit.start, emit.end)
         self.calls = emit.calls
         self.source = source
+        self._coefficient = emit._coefficient  # type: ignore[method-assign]  # of which a step has one
 
-    def emit(self, op: Operation, group: Group, inputs: Sequence[Call] = (), **when: int | None) -> Call:
+    def emit(self, op: Operation, group: Group, inputs: Sequence[Call] = (), *, by: int | None = None) -> Call:
         if op.takes_gradients or op.forms_gradients or op.replaces(group):
             raise PlanError(
                 f"group {group.index}: {group.spec.strategy} cannot be used with {text_of(group.spec)}: it sends "
                 f"something else than packed gradients ('{op.name}')"
             )
-        return super().emit(op, group, inputs, **when)
+        return super().emit(op, group, inputs, by=by)
 
 
 class _Delayed(_Instead):
     """Of an earlier step."""
 
     def pack(self, group: Group, wire: WireDtype = "same") -> Call:
-        return self.emit(Recall(self.sent_as(group, wire)), group, [self.source], position=-1)
+        return self.emit(Recall(self.sent_as(group, wire)), group, [self.source])
 
 
 class _Averaging(_Instead):

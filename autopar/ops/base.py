@@ -62,6 +62,11 @@ class Operation(ABC):
     """Whether its value, where it is large, is formed only as it is used (`autopar.ops.products`)."""
     keeps_shards: bool = False
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
+    makes_parameters: ClassVar[bool] = False
+    """Whether its value is parameters, which are sent for a pass to come."""
+    queue: ClassVar[str] = ""
+    """Calls of one queue are in the order of the plan's groups: none runs before that of a group before it. Empty for
+    operations that wait for nothing but what they need."""
 
     @abstractmethod
     def value(self, at: Emission) -> Value:
@@ -70,6 +75,16 @@ class Operation(ABC):
     @abstractmethod
     def write(self, site: Site, call: Call) -> Any:
         """Runs it, or writes it into a graph, as `site` does; returns its value there."""
+
+    def behind(self, group: Group) -> int:
+        """The position in the graph's compute (-1: before everything) behind which it may run: what it reads of the
+        graph is there, and nothing reads any more what it overwrites. By default the group's gradients are complete
+        there, and, where it changes the group's parameters, nothing reads these."""
+        return max(group.ready, group.last_use) if self.changes_parameters else group.ready
+
+    def needed(self, group: Group) -> int | None:
+        """The position behind which the graph reads what it makes; `None` where no node of the graph does."""
+        return None
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         """What it does on a rank's device."""
@@ -128,9 +143,10 @@ class Operation(ABC):
         return ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
-    """An operation in a step, with its inputs, its value, and when it runs. Strategies pass it on as that value."""
+    """An operation in a step, with its inputs and its value. Strategies pass it on as that value. When it runs follows
+    from what it needs (`autopar.strategies.schedule`)."""
 
     index: int
     """Its place among all calls."""
@@ -139,15 +155,15 @@ class Call:
     group: Group | None
     """`None` where it belongs to the whole step."""
     made: Value
-    stage: int
-    """0: as soon as its inputs are there, beside the backward pass. s > 0: after the backward pass, behind the s-th
-    wait of its group. Stages from `CLIP_STAGE` on also lie behind the global gradient norm. `FORWARD_STAGE`: as soon as
-    its inputs are there, beside the forward pass; one more: between the two passes."""
-    position: int | None = None
-    """The position in the graph's compute behind which it runs, where `stage` does not say it."""
+    by: int | None = None
+    """A deadline that its strategy has chosen: it runs behind this position in the graph's compute, unless what it
+    needs is there only later. `None`: as soon as it may; a wait, as late as its value is needed."""
     deferred: bool = False
     """Of a collective: begun as the step ends, and completed in the next one. Of a wait or a store: of what the step
-    before has begun, behind `position`."""
+    before has begun, before the graph first reads the group's parameters."""
+    communicator: int = 0
+    """Of a collective, as the schedule decides: communicators have channels of their own, so what one sends does not
+    wait for the other. It follows from the group and the context alone."""
 
     @property
     def elements(self) -> int:
@@ -222,14 +238,10 @@ class Call:
         if self.group is not None:
             members = self.group.names if self.op.reads_members else [len(self.group.members)]
             of_group = (*members, self.group.dtype)
-        return self.op, self.made, of_inputs, of_group
+        return self.op, self.made, self.communicator, of_inputs, of_group
 
     def with_op(self, op: Operation) -> Self:
         return self if op is self.op else replace(self, op=op)
-
-
-FORWARD_STAGE = -2
-CLIP_STAGE = 100
 
 
 class Site(ABC):
@@ -246,8 +258,6 @@ class Site(ABC):
     shards: dict[str, torch.Tensor]
     """This rank's rows of the parameters that are sharded between steps."""
     max_norm: float | None = None
-    clip: Any = None
-    """The clipping coefficient, once it is known."""
 
     @abstractmethod
     def value_of(self, call: Call) -> Any:

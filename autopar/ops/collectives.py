@@ -29,6 +29,7 @@ import numpy as np
 from autopar.backends import collectives
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
+from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Owned, Partial, Shard, summed
 from autopar.ops.links import Links, Phase, Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups
@@ -46,8 +47,10 @@ class Collective(Operation):
     reads_members = False
 
     subgroups: Subgroups = ()
-    communicator: int = 0
-    """Communicators have channels of their own, so what one sends does not wait for the other."""
+
+    def behind(self, group: Group) -> int:
+        """It may begin as soon as what it sends is there."""
+        return -1
 
     @abstractmethod
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
@@ -76,7 +79,7 @@ class Collective(Operation):
         if call.expected:
             return f"{self.name} ragged {call.dtype}"
         of_ranks = f"{self.sizes_of(call)} {self.owner_of(call)} {self.subgroups}"
-        return f"{self.name} {call.elements} {call.dtype} {of_ranks} {self.communicator}"
+        return f"{self.name} {call.elements} {call.dtype} {of_ranks} {call.communicator}"
 
     def in_rounds(self, call: Call) -> bool:
         """Whether it is made of messages of our own, on CPUs; then those of a process group follow one another."""
@@ -98,8 +101,8 @@ class Collective(Operation):
         """The value, once it was waited for. `sent`: whether it is sent on."""
         return value
 
-    def channel(self, site: Site) -> Any:
-        return site.channel(self.subgroups, self.communicator)
+    def channel(self, site: Site, call: Call) -> Any:
+        return site.channel(self.subgroups, call.communicator)
 
     def size_bytes(self, call: Call, world_size: int) -> int:
         """Of a message that takes as long: what is looked up in a calibration."""
@@ -145,7 +148,7 @@ class AllReduce(Collective):
         return max(call.held_elements(rank) for rank in range(world_size)) * DTYPE_BYTES[call.dtype]
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(collectives.all_reduce, (site.value_of(call.inputs[0]), self.channel(site)))
+        return site.call(collectives.all_reduce, (site.value_of(call.inputs[0]), self.channel(site, call)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class Reduce(Collective):
         return [(self.name, scattered), (self.name, links.to_each((), parts))]
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(collectives.reduce, (site.value_of(call.inputs[0]), self.owner, self.channel(site)))
+        return site.call(collectives.reduce, (site.value_of(call.inputs[0]), self.owner, self.channel(site, call)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ class Broadcast(Collective):
     def write(self, site: Site, call: Call) -> Any:
         owner = self.sender(call)
         value = site.value_of(call.inputs[0]) if site.rank == owner else site.empty(call)
-        return site.call(collectives.broadcast, (value, owner, self.channel(site)))
+        return site.call(collectives.broadcast, (value, owner, self.channel(site, call)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +256,7 @@ class AllToAll(Collective):
         return [(self.name, links.from_each(self.subgroups, held_by_rank(call, links.world_size) / (others + 1)))]
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(collectives.all_to_all, (*site.message(call.inputs[0]), self.channel(site)))
+        return site.call(collectives.all_to_all, (*site.message(call.inputs[0]), self.channel(site, call)))
 
 
 def copied(moved_bytes: float, kernels: float = 1.0) -> Work:

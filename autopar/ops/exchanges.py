@@ -90,10 +90,10 @@ class ReduceScatter(_Exchange):
         subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
         value, place = site.value_of(call.inputs[0]), subgroup.index(site.rank)
         if call.expected:
-            arguments = (value, len(subgroup), place, self.channel(site))
+            arguments = (value, len(subgroup), place, self.channel(site, call))
             return site.call(collectives.reduce_scatter_equal, arguments)
         sizes = [self.sizes[r] for r in subgroup]
-        return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site)))
+        return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site, call)))
 
     def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
         """The parts that came from all ranks are added up."""
@@ -160,7 +160,7 @@ class AllGather(_Exchange):
         subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
         value = site.value_of(call.inputs[0])
         if call.expected:
-            return site.call(collectives.all_gather_equal, (value, len(subgroup), self.channel(site)))
+            return site.call(collectives.all_gather_equal, (value, len(subgroup), self.channel(site, call)))
         sizes = [self.sizes_of(call)[r] for r in subgroup]
-        arguments = (value, sizes, subgroup.index(site.rank), self.channel(site))
+        arguments = (value, sizes, subgroup.index(site.rank), self.channel(site, call))
         return site.call(collectives.all_gather, arguments)

@@ -31,6 +31,7 @@ class Pack(Operation):
     name = "pack"
     reads_members = False
     takes_gradients = True
+    queue = "gradients"
     dtype: str
 
     def value(self, at: Emission) -> Value:
@@ -65,7 +66,8 @@ class Pack(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Operation):
-    """Hands the synchronized gradient over to `parameter.grad`, in a program without an optimizer."""
+    """Hands the synchronized gradient over to `parameter.grad`, in a program without an optimizer. Inputs: the
+    gradients; where they are clipped, the coefficient."""
 
     name = "deliver"
     reads_members = False
@@ -106,7 +108,7 @@ class Clip(Operation):
         """The sum of what ranks hold parts of."""
         if not any(i.is_sharded for i in call.inputs):
             return None
-        return Call(call.index, StepSum(of="norm"), (), None, Value(1, "float64"), call.stage)
+        return Call(call.index, StepSum(of="norm"), (), None, Value(1, "float64"))
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return None
@@ -117,8 +119,7 @@ class Clip(Operation):
         shared = any(i.is_sharded for i in call.inputs)
         once = [once for once, _ in held]
         module = Norm(site.max_norm, once, site.channel() if shared else None, site.device)
-        site.clip = site.call_module("clip", module, ([value for _, value in held],))
-        return site.clip
+        return site.call_module("clip", module, ([value for _, value in held],))
 
 
 class Norm(nn.Module):

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from autopar.ir.training_graph import Parameter, Parts
 from autopar.ops.moments import SYNCHRONIZE, Moment
+from autopar.ops.waves import Wave, waves_of
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
 
@@ -73,6 +74,11 @@ class Group:
         """Position in the graph's compute at which the last of the group's gradients is complete."""
         return max(m.parameter.ready for m in self.members)
 
+    @cached_property
+    def last_use(self) -> int:
+        """Position of the last node in the graph's compute that reads one of the parameters, or a view of it."""
+        return max(m.parameter.last_use for m in self.members)
+
     @property
     def first_use(self) -> int:
         """Position of the first node in the graph's compute that reads one of the parameters."""
@@ -82,3 +88,8 @@ class Group:
     def known(self) -> int:
         """Position at which the number of rows of all its parts is known."""
         return max(m.parts.known for m in self.members)
+
+    @cached_property
+    def waves(self) -> tuple[Wave, ...]:
+        """Of its tables whose rows live on one rank each: the exchanges that fetch them."""
+        return waves_of([m.parameter.table for m in self.members])

@@ -35,6 +35,10 @@ class _OfHead(Operation):
     def flops(self) -> int:
         return 0
 
+    def behind(self, group: Group) -> int:
+        """By default, as soon as its inputs are there."""
+        return -1
+
     def moved_bytes(self, group: Group, n: int) -> int:
         return 0
 
@@ -95,6 +99,9 @@ class HeadSamples(_OfHead):
     method = "samples"
     sent_as: str
 
+    def behind(self, group: Group) -> int:
+        return self.head.begin
+
     def value(self, at: Emission) -> Value:
         n, one = at.world_size, self.head.samples * (self.head.width + index_width(self.sent_as))
         one += one % 2
@@ -144,6 +151,9 @@ class HeadLoss(_OfHead):
     name = "head.loss"
     method = "loss"
 
+    def needed(self, group: Group) -> int:
+        return self.head.begin
+
     def value(self, at: Emission) -> Value:
         return Value(1, self.head.dtype, VARYING, expected=True)
 
@@ -157,6 +167,9 @@ class HeadLogSum(_OfHead):
 
     name = "head.log_sum"
     method = "log_sum"
+
+    def needed(self, group: Group) -> int:
+        return self.head.begin
 
     def value(self, at: Emission) -> Value:
         return Value(self.head.samples, self.head.dtype, VARYING, expected=True)
@@ -172,6 +185,9 @@ class HeadSeed(_OfHead):
 
     name = "head.seed"
     method = "seed"
+
+    def behind(self, group: Group) -> int:
+        return self.head.turn
 
     def value(self, at: Emission) -> Value:
         n, one = at.world_size, 1 if self.head.log_sum is None else 1 + self.head.samples
@@ -226,6 +242,9 @@ class HeadHandBack(_OfHead):
     """The gradient of what this rank's layer is given, to the model's graph. Inputs: the sums of what was returned."""
 
     name = "head.hand_back"
+
+    def needed(self, group: Group) -> int:
+        return self.head.turn
 
     def value(self, at: Emission) -> Value:
         return Value(self.head.samples * self.head.width, at.group.dtype, VARYING, expected=True)

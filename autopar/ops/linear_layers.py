@@ -103,6 +103,10 @@ class _OfLayer(Operation):
     def flops(self, n: int) -> int:
         return 0
 
+    def behind(self, group: Group) -> int:
+        """By default, as soon as its inputs are there."""
+        return -1
+
     def moved_bytes(self, call: Call, n: int) -> int:
         return 0
 
@@ -172,6 +176,9 @@ class LayerGiven(_OfLayer):
     name = "layer.given"
     sent_as: str
 
+    def behind(self, group: Group) -> int:
+        return self.layer.product_position - 1
+
     def value(self, at: Emission) -> Value:
         n, one = at.world_size, self.layer.samples * self.layer.width
         return Value(n * one, self.sent_as, Shard((one,) * n), expected=True)
@@ -214,6 +221,12 @@ class LayerProduct(_OfLayer):
 
     name = "layer.product"
 
+    def behind(self, group: Group) -> int:
+        return self.layer.product_position
+
+    def needed(self, group: Group) -> int:
+        return self.layer.product_position - 1
+
     def value(self, at: Emission) -> Value:
         return Value(self.layer.samples * self.layer.outputs, at.group.dtype, VARYING, expected=True)
 
@@ -238,6 +251,9 @@ class LayerErrors(_OfLayer):
 
     name = "layer.errors"
     sent_as: str
+
+    def behind(self, group: Group) -> int:
+        return self.layer.turn
 
     def value(self, at: Emission) -> Value:
         return self.of_outputs(self.sent_as, at.world_size)
@@ -279,6 +295,9 @@ class LayerHandBack(_OfLayer):
     """The gradient of what this rank's layer is given, to the model's graph. Inputs: the sums of what was returned."""
 
     name = "layer.hand_back"
+
+    def needed(self, group: Group) -> int:
+        return self.layer.turn
 
     def value(self, at: Emission) -> Value:
         return self.of_samples(at.group.dtype)

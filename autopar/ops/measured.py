@@ -33,7 +33,7 @@ class Given(Operation):
 def _given(elements: int, dtype: str, layout: Layout) -> Call:
     """A call of it."""
     made = Value(elements, dtype, layout)
-    return Call(0, Given(made), (), None, made, stage=0)
+    return Call(0, Given(made), (), None, made)
 
 
 def collective_named(
@@ -63,4 +63,4 @@ def collective_named(
     op, layout = known[name]
     context = Context(world_size, servers=(Server("server", 1.0),) * (len(parts) - world_size))
     source = _given(elements, dtype, layout)
-    return Call(1, op, (source,), None, op.value(Emission(None, (source,), context)), stage=0)
+    return Call(1, op, (source,), None, op.value(Emission(None, (source,), context)))

@@ -218,6 +218,10 @@ class CountParts(Operation):
     """How many rows each gradient's parts have on this rank, once equal ones are merged; to be gathered."""
 
     name = "count"
+    queue = "counts"
+
+    def behind(self, group: Group) -> int:
+        return group.known
 
     def value(self, at: Emission) -> Value:
         n, members = at.world_size, len(at.group.members)
@@ -254,6 +258,7 @@ class PackParts(Operation):
 
     name = "parts"
     forms_gradients = True
+    queue = "gradients"
     dtype: str
 
     def value(self, at: Emission) -> Value:

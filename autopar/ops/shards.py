@@ -90,6 +90,14 @@ class _OfPass(Operation):
     def places(self, group: Group) -> list[int]:
         return [i for i, m in enumerate(group.members) if not self.backward or m.parameter.first_backward >= 0]
 
+    def uses(self, group: Group) -> list[int]:
+        """Of each of these members, the position at which the pass first reads it."""
+        members = [group.members[i].parameter for i in self.places(group)]
+        return [p.first_backward if self.backward else p.first_use for p in members]
+
+    def behind(self, group: Group) -> int:
+        return -1
+
     @property
     def flags(self) -> int:
         """Elements that each rank sends besides."""
@@ -101,6 +109,7 @@ class OwnShards(_OfPass):
     """This rank's rows, to be gathered."""
 
     name = "shards.own"
+    makes_parameters = True
 
     def value(self, at: Emission) -> Value:
         some, n = self.some(at.group), at.world_size
@@ -131,6 +140,9 @@ class WholeParameters(_OfPass):
 
     def gathers(self, group: Group) -> Sequence[str]:
         return group.names
+
+    def needed(self, group: Group) -> int:
+        return min(self.uses(group)) - 1
 
     def write(self, site: Site, call: Call) -> Any:
         group, places = call.owner_group, self.places(call.owner_group)

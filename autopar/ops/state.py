@@ -11,6 +11,7 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import pack
 from autopar.ops.gradients import MEMBER_START, Pack, cut
+from autopar.ops.group import Group
 from autopar.ops.layouts import Layout, unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 
@@ -39,6 +40,9 @@ class State(Operation):
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return 0
 
+    def behind(self, group: Group) -> int:
+        return -1
+
     def keeps(self, call: Call, setting: Setting) -> Bytes:
         return call.held_bytes(setting.world_size)
 
@@ -48,13 +52,17 @@ class State(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Keep(Operation):
-    """Writes a value into a state, its first input, for the next step. It runs behind all that reads the state."""
+    """Writes a value, its second input, into a state, its first, for the next step. Further inputs read the state
+    before."""
 
     name = "keep"
     reads_members = False
 
+    def behind(self, group: Group) -> int:
+        return -1
+
     def value(self, at: Emission) -> Value:
-        state, new = at.inputs
+        state, new = at.inputs[:2]
         assert isinstance(state.op, State), f"only a state is kept, not '{state.op.name}'"
         assert state.elements == new.elements, (
             f"state '{state.op.key}' has {state.elements} elements, not {new.elements}"
@@ -69,7 +77,7 @@ class Keep(Operation):
         return None
 
     def write(self, site: Site, call: Call) -> Any:
-        state, new = map(site.value_of, call.inputs)
+        state, new = map(site.value_of, call.inputs[:2])
         return None if state is None else site.call(keep, (state, new))
 
 
@@ -78,6 +86,7 @@ class HoldGradients(Pack):
     """Packs the group's gradients to be held back, in their own dtype; on one rank, too."""
 
     name = "hold"
+    queue = ""
     dtype: str = ""
 
     def value(self, at: Emission) -> Value:
@@ -101,6 +110,9 @@ class Recall(Operation):
     name = "recall"
     reads_members = False
     dtype: str
+
+    def behind(self, group: Group) -> int:
+        return -1
 
     def value(self, at: Emission) -> Value:
         made = at.inputs[0].made

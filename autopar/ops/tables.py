@@ -20,7 +20,7 @@ from autopar.ops.parts import PART_KERNELS, SORT_BYTES
 from autopar.ops.row_shards import RowShards
 from autopar.ops.shares import row_shares
 from autopar.ops.values import Bytes, Setting, Value, Work
-from autopar.ops.waves import Wave, waves
+from autopar.ops.waves import Wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,12 @@ class _OfRows(Operation):
         """By default, what is sent, read and written."""
         return 2 * call.sizes[0] * DTYPE_BYTES[call.dtype]
 
+    def behind(self, group: Group) -> int:
+        """By default, as soon as its inputs are there."""
+        return -1
+
     def of(self, group: Group) -> Wave:
-        return waves(group)[self.wave]
+        return group.waves[self.wave]
 
     def to_each(self, each: int, dtype: str, n: int) -> Value:
         """A message of `each` expected elements a rank."""
@@ -57,6 +61,9 @@ class AskRows(_OfRows):
     """How many rows this rank wants of each owner, of each lookup; for all to know."""
 
     name = "rows.ask"
+
+    def behind(self, group: Group) -> int:
+        return self.of(group).known
 
     def value(self, at: Emission) -> Value:
         return self.to_each(1 + at.world_size * len(self.of(at.group).entries), "int64", at.world_size)
@@ -116,6 +123,9 @@ class ReceiveRows(_OfRows):
 
     name = "rows.received"
 
+    def needed(self, group: Group) -> int:
+        return self.of(group).needed
+
     def value(self, at: Emission) -> Value:
         return Value(at.inputs[0].elements // at.world_size, at.group.dtype, VARYING, expected=True)
 
@@ -139,6 +149,11 @@ class ReturnRows(_SendRows):
     """To each owner, the gradients of its rows."""
 
     name = "rows.returned"
+
+    def behind(self, group: Group) -> int:
+        turn = self.of(group).turn
+        assert turn is not None, "rows that get no gradient are not returned"
+        return turn
 
     def write(self, site: Site, call: Call) -> Any:
         values, padding = [], []
@@ -169,7 +184,7 @@ class RowsGradient(Operation):
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         group = call.owner_group
         own = group.elements // setting.world_size * DTYPE_BYTES[group.dtype]
-        moved = own + sum(_row_bytes(group, wave) for wave in waves(group))
+        moved = own + sum(_row_bytes(group, wave) for wave in group.waves)
         return Work(moved_bytes=moved, kernels=PART_KERNELS * len(call.members))
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
@@ -183,7 +198,7 @@ class RowsGradient(Operation):
 
     def write(self, site: Site, call: Call) -> Any:
         group, inputs = call.owner_group, [site.value_of(i) for i in call.inputs]
-        exchanged = [i for i, wave in enumerate(waves(group)) if wave.turn is not None]
+        exchanged = [i for i, wave in enumerate(group.waves) if wave.turn is not None]
         rest, counts = inputs[self.tied :], site.notes(group)
         received = [(w, counts["counts", w], *rest[3 * i + 1 : 3 * i + 3]) for i, w in enumerate(exchanged)]
         sparse = self.touched is not None and site.is_last and not any(map(site.has_earlier, group.names))
@@ -193,7 +208,7 @@ class RowsGradient(Operation):
 
 def touched_rows(group: Group, world_size: int) -> int:
     """Elements of a rank's share that the rows looked up are expected to touch."""
-    return min(group.elements // world_size, sum(_expected(group, w, world_size) for w in waves(group)))
+    return min(group.elements // world_size, sum(_expected(group, w, world_size) for w in group.waves))
 
 
 def _expected(group: Group, wave: Wave, n: int) -> int:
@@ -222,7 +237,7 @@ def _do(site: Site, call: Call, method: str, *arguments: Any) -> Any:
         return RowShards(
             [site.shards[name] for name in group.names],
             [m.shape[0] for m in group.members],
-            [[member for member, _ in wave.entries] for wave in waves(group)],
+            [[member for member, _ in wave.entries] for wave in group.waves],
             site.rank,
             site.world_size,
         )

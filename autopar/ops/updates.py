@@ -14,6 +14,7 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
+from autopar.ops.group import Group
 from autopar.ops.products import Product
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
@@ -27,12 +28,13 @@ Observer = Callable[[Fragment, torch.Tensor], None]
 @dataclass(frozen=True, slots=True)
 class Update(Operation):
     """Runs the optimizer on the elements that this rank holds, each in the parameter's own dtype. Its value is the
-    updated parameters, in the same layout."""
+    updated parameters, in the same layout. Inputs: the gradients; where they are clipped, the coefficient."""
 
     name = "update"
     reads_members = False
     updates = True
     changes_parameters = True
+    makes_parameters = True
     takes_clip = True
     keeps_shards: bool = False
     """Whether the parameters' rows live with the rank that updates them, and nowhere else: rank r has rows r, r+n,
@@ -77,9 +79,7 @@ class Update(Operation):
         else:
             pieces = fragments(group, site.parameters, begin, begin + held)
         module = Step(site.part(group.index, pieces), call.torch_dtype if self.sent else None, site.device)
-        value = site.value_of(call.inputs[0])
-        arguments = (value,) if site.max_norm is None else (value, site.clip)
-        return site.call_module(f"update_{group.index}", module, arguments)
+        return site.call_module(f"update_{group.index}", module, tuple(map(site.value_of, call.inputs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,9 @@ class Free(Operation):
 
     def value(self, at: Emission) -> Value:
         return replace(at.inputs[0].made, elements=self.elements, expected=False)
+
+    def behind(self, group: Group) -> int:
+        return -1
 
     def freed_elements(self) -> int:
         return self.elements

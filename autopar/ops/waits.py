@@ -8,6 +8,7 @@ from typing import Any
 from autopar.backends import collectives
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import AllReduce, collective_of
+from autopar.ops.group import Group
 from autopar.ops.values import Bytes, Setting, Value, Work
 
 
@@ -22,6 +23,9 @@ class Wait(Operation):
 
     def value(self, at: Emission) -> Value:
         return at.inputs[0].made
+
+    def behind(self, group: Group) -> int:
+        return -1
 
     def when_sent(self) -> Operation:
         return replace(self, sent=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.training_graph import Lookup
-from autopar.ops.group import Group
+from autopar.ir.training_graph import Lookup, Table
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,10 @@ class Wave:
     """Position behind which the gradients of all rows are there; `None` where none gets any."""
 
 
-def waves(group: Group) -> tuple[Wave, ...]:
-    """A group's lookups, in as few exchanges as their indices allow."""
-    found = [
-        (i, k) for i, m in enumerate(group.members) if m.parameter.table is not None for k in m.parameter.table.lookups
-    ]
+def waves_of(tables: Sequence[Table | None]) -> tuple[Wave, ...]:
+    """The lookups of a group's members, in as few exchanges as their indices allow. `tables`: of each, how it is read;
+    `None` for one that is no table."""
+    found = [(i, k) for i, table in enumerate(tables) if table is not None for k in table.lookups]
     cut: list[list[tuple[int, Lookup]]] = []
     for i, lookup in sorted(found, key=lambda one: one[1].position):
         if any(j == i and k.indices == lookup.indices for wave in cut for j, k in wave):
@@ -35,14 +34,14 @@ def waves(group: Group) -> tuple[Wave, ...]:
             cut.append([])
         cut[-1].append((i, lookup))
     return tuple(
-        Wave(tuple(w), max(k.known for _, k in w), min(k.position for _, k in w) - 1, _turn(group, w)) for w in cut
+        Wave(tuple(w), max(k.known for _, k in w), min(k.position for _, k in w) - 1, _turn(tables, w)) for w in cut
     )
 
 
-def _turn(group: Group, entries: list[tuple[int, Lookup]]) -> int | None:
+def _turn(tables: Sequence[Table | None], entries: list[tuple[int, Lookup]]) -> int | None:
     positions = []
     for i, lookup in entries:
-        table = group.members[i].parameter.table
+        table = tables[i]
         assert table is not None
         positions += [t.position for t in table.parts.terms if t.left == lookup.indices]
     return max(positions, default=None)

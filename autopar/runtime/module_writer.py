@@ -145,7 +145,7 @@ class BackwardWriter(_Half):
                     flat = self.call(torch.Tensor.to, (flat, call.torch_dtype))
                 piece = self.call(torch.Tensor.view, (flat, member.shape))
             if self.max_norm is not None:
-                piece = self.call(torch.mul, (piece, self.clip))
+                piece = self.call(torch.mul, (piece, self.value_of(call.inputs[1])))
             self.delivered.setdefault(member.slice.name, []).append((member.slice.start or 0, member.slice.dim, piece))
             offset += member.elements
 

@@ -58,7 +58,7 @@ class Doubling(Collective):
         return True
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(begin, (site.value_of(call.inputs[0]), self.channel(site)))
+        return site.call(begin, (site.value_of(call.inputs[0]), self.channel(site, call)))
 
 
 def bits(n: int) -> list[int]:

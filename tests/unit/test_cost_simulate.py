@@ -16,7 +16,8 @@ from autopar.ops.gradients import Pack
 from autopar.ops.updates import Update
 from autopar.ops.values import Value
 from autopar.ops.waits import Wait
-from autopar.strategies.lowering import Placed, StepProgram
+from autopar.strategies.lowering import StepProgram
+from autopar.strategies.schedule import Placed
 
 SECOND = [0.0, 1.0, 2.0, 3.0, 4.0]
 """Four nodes of a second each."""
@@ -26,7 +27,7 @@ ALL_REDUCE, WAIT, UPDATE = AllReduce(), Wait(), Update()
 
 
 def call(index: int, op: Operation, *inputs: Call, deferred: bool = False) -> Call:
-    return Call(index, op, inputs, None, Value(1, "float32"), stage=0, deferred=deferred)
+    return Call(index, op, inputs, None, Value(1, "float32"), deferred=deferred)
 
 
 def program(*placed: tuple[Operation, int], inputs: dict[int, int] | None = None) -> StepProgram:

@@ -43,7 +43,7 @@ def test_levels_halve_what_crosses_the_hosts() -> None:
     strategy = strategy_named("hierarchical_all_reduce")
     strategy.lower(group, strategy.options(emit.context)[0], emit)
     across = next(c for c in emit.calls if isinstance(c.op, AllReduce))
-    assert across.op == AllReduce(((0, 2), (1, 3)), communicator=1)
+    assert across.op == AllReduce(((0, 2), (1, 3)))
     elements = 24
     assert wire_bytes(across, 4)[0] == [elements // 2 * 4] * 4  # 2 (h-1)/h of half of the bucket, for each of two ranks
 

@@ -93,3 +93,14 @@ def test_a_group_is_one_weight_and_nothing_else() -> None:
         lowered(graph, "first.weight", "second.weight")
     with pytest.raises(PlanError, match="not the weight of a linear layer"):
         lowered(graph, "first.bias")
+
+
+def test_errors_are_waited_for_as_late_as_they_are_needed() -> None:
+    """By the first node that reads the gradient of what the layer is given; else, of a model's first layer, by the
+    end."""
+    graph = graph_of(Two(lambda layer, x: layer(x)))
+    for name, needed in (("second.weight", layers_of(graph)["second.weight"].turn), ("first.weight", None)):
+        program = lowered(graph, name)
+        (errors,) = (c for c in program.calls if c.op.name == "layer.errors")
+        (position,) = (p.position for p in program.placed if any(i.inputs[:1] == (errors,) for i in p.call.inputs[:1]))
+        assert position == (len(graph.compute) - 1 if needed is None else needed)

@@ -16,7 +16,6 @@ from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import Table, TrainingGraph
 from autopar.ops.row_shards import RowShards
-from autopar.ops.waves import waves
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan, resolve
@@ -97,7 +96,7 @@ def chosen_by(table: nn.Embedding, words: torch.Tensor) -> torch.Tensor:
 def test_indices_that_follow_from_a_lookup_need_an_exchange_of_their_own() -> None:
     graph = graph_of(Model(chosen_by))
     group = resolve(0, SyncGroup(strategy="row_sharded_table", members=(ParameterSlice(name="table.weight"),)), graph)
-    first, second = waves(group)
+    first, second = group.waves
     assert first.known < first.entries[0][1].position <= second.known < second.entries[0][1].position
     rest = SyncGroup(strategy="all_reduce", members=tuple(ParameterSlice(name=n) for n in ("out.weight", "out.bias")))
     program = lower_plan((group.spec, rest), graph, Context(3))
@@ -109,7 +108,7 @@ def test_equal_indices_are_exchanged_once() -> None:
     table = graph.by_name["table.weight"].table
     assert table is not None
     group = resolve(0, SyncGroup(strategy="row_sharded_table", members=(ParameterSlice(name="table.weight"),)), graph)
-    assert sum(len(wave.entries) for wave in waves(group)) == 1
+    assert sum(len(wave.entries) for wave in group.waves) == 1
 
 
 def test_the_tables_of_a_graph_are_kept_without_it() -> None:

@@ -106,9 +106,9 @@ def test_nothing_lies_behind_the_end_of_the_graph() -> None:
 
 
 def test_gradients_and_parameters_do_not_queue_behind_one_another() -> None:
-    ops = [c.op for c in _lowered(EACH).calls]
-    assert {op.communicator for op in ops if isinstance(op, AllGather)} == {1}
-    assert {op.communicator for op in ops if isinstance(op, ReduceScatter)} == {0}
+    calls = _lowered(EACH).calls
+    assert {c.communicator for c in calls if isinstance(c.op, AllGather)} == {1}
+    assert {c.communicator for c in calls if isinstance(c.op, ReduceScatter)} == {0}
 
 
 def _devices_of(memory: str, bandwidth: str = "1 Gbit/s") -> ClusterSpec:
