@@ -70,10 +70,10 @@ class Captures(Generic[Compiled]):
         return (compiled for entries in self._by_key.values() for _, compiled in entries)
 
 
-def signature_key(model: nn.Module, batch: Batch) -> Hashable:
+def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> Hashable:
     """What a captured graph is valid for, besides its guards: the batch's signature, which of its tensors require a
-    gradient, and PyTorch's global state."""
-    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, global_state())
+    gradient, the hooks of the model's modules, and PyTorch's global state."""
+    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
     try:
         hash(key)
     except TypeError as e:

@@ -49,8 +49,8 @@ def _parts(container: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """Puts back what running a model changes: buffers, attributes of modules and what they list, random streams, gradients.
-    Hooks on the gradients of parameters do not run.
+    """Puts back what running a model changes: buffers, attributes of modules and what they list, streams of random
+    numbers, gradients. Hooks on the gradients of parameters do not run.
 
     `owners`: by what the names of their buffers begin with. The dict that it gives is filled, at its end, with the
     buffers as running the model has left them.
