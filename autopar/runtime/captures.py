@@ -12,6 +12,7 @@ from torch import nn
 from autopar.errors import AutoparWarning, CaptureError, SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.guards import Guards, global_state
+from autopar.ir.refusals import is_rank_0
 
 Compiled = TypeVar("Compiled")
 
@@ -92,7 +93,8 @@ def check_batches(batches: Sequence[Batch], device: torch.device, is_first: bool
             "detach it, or leave the optimizer out of optimize() and use the module in your own loop"
         )
     kind = device.type
-    if is_first and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+    needs_scaling = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+    if is_first and needs_scaling and is_rank_0():
         warnings.warn(
             "program.step runs under float16 autocast and scales no loss, so small gradients become 0: use bfloat16, "
             "or leave the optimizer out of optimize() and use torch.amp.GradScaler in your own loop",
