@@ -125,9 +125,19 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from output_tensors(getattr(output, one.name))
 
 
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules that there are, which PyTorch cannot trace here."""
+    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
 def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
     """Captures one training step on `batch`, as autograd's tracing leaves it. Raises `CaptureError` with the line that
     stands in the way, and `SignatureError` where the model's `forward` does not take such a batch."""
+    if has_global_hooks():
+        raise CaptureError(
+            f"{_WHAT}: a hook is registered for all modules there are (register_module_forward_hook or a relative of "
+            "torch.nn.modules.module). Register it on the modules that it is for: module.register_forward_hook(...)"
+        )
     step = _Step(model, loss_fn, batch, mode)
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.

@@ -177,6 +177,7 @@ _REWRITES = (
     (re.compile(r"\.__dict__\['(\w+)'\]"), r".\1"),
     (re.compile(r"G\['__import_(\w+)'\]"), r"\1"),
     (re.compile(r"G\['(\w+)'\]"), r"\1"),
+    (re.compile(r"(_hooks)\[list\(dict\.keys\(.*?\)\)\[(\d+)\]\]"), r"\1[\2]"),
     (re.compile(r"___check_obj_id\((.+), \d+\), type=.*"), r"\1 is the same object"),
 )
 

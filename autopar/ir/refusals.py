@@ -85,6 +85,11 @@ _CAUSES = tuple(
             "Go on with the tensor itself, or compute the number before the step and pass it in the batch.",
         ),
         (
+            r"mutating a non-functional tensor",
+            "it writes in place to a tensor that is neither a parameter nor a buffer",
+            "Register the tensor with register_buffer(name, tensor): the captured step keeps buffers up to date.",
+        ),
+        (
             r"[Ss]parse Tensor",
             "it reads a sparse tensor, which PyTorch cannot trace",
             "Hold its indices and values as tensors of their own, and use index_add or scatter_add.",

@@ -23,6 +23,7 @@ from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.eager import owners_of
+from autopar.runtime.module_hooks import ModuleHooks
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
@@ -70,6 +71,7 @@ class BaseProgram:
         self._buffers = {s + n: b for s, o in owners.items() for n, b in o.named_buffers(remove_duplicate=False)}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._compiled: Captures[Compiled] = Captures(says=group.rank == 0)
+        self._hooks = ModuleHooks(owners.values())
         self._unchanged = Unchanged(owners, self._buffers, optimizer)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
@@ -87,7 +89,7 @@ class BaseProgram:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
         reads is still as it was then."""
         batch = batch if isinstance(batch, Batch) else flatten(batch)
-        known = self._compiled.find(signature_key(self.model, batch))
+        known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
         if known is not None:
             return known
         s = self.settings
@@ -108,7 +110,7 @@ class BaseProgram:
         compiled = self._lowered(graph, program, batch)
         for name in self.needed:
             self.written(compiled, name)
-        self._compiled.add(signature_key(self.model, batch), compiled.joint.guards, compiled)
+        self._compiled.add(signature_key(self.model, batch, self._hooks.key()), compiled.joint.guards, compiled)
         return compiled
 
     def written(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:

@@ -65,7 +65,8 @@ def first_difference(
 
 def line_of(node: torch.fx.Node) -> str:
     """The user's line that a node computes a part of, with its file; empty where that is not known."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    lines = [line for line in trace if line.strip(" ~^")]  # without what underlines a part of a line
     return f"{lines[-2].strip()}: {lines[-1].strip()}" if len(lines) > 1 else ""
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.errors import AutoparWarning, CaptureError, SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.guards import Guards, global_state
+from autopar.ir.refusals import is_rank_0
 
 Compiled = TypeVar("Compiled")
 
@@ -70,10 +71,10 @@ class Captures(Generic[Compiled]):
         return (compiled for entries in self._by_key.values() for _, compiled in entries)
 
 
-def signature_key(model: nn.Module, batch: Batch) -> Hashable:
+def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> Hashable:
     """What a captured graph is valid for, besides its guards: the batch's signature, which of its tensors require a
-    gradient, and PyTorch's global state."""
-    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, global_state())
+    gradient, the hooks of the model's modules, and PyTorch's global state."""
+    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
     try:
         hash(key)
     except TypeError as e:
@@ -92,7 +93,8 @@ def check_batches(batches: Sequence[Batch], device: torch.device, is_first: bool
             "detach it, or leave the optimizer out of optimize() and use the module in your own loop"
         )
     kind = device.type
-    if is_first and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+    needs_scaling = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+    if is_first and needs_scaling and is_rank_0():
         warnings.warn(
             "program.step runs under float16 autocast and scales no loss, so small gradients become 0: use bfloat16, "
             "or leave the optimizer out of optimize() and use torch.amp.GradScaler in your own loop",

@@ -34,7 +34,7 @@ from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
-from autopar.runtime.shared_memory import check_memory
+from autopar.runtime.shared_memory import Memory
 from autopar.runtime.state import scatter_state
 from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
@@ -67,7 +67,7 @@ class Program(BaseProgram):
     ) -> None:
         super().__init__(model, plan, group, settings, context, optimizer)
         self.optimizer = optimizer
-        check_memory(self._parameters)
+        self._memory = Memory(self._parameters)
         self._sharded = ShardedRows(model, self._parameters, group)
         self._deferred = DeferredParameters(model)
         self._states = States(group, self._parameters, self._device)
@@ -125,6 +125,7 @@ class Program(BaseProgram):
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         self._held.check()
+        self._memory.check(self._sharded.shards)
         self._unchanged.check()
         check_batches(batches, self._device, is_first=not self._has_stepped)
         captures = [self.compile_for(b) for b in batches]

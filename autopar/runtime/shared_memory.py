@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 
 import torch
@@ -29,6 +29,24 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter '{name}' of shape {tuple(p.shape)} is expanded: several of its elements are one place in "
                 "memory. Give it memory of its own with `p.data = p.data.contiguous()`"
             )
+
+
+class Memory:
+    """Looks whether parameters have got other memory, as by `p.data = ...`, and whether two then share it."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        check_memory(parameters)
+        self._parameters = dict(parameters)
+        self._addresses: list[int] = []
+
+    def check(self, elsewhere: Collection[str]) -> None:
+        """Raises `OptimizerError` where two parameters overlap. `elsewhere`: names of those that have no memory now."""
+        if not self._parameters.keys().isdisjoint(elsewhere):
+            self._parameters = {n: p for n, p in self._parameters.items() if n not in elsewhere}
+        addresses = [p.data_ptr() for p in self._parameters.values()]
+        if self._addresses and addresses != self._addresses:
+            check_memory(self._parameters)
+        self._addresses = addresses
 
 
 def _span(p: nn.Parameter) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.distributions import Distribution
 
 from autopar.runtime.blame import alike, line_of
 from autopar.runtime.one_pass import How, Ran, as_it_is, differences
@@ -24,6 +25,14 @@ def tracing_fault(eagerly: Callable[[How], Ran], by_graph: Callable[[], Ran], to
 
     `eagerly`: runs the model, is given what calls the user's function, and leaves no trace. `by_graph`: runs the
     captured graph, on the same values."""
+    checks = Distribution._validate_args  # which PyTorch's compiler switches off for good when it is first asked
+    try:
+        return _fault(eagerly, by_graph, tolerance)
+    finally:
+        Distribution.set_default_validate_args(bool(checks))
+
+
+def _fault(eagerly: Callable[[How], Ran], by_graph: Callable[[], Ran], tolerance: float) -> str | None:
     expected = eagerly(as_it_is)
     try:
         traced = eagerly(_by_tracing)

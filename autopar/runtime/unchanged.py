@@ -58,7 +58,9 @@ class Unchanged:
             if buffer is not mine:
                 self._take_over(name, buffer, mine)
         if self._optimizer is not None and (
-            self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
+            self._optimizer._optimizer_step_pre_hooks
+            or self._optimizer._optimizer_step_post_hooks
+            or "step" in vars(self._optimizer)
         ):
             self._refuse_hooks()
 
@@ -93,3 +95,18 @@ class Unchanged:
                     f"the optimizer has a step {when}-hook, which a step that runs as one program would not call: "
                     "remove it and call what it does around program.step(), or leave the optimizer out of optimize()"
                 )
+        if _is_wrapped(self._optimizer):
+            raise OptimizerError(
+                "the optimizer's step() was replaced by another function, which a step that runs as one program would "
+                "not call: call what it does around program.step(), override step() in a class of your own, or leave "
+                "the optimizer out of optimize()"
+            )
+
+
+def _is_wrapped(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` is not its class's; a learning-rate scheduler's wrapper, which only counts, is."""
+    own = vars(optimizer).get("step")
+    function = getattr(own, "__func__", own)
+    if getattr(function, "_wrapped_by_lr_sched", False):
+        function = getattr(function, "__wrapped__", None)
+    return function is not None and function is not type(optimizer).step

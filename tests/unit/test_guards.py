@@ -203,6 +203,77 @@ def test_hooks_that_would_not_run_are_refused(hang: Any) -> None:
         autopar.optimize(pair.net, optimizer=pair.optimizer, loss_fn=F.mse_loss, example_inputs=(X, Y))
 
 
+@pytest.mark.parametrize("entry", ["step", "module"])
+def test_forward_hooks_that_come_and_go_are_captured(entry: str) -> None:
+    net = _Net().double()
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=X) if entry == "module" else None
+    pair = None if module is not None else _Pair(net)
+    handles: list[Any] = []
+    for step in range(4):
+        if step == 1:
+            for one in (net, eager) if pair is None else (net, pair.eager):
+                assert isinstance(one, _Net)
+                handles.append(one.first.register_forward_hook(lambda m, i, o: 2 * o))
+        elif step == 3:
+            for handle in handles:
+                handle.remove()
+        if pair is not None:
+            pair.step()
+        else:
+            assert module is not None
+            assert torch.allclose(module(X), eager(X)), step
+    programs = module.program if module is not None else pair.program  # type: ignore[union-attr]
+    assert len(list(programs._compiled)) == 2
+
+
+def test_a_hook_for_all_modules_is_refused_by_name() -> None:
+    pair = _Pair()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, i, o: None)
+    try:
+        with pytest.raises(CaptureError, match="registered for all modules"):
+            pair.program.step((X, Y))
+    finally:
+        handle.remove()
+    pair.step()
+
+
+def test_a_step_of_the_optimizer_that_was_replaced_is_refused() -> None:
+    pair = _Pair()
+    torch.optim.lr_scheduler.ConstantLR(pair.optimizer)
+    pair.program.step((X, Y))
+    step = pair.optimizer.step
+    pair.optimizer.step = lambda *args, **settings: step(*args, **settings)  # type: ignore[method-assign]
+    with pytest.raises(OptimizerError, match=r"step\(\) was replaced"):
+        pair.program.step((X, Y))
+
+
+def test_memory_that_two_parameters_come_to_share_is_refused() -> None:
+    pair = _Pair()
+    pair.step()
+    assert isinstance(pair.net, _Net)
+    pair.net.last.bias.data = pair.net.last.bias.data.clone()
+    pair.step()
+    assert isinstance(pair.net, _Net)
+    pair.net.last.bias.data = pair.net.first.bias.data[1:3]
+    with pytest.raises(OptimizerError, match=r"'first\.bias' and 'last\.bias' share memory"):
+        pair.program.step((X, Y))
+
+
+def test_a_write_to_a_tensor_that_is_no_buffer_is_refused_with_what_to_do() -> None:
+    class Counts(_Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torch.zeros(3, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            return super().forward(x - self.mean)
+
+    with pytest.raises(CaptureError, match=r"neither a parameter nor a buffer[\s\S]*register_buffer"):
+        _Pair(Counts())
+
+
 def test_memory_shared_by_two_parameters_is_refused() -> None:
     first, last = nn.Linear(3, 5).double(), nn.Linear(5, 3).double()
     last.weight.data = first.weight.data.view(3, 5)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import program as programs
+from autopar.runtime import shared_memory
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group
@@ -54,7 +54,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     """A rank of two, whose collectives send nothing and know shapes alone."""
     import torch.distributed._tools.fake_collectives  # noqa: F401  # shapes of collectives on meta tensors
 
-    monkeypatch.setattr(programs, "check_memory", lambda parameters: None)  # meta tensors have no addresses
+    monkeypatch.setattr(shared_memory, "check_memory", lambda parameters: None)  # meta tensors have no addresses
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         yield Group(0, 2, dist.group.WORLD, channels=_EveryChannel())
@@ -103,7 +103,7 @@ def test_which_strategies_wait(name: str, two_ranks: Group) -> None:
 
 
 def test_one_rank_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "check_memory", lambda parameters: None)
+    monkeypatch.setattr(shared_memory, "check_memory", lambda parameters: None)
     optimizer = torch.optim.AdamW(TASK.model().parameters())
     context = context_for(1, optimizer, "element", None, True)
     use = next(iter(uses(STRATEGIES["all_reduce"], captured(), context)))
