@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Guards:
     def __init__(self, step: nn.Module, check: Any, read: frozenset[str], effects: tuple[Effect, ...]) -> None:
         self._check = check
         self._scope = {"self": step, "tensors": ()}
+        self._methods = _methods(step)
         self.effects = effects
         self.counters = tuple(e for e in effects if e.grows and e.what in read)
         """Of the effects, those on what the code itself has read: it computes something else the next time."""
@@ -78,6 +80,10 @@ class Guards:
 
     def changed(self) -> str | None:
         """What is other than it was at capture, in words; `None` where all is as it was."""
+        for of, held in self._methods:
+            if tuple(map(of.__dict__.get, held)) != tuple(held.values()):
+                name = next(n for n, f in held.items() if of.__dict__.get(n) != f)
+                return f"{of.__qualname__}.{name} is another function than at capture"
         if self._check.guard_manager.check(self._scope):
             return None
         found = self._check.guard_manager.check_verbose(self._scope).verbose_code_parts
@@ -123,6 +129,13 @@ def global_state() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _methods(step: nn.Module) -> list[tuple[type, dict[str, Any]]]:
+    """The functions that the classes of modules hold, less those of PyTorch: TorchDynamo does not look at these."""
+    classes = dict.fromkeys(of for m in step.modules() for of in type(m).__mro__)
+    own = [of for of in classes if of is not object and not of.__module__.startswith(("torch.", "autopar."))]
+    return [(of, {n: f for n, f in vars(of).items() if isinstance(f, FunctionType)}) for of in own]
 
 
 def _is_constant(guard: Any) -> bool:

@@ -104,6 +104,16 @@ def test_what_changes_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
         pair.step()
 
 
+def test_a_method_that_a_class_is_given_is_captured() -> None:
+    class Sub(_Net):
+        pass
+
+    pair = _Pair(Sub())
+    pair.step()
+    Sub.forward = lambda self, x: 3 * _Net.forward(self, x)  # type: ignore[method-assign]
+    pair.step()
+
+
 def test_what_holds_again_is_not_captured_again() -> None:
     pair = _Pair()
     assert isinstance(pair.net, _Net) and isinstance(pair.eager, _Net)
