@@ -132,10 +132,12 @@ def global_state() -> tuple[Any, ...]:
 
 
 def _methods(step: nn.Module) -> list[tuple[type, dict[str, Any]]]:
-    """The functions that the classes of modules hold, less those of PyTorch: TorchDynamo does not look at these."""
+    """The functions that the classes of modules hold, less those of PyTorch: TorchDynamo does not look at these. Where a
+    class has no `forward` of its own, that it has none."""
     classes = dict.fromkeys(of for m in step.modules() for of in type(m).__mro__)
     own = [of for of in classes if of is not object and not of.__module__.startswith(("torch.", "autopar."))]
-    return [(of, {n: f for n, f in vars(of).items() if isinstance(f, FunctionType)}) for of in own]
+    none = dict.fromkeys(("forward", "__call__"))
+    return [(of, {**none, **{n: f for n, f in vars(of).items() if isinstance(f, FunctionType)}}) for of in own]
 
 
 def _is_constant(guard: Any) -> bool:
