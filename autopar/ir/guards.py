@@ -132,8 +132,8 @@ def global_state() -> tuple[Any, ...]:
 
 
 def _methods(step: nn.Module) -> list[tuple[type, dict[str, Any]]]:
-    """The functions that the classes of modules hold, less those of PyTorch: TorchDynamo does not look at these. Where a
-    class has no `forward` of its own, that it has none."""
+    """The functions that classes of modules hold, less PyTorch's, for TorchDynamo does not look at them; of a
+    class without a `forward` of its own, that it has none."""
     classes = dict.fromkeys(of for m in step.modules() for of in type(m).__mro__)
     own = [of for of in classes if of is not object and not of.__module__.startswith(("torch.", "autopar."))]
     none = dict.fromkeys(("forward", "__call__"))
