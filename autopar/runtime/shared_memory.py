@@ -40,9 +40,11 @@ class Memory:
         self._addresses: list[int] = []
 
     def check(self, elsewhere: Collection[str]) -> None:
-        """Raises `OptimizerError` where two parameters overlap. `elsewhere`: names of those that have no memory now."""
+        """Raises `OptimizerError` where two parameters overlap. `elsewhere`: names of those that have no memory now, of
+        tied ones one of the names."""
         if not self._parameters.keys().isdisjoint(elsewhere):
-            self._parameters = {n: p for n, p in self._parameters.items() if n not in elsewhere}
+            gone = {id(p) for n, p in self._parameters.items() if n in elsewhere}
+            self._parameters = {n: p for n, p in self._parameters.items() if id(p) not in gone}
         addresses = [p.data_ptr() for p in self._parameters.values()]
         if self._addresses and addresses != self._addresses:
             check_memory(self._parameters)
