@@ -11,7 +11,9 @@ import torch
 import torch.fx
 
 from autopar.runtime.compute_passes import fold_cats_of_one, functional, noise_of_shapes
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.inductor import Compiled, compile_graph, output_strides
+from autopar.runtime.products import is_onednn_faster, products_by_onednn
 from autopar.runtime.regions import (
     Partition,
     Region,
@@ -32,12 +34,17 @@ class Compiler:
     """Of each region, by what it computes: its function, and the strides of what that returns."""
     regions: int = 0
     """How many regions the graphs hold."""
+    onednn: bool = field(default_factory=is_onednn_faster)
+    """Whether oneDNN computes large matrix products."""
 
     def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """The graph, with its plan as it is: collectives, waits and updates in their order."""
+        keep_freed_memory()
         functional(module.graph)
         fold_cats_of_one(module.graph)
         noise_of_shapes(module.graph)
+        if self.onednn:
+            products_by_onednn(module.graph)
         return _Rewriter(module, self).write()
 
     def of(self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[Compiled, list[tuple[int, ...]]]:
