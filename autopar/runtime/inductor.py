@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from autopar.errors import CompileError
+from autopar.runtime.kernels import one_file
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes a region's inputs as a list, which it empties, so that each is freed after its last use; returns outputs."""
@@ -88,4 +89,5 @@ def _settled(mode: Any) -> Iterator[None]:
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
         stack.enter_context(config.patch(layout_optimization=False))
+        stack.enter_context(one_file())
         yield

@@ -24,7 +24,7 @@ def is_onednn_faster() -> bool:
     """Whether products are oneDNN's on this machine. It follows from the machine alone and not from a measurement, lest
     ranks that are to compute the same round differently."""
     return (
-        torch.backends.mkl.is_available()
+        torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         and _vendor() not in ("GenuineIntel", "")

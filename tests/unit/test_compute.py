@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import autopar
 from autopar.errors import CompileError
 from autopar.runtime import inductor
 from autopar.runtime.compute import CompiledRegion, Compiler, laid_out, part_of
 from autopar.runtime.compute_passes import fold_cats_of_one, functional
+from autopar.runtime.kernels import is_joinable
 from autopar.runtime.regions import Partition, Region
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -235,15 +237,32 @@ def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 11)).double()
     compiled = copy.deepcopy(plain)
+    sources: list[str] = []
+    load = CppPythonBindingsCodeCache.load_pybinding
+
+    def noted(argtypes: list[str], source: str) -> Any:
+        sources.append(source)
+        return load(argtypes, source)
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", noted)
     expected = [trained_once(plain), trained_once(compiled, compile=True)]
     assert expected[1] == pytest.approx(expected[0], rel=1e-10)
     assert apart(plain, compiled) < 1e-10
+    kernels = [source.count("#undef kernel") for source in sources]
+    assert len(sources) <= 3 and max(kernels) > 1, "a region's kernels are one file"
 
 
 def trained_once(model: nn.Module, **settings: Any) -> list[float]:
     program = optimized(model, **settings)
     torch.manual_seed(1)
     return [program.step(batch(i)).item() for i in range(3)]
+
+
+def test_kernels_that_are_not_of_the_known_form_are_compiled_alone() -> None:
+    known = '\n#include <x.h>\nextern "C"  void  kernel(const float* in_ptr0,\n double *out)\n{}\n'
+    assert is_joinable(["const float*", "double *"], known)
+    assert not is_joinable(["const float*", "const int64_t"], known), "a size is no tensor"
+    assert not is_joinable(["const float*"], "static int helper() { return 1; }\n" + known)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
