@@ -216,7 +216,7 @@ def optimize(
     said += f", {compile=}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
-    own_loss, compiler = loss_fn if mode == "step" else None, Compiler() if compile else None
+    own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
     settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)

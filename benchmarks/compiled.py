@@ -52,7 +52,7 @@ def report(entries: Sequence[Entry], rounds: int) -> Report:
         "seconds are the processor's, in which what other processes take from the machine is not; on two ranks the "
         "wall's, of the slower rank, with gradients in buckets of 1 MiB on both sides. 'As it is': autopar's step "
         "without compile=True.",
-        "Where MKL has no AVX-512, as on AMD's processors, autopar's compiled step has oneDNN compute its large float32 "
+        "Where MKL has no AVX-512, as on AMD's processors, autopar's compiled step has oneDNN compute large float32 "
         "products; torch.compile's are MKL's.",
         "Compiling goes from the model to the end of the first step, in seconds of the processor, those of the C++ "
         "compiler among them, each side in a process of its own with an empty cache. The share of distinct layers is "

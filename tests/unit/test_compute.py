@@ -20,11 +20,12 @@ from torch import nn
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import autopar
-from autopar.errors import CompileError
+from autopar.errors import CompileError, VerificationError
 from autopar.runtime import inductor
 from autopar.runtime.compute import CompiledRegion, Compiler, laid_out, part_of
 from autopar.runtime.compute_passes import fold_cats_of_one, functional
 from autopar.runtime.kernels import is_joinable
+from autopar.runtime.region_proof import RegionProof
 from autopar.runtime.regions import Partition, Region
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -232,6 +233,39 @@ def test_inputs_that_are_described_by_one_fake_tensor_are_two() -> None:
     assert inputs[0] is not inputs[1]
 
 
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_what_a_compiler_gets_wrong_later_is_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second capture, of which the first step's proof has seen nothing."""
+    factor = 1.0
+
+    def wrong(part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> inductor.Compiled:
+        run, by = one_by_one(part, inputs), factor
+        return lambda given: [t * by if t.is_floating_point() else t for t in run(given)]
+
+    monkeypatch.setattr("autopar.api.Compiler", partial(Compiler, wrong))
+    program = optimized(Net().double(), compile=True, check=check)
+    program.step(batch(0))
+    factor = 1.0 + 1e-5
+    if check == "never":
+        program.step(batch(1, 4))
+        return
+    with pytest.raises(VerificationError, match="PyTorch's compiler has compiled"):
+        program.step(batch(1, 4))
+
+
+def test_a_region_may_differ_as_far_as_rounding_moves_it() -> None:
+    """A difference of nearly equal numbers, which is all rounding."""
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    graph.output((graph.call_function(torch.ops.aten.sub.Tensor, (a, b)),))
+    part, inputs = torch.fx.GraphModule({}, graph), [torch.ones(100), torch.ones(100) + 1e-7]
+    expected = part(*inputs)[0]
+    RegionProof(part).once(inputs, [expected * 2])
+    for wrong in (expected + 1e-3, expected * torch.nan):
+        with pytest.raises(VerificationError):
+            RegionProof(part).once(inputs, [wrong])
+
+
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(2)
@@ -265,9 +299,9 @@ def test_kernels_that_are_not_of_the_known_form_are_compiled_alone() -> None:
     assert not is_joinable(["const float*"], "static int helper() { return 1; }\n" + known)
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(CompileError, match=r"install g\+\+"):
+    without = config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with without, pytest.raises(CompileError, match=r"install g\+\+"):
         optimized(Net(1), compile=True)

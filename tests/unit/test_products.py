@@ -72,7 +72,7 @@ def test_a_step_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     models = []
     for onednn in (True, False):
         compiler = Compiler(one_by_one, onednn=onednn)
-        monkeypatch.setattr("autopar.api.Compiler", lambda compiler=compiler: compiler)
+        monkeypatch.setattr("autopar.api.Compiler", lambda compiler=compiler, **_: compiler)
         model = copy.deepcopy(plain)
         program: Any = autopar.optimize(
             model,
