@@ -81,8 +81,17 @@ _kept: list[Any] = []
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    # The operator refuses factors whose elements share memory, and reads a bias as if its elements lay side by side.
+    b = b if _is_apart(b) else b.contiguous()
+    row = None if bias is None else bias.contiguous()
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), row, "none", [], "")
     return found
+
+
+def _is_apart(matrix: torch.Tensor) -> bool:
+    """Whether each of its elements has memory of its own, row by row or column by column."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return down >= columns * right > 0 or right >= rows * down > 0
 
 
 def _like_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -40,6 +40,20 @@ def test_a_product_of_any_layout(transposed: tuple[bool, bool]) -> None:
     assert torch.allclose(products.product()(a, b, bias), a @ b + bias, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [torch.randn(80)[::2], torch.randn(1).expand(40), torch.randn(41)[1:]])
+def test_a_bias_that_is_a_view(bias: torch.Tensor) -> None:
+    a, b = torch.randn(30, 20), torch.randn(20, 40)
+    assert torch.allclose(products.product()(a, b, bias), a @ b + bias, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_whose_elements_share_memory() -> None:
+    windows, row = torch.randn(69).as_strided((30, 40), (1, 1)), torch.randn(1, 40).expand(30, 40)
+    for factor in (windows, row):
+        a, b = torch.randn(20, 30), torch.randn(40, 20)
+        assert torch.allclose(products.product()(a, factor, None), a @ factor, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(products.product()(factor, b, None), factor @ b, rtol=1e-5, atol=1e-5)
+
+
 def test_what_it_says_of_its_result_is_so() -> None:
     a, b, bias = torch.randn(20, 30).t(), torch.randn(40, 20).t(), torch.randn(40)
     torch.library.opcheck(products.product(), (a, b, bias), test_utils=("test_schema", "test_faketensor"))
