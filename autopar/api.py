@@ -182,7 +182,8 @@ def optimize(
             `Passes(also=(mine,))` runs one of your own. On all ranks alike.
         timeout_s: how long a collective may wait for a late rank.
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
-            plan is the same. It takes minutes rather than seconds, and a C++ compiler (on GPUs, Triton).
+            plan is the same, unless `measure_compute` is set and times what is compiled. It takes minutes rather than
+            seconds, and a C++ compiler (on GPUs, Triton).
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 

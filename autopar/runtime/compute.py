@@ -134,6 +134,8 @@ class CompiledRegion(torch.nn.Module):
         self, run: Compiled, inputs: Sequence[torch.Tensor], region: Region, proof: RegionProof | None = None
     ) -> None:
         super().__init__()
+        self.names = [n.name for n in region.nodes]
+        """Of the operators that it computes."""
         self._run = run
         self._proof = proof
         self._strides = [tuple(t.stride()) for t in inputs]
