@@ -19,13 +19,13 @@ LEAST_FLOPS = 4e6
 """Of a product that oneDNN computes: each of its calls takes some 10 us longer than one of MKL."""
 
 
-@cache
 def is_onednn_faster() -> bool:
-    """Whether products are oneDNN's on this machine. It follows from the machine alone and not from a measurement, lest
-    ranks that are to compute the same round differently."""
+    """Whether products are oneDNN's on this machine: it follows from the machine, and from whether the user has PyTorch
+    use oneDNN, and not from a measurement, lest ranks that are to compute the same round differently."""
     return (
         torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch._C._get_mkldnn_enabled()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         and _vendor() not in ("GenuineIntel", "")
     )

@@ -108,3 +108,8 @@ def test_whose_processor(tmp_path: Path) -> None:
     file.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n")
     assert products._vendor(file) == "AuthenticAMD"
     assert products._vendor(tmp_path / "none") == ""
+
+
+def test_not_where_the_user_turns_onednn_off() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not products.is_onednn_faster()
