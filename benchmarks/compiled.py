@@ -24,6 +24,7 @@ STEP_LIMIT = 1.00
 COMPILE_FACTOR = 1.5
 """How much longer compiling may take than torch.compile's time, multiplied by the share of distinct regions."""
 LEAST_MODELS, LEAST_GROUPS = 5, 10
+"""Models that are to reach the limit, and groups of a model that counts on two ranks."""
 COLUMNS = ("model", "what", "autopar", "torch.compile", "ratio", "as it is")
 
 
@@ -60,6 +61,8 @@ def report(entries: Sequence[Entry], rounds: int) -> Report:
     ]
     for entry in entries:
         _examine(found, entry, rounds)
+        for row in found.rows[-3:]:
+            click.echo("  ".join(row), err=True)
     for what in ("one rank", "two ranks"):
         steps = [t for t in found.targets if what in t.name]
         if len(entries) >= LEAST_MODELS:  # not each of them need reach it
@@ -88,8 +91,9 @@ def _examine(found: Report, entry: Entry, rounds: int) -> None:
         click.echo(f"{entry.name}: two ranks", err=True)
         on_two = measure("ranks", entry, rounds, other)
         groups = on_two["groups"]
-        assert groups >= LEAST_GROUPS, f"{entry.name} has {groups} groups of 1 MiB, the target is for {LEAST_GROUPS}"
         _add(found, entry, f"step on two ranks, {groups} groups", on_two, "DDP, torch.compile")
+        if groups < LEAST_GROUPS:  # too small a model for that target: its figures are shown alone
+            found.targets.pop()
         found.data[entry.name] = {"compiling": [own, peers], "steps": steps, "ranks": on_two}
 
 
