@@ -7,6 +7,7 @@ operators are handed over, and in which order everything runs. `test_inductor` c
 from __future__ import annotations
 
 import copy
+import platform
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -297,6 +298,30 @@ def test_kernels_that_are_not_of_the_known_form_are_compiled_alone() -> None:
     assert is_joinable(["const float*", "double *"], known)
     assert not is_joinable(["const float*", "const int64_t"], known), "a size is no tensor"
     assert not is_joinable(["const float*"], "static int helper() { return 1; }\n" + known)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one kind of vector instructions")
+def test_the_best_instructions_that_can_be_compiled_for_are_probed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    asked: list[str] = []
+
+    class Instructions(str):
+        def __bool__(self) -> bool:
+            asked.append(self)
+            return "new" not in self
+
+    every: Any = [Instructions(name) for name in ("absent", "new", "newest new", "good", "old")]
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", every)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["new", "newest", "good", "old"])
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        inductor.probe_best_instructions.__wrapped__()
+        assert [*map(str, cpu_vec_isa.valid_vec_isa_list())] == ["good"]
+        assert set(asked) == {"new", "newest new", "good"} and cpu_vec_isa.supported_vec_isa_list is every
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def test_no_compiler() -> None:
