@@ -182,7 +182,8 @@ def optimize(
             `Passes(also=(mine,))` runs one of your own. On all ranks alike.
         timeout_s: how long a collective may wait for a late rank.
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
-            plan is the same. It takes minutes rather than seconds, and a C++ compiler (on GPUs, Triton).
+            plan is the same, unless `measure_compute` is set and times what is compiled. It takes minutes rather than
+            seconds, and a C++ compiler (on GPUs, Triton).
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
@@ -216,7 +217,7 @@ def optimize(
     said += f", {compile=}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
-    own_loss, compiler = loss_fn if mode == "step" else None, Compiler() if compile else None
+    own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
     settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)

@@ -117,7 +117,9 @@ class Planner:
 
         graph, settings = training.graph(recompute), training.settings
         context = training.context(cluster.world_size, self.late_parameters)
-        nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn) if self.measure_compute else None
+        nodes = None
+        if self.measure_compute:
+            nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn, settings.compiler)
         cost_model = training.cost_model(cluster, self.calibration, nodes)
         if self.strategy is not None:
             return build_plan(self.strategy, graph, cluster, context, fidelity=self.fidelity, cost_model=cost_model)

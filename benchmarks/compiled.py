@@ -24,6 +24,7 @@ STEP_LIMIT = 1.00
 COMPILE_FACTOR = 1.5
 """How much longer compiling may take than torch.compile's time, multiplied by the share of distinct regions."""
 LEAST_MODELS, LEAST_GROUPS = 5, 10
+"""Models that are to reach the limit, and groups of a model that counts on two ranks."""
 COLUMNS = ("model", "what", "autopar", "torch.compile", "ratio", "as it is")
 
 
@@ -52,12 +53,16 @@ def report(entries: Sequence[Entry], rounds: int) -> Report:
         "seconds are the processor's, in which what other processes take from the machine is not; on two ranks the "
         "wall's, of the slower rank, with gradients in buckets of 1 MiB on both sides. 'As it is': autopar's step "
         "without compile=True.",
+        "Where MKL has no AVX-512, as on AMD's processors, autopar's compiled step has oneDNN compute large float32 "
+        "products; torch.compile's are MKL's.",
         "Compiling goes from the model to the end of the first step, in seconds of the processor, those of the C++ "
         "compiler among them, each side in a process of its own with an empty cache. The share of distinct layers is "
         "that of distinct regions among all.",
     ]
     for entry in entries:
         _examine(found, entry, rounds)
+        for row in found.rows[-3:]:
+            click.echo("  ".join(row), err=True)
     for what in ("one rank", "two ranks"):
         steps = [t for t in found.targets if what in t.name]
         if len(entries) >= LEAST_MODELS:  # not each of them need reach it
@@ -86,8 +91,9 @@ def _examine(found: Report, entry: Entry, rounds: int) -> None:
         click.echo(f"{entry.name}: two ranks", err=True)
         on_two = measure("ranks", entry, rounds, other)
         groups = on_two["groups"]
-        assert groups >= LEAST_GROUPS, f"{entry.name} has {groups} groups of 1 MiB, the target is for {LEAST_GROUPS}"
         _add(found, entry, f"step on two ranks, {groups} groups", on_two, "DDP, torch.compile")
+        if groups < LEAST_GROUPS:  # too small a model for that target: its figures are shown alone
+            found.targets.pop()
         found.data[entry.name] = {"compiling": [own, peers], "steps": steps, "ranks": on_two}
 
 

@@ -11,7 +11,10 @@ import torch
 import torch.fx
 
 from autopar.runtime.compute_passes import fold_cats_of_one, functional, noise_of_shapes
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.inductor import Compiled, compile_graph, output_strides
+from autopar.runtime.products import is_onednn_faster, products_by_onednn
+from autopar.runtime.region_proof import RegionProof
 from autopar.runtime.regions import (
     Partition,
     Region,
@@ -28,27 +31,37 @@ class Compiler:
     program they are in."""
 
     compile: Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Compiled] = compile_graph
-    known: dict[Hashable, tuple[Compiled, list[tuple[int, ...]]]] = field(default_factory=dict)
-    """Of each region, by what it computes: its function, and the strides of what that returns."""
+    known: dict[Hashable, tuple[Compiled, list[tuple[int, ...]], RegionProof | None]] = field(default_factory=dict)
+    """Of each region, by what it computes: its function, the strides of what that returns, and its proof."""
     regions: int = 0
     """How many regions the graphs hold."""
+    onednn: bool = field(default_factory=is_onednn_faster)
+    """Whether oneDNN computes large matrix products."""
+    proves: bool = True
+    """Whether each function is compared with its operators when it first runs."""
 
     def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """The graph, with its plan as it is: collectives, waits and updates in their order."""
+        keep_freed_memory()
         functional(module.graph)
         fold_cats_of_one(module.graph)
         noise_of_shapes(module.graph)
+        if self.onednn:
+            products_by_onednn(module.graph)
         return _Rewriter(module, self).write()
 
-    def of(self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[Compiled, list[tuple[int, ...]]]:
-        """What computes a region, compiled unless an equal one was, and the strides of its outputs."""
+    def of(
+        self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Compiled, list[tuple[int, ...]], RegionProof | None]:
+        """What computes a region, compiled unless an equal one was, the strides of its outputs, and its proof."""
         self.regions += 1
         key = _key(part)
         if key not in self.known:
             run = self.compile(part, inputs)
             planned = output_strides(run)
             fakes = fake_outputs(part, inputs)
-            self.known[key] = run, [planned.get(i, tuple(t.stride())) for i, t in enumerate(fakes)]
+            strides = [planned.get(i, tuple(t.stride())) for i, t in enumerate(fakes)]
+            self.known[key] = run, strides, RegionProof(part) if self.proves else None
         return self.known[key]
 
 
@@ -102,8 +115,8 @@ class _Rewriter:
             return
         part, inputs = part_of(region)
         name = f"compute_{region.index}"
-        run, strides = self._compiler.of(part, inputs)
-        self._modules[name] = CompiledRegion(run, inputs, region)
+        run, strides, proof = self._compiler.of(part, inputs)
+        self._modules[name] = CompiledRegion(run, inputs, region, proof)
         listed = self._graph.call_function(list_of, tuple(self._copies[n] for n in region.inputs))
         results = self._graph.call_module(name, (listed,))
         for i, node in enumerate(region.outputs):
@@ -117,9 +130,14 @@ class _Rewriter:
 class CompiledRegion(torch.nn.Module):
     """One region of a graph."""
 
-    def __init__(self, run: Compiled, inputs: Sequence[torch.Tensor], region: Region) -> None:
+    def __init__(
+        self, run: Compiled, inputs: Sequence[torch.Tensor], region: Region, proof: RegionProof | None = None
+    ) -> None:
         super().__init__()
+        self.names = [n.name for n in region.nodes]
+        """Of the operators that it computes."""
         self._run = run
+        self._proof = proof
         self._strides = [tuple(t.stride()) for t in inputs]
         self._bases = [source(n) for n in region.outputs]
         self._own = {i for i, n in enumerate(self._bases) if n not in set(region.inputs)}
@@ -135,6 +153,8 @@ class CompiledRegion(torch.nn.Module):
             held = list(inputs)  # else their memory would be taken for outputs
             found = self._run(inputs)
             self._shared = self._in_shared_memory(found, {m: None for t in held if (m := _memory(t))})
+            if self._proof is not None:
+                self._proof.once(held, found)
             del held
         else:
             found = self._run(inputs)

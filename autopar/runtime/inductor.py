@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.fx
 
 from autopar.errors import CompileError
+from autopar.runtime.kernels import one_file
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes a region's inputs as a list, which it empties, so that each is freed after its last use; returns outputs."""
@@ -38,6 +42,25 @@ def check_compiler(device: torch.device) -> None:
         ) from e
 
 
+@cache
+def probe_best_instructions() -> None:
+    """Has inductor try whether it can compile for the best of an x86 processor's vector instructions alone, rather than
+    for all, of which it then takes the best: of six starts of the C++ compiler, three are left. Does nothing where
+    inductor has tried them already, or is told which to take."""
+    from torch._inductor import config, cpu_vec_isa
+
+    is_told = config.cpp.simdlen is not None or config.cpp.vec_isa_ok is not None or "ATEN_CPU_CAPABILITY" in os.environ
+    if platform.machine() != "x86_64" or is_told or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
+        return
+    every, flags = cpu_vec_isa.supported_vec_isa_list, cpu_vec_isa.x86_isa_checker()
+    best = [isa for isa in every if all(f in flags for f in str(isa).split())]
+    cpu_vec_isa.supported_vec_isa_list = [next((isa for isa in best if isa), cpu_vec_isa.invalid_vec_isa)]
+    try:
+        cpu_vec_isa.valid_vec_isa_list()
+    finally:
+        cpu_vec_isa.supported_vec_isa_list = every
+
+
 def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
     """Compiles a graph without side effects, which returns a tuple of tensors.
 
@@ -53,6 +76,8 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
     mode = detect_fake_mode(inputs) or detect_fake_mode([n.meta.get("val") for n in module.graph.nodes])
     assert mode is not None, "a captured graph has fake values"
     try:
+        if all(t.device.type == "cpu" for t in inputs):
+            probe_best_instructions()
         with _settled(mode):
             decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
             joint_graph_passes(decomposed)
@@ -88,4 +113,5 @@ def _settled(mode: Any) -> Iterator[None]:
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
         stack.enter_context(config.patch(layout_optimization=False))
+        stack.enter_context(one_file())
         yield

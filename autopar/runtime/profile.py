@@ -6,8 +6,9 @@ lies between two nodes, as freeing memory, is shared out.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -18,16 +19,23 @@ from torch import nn
 from autopar.ir.batch import Batch
 from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.compute import CompiledRegion, Compiler
 from autopar.runtime.operator_times import OperatorTimes, operator_key
 
 REPEATS = 3
 """Behind one that warms up."""
 
 
-def node_seconds(graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: Any = None) -> dict[str, float]:
+def node_seconds(
+    graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: Any = None, compiler: Compiler | None = None
+) -> dict[str, float]:
     """Seconds of each of `graph.compute`, by name: medians. Runs the forward and backward pass a few times on `batch`,
     unless all operators were measured before; changes neither parameters nor buffers. The model lies on the device that
-    is meant."""
+    is meant.
+
+    With a `compiler`, the pass is compiled, too, and a region's time is shared out among its operators as they take
+    when they run one by one; it is measured each time.
+    """
     joint = graph.joint
     assert joint is not None, "a graph that was captured in this process"
     owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -38,7 +46,8 @@ def node_seconds(graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: 
     key_of = {node.name: operator_key(node) for node in joint.module.graph.nodes if node.op == "call_function"}
     keys = {n.name: key_of[n.name] for n in graph.compute if n.name in key_of}
     constants = {n.name: 0.0 for n in graph.compute if n.name not in key_of}  # are there already
-    if all(key in known.seconds for key in keys.values()):
+    is_known = all(key in known.seconds for key in keys.values())
+    if is_known and compiler is None:
         return {name: known.seconds[key] for name, key in keys.items()} | constants
     arguments: list[torch.Tensor] = []
     for (kind, key), node in zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True):
@@ -50,21 +59,48 @@ def node_seconds(graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: 
         else:
             arguments.append((parameters if kind == "parameter" else buffers)[str(key)].detach().clone())
     clock = _Clock(device)
+    scaled = {name: known.seconds[key] for name, key in keys.items()} if is_known else {}
+    if not is_known:
+        found = _seconds(joint.module, arguments, clock)
+        scaled = {n.name: found.get(n.name, 0.0) for n in graph.compute}
+        alike: dict[str, list[float]] = {}
+        for name, key in keys.items():
+            alike.setdefault(key, []).append(scaled[name])
+        known.add(alike)
+    if compiler is not None:
+        module = compiler.compiled(torch.fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph)))
+        scaled = _shared_out(module, _seconds(module, arguments, clock), scaled)
+    return scaled | constants
+
+
+def _seconds(module: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], clock: _Clock) -> dict[str, float]:
+    """Of each call in a graph, by its node's name; as much together as the graph takes as a whole."""
     rows = []
     with torch.no_grad():
         for _ in range(1 + REPEATS):
-            nodes = _Nodes(joint.module, clock)
+            nodes = _Nodes(module, clock)
             nodes.run(*arguments)
             rows.append(nodes.seconds)
-        whole_s = median(clock.of(lambda: joint.module(*arguments)) for _ in range(1 + REPEATS))
-    found = {n.name: median(row.get(n.name, 0.0) for row in rows[1:]) for n in graph.compute}
+        whole_s = median(clock.of(lambda: module(*arguments)) for _ in range(1 + REPEATS))
+    found = {name: median(row.get(name, 0.0) for row in rows[1:]) for name in rows[0]}
     scale = whole_s / max(sum(found.values()), 1e-9)
-    scaled = {name: seconds * scale for name, seconds in found.items()} | constants
-    alike: dict[str, list[float]] = {}
-    for name, key in keys.items():
-        alike.setdefault(key, []).append(scaled[name])
-    known.add(alike)
-    return scaled
+    return {name: seconds * scale for name, seconds in found.items()}
+
+
+def _shared_out(
+    module: torch.fx.GraphModule, compiled: Mapping[str, float], alone: Mapping[str, float]
+) -> dict[str, float]:
+    """Seconds of each operator of a compiled graph. `compiled`: of its calls. `alone`: of each operator by itself."""
+    found = {name: compiled.get(name, 0.0) for name in alone}
+    for node in module.graph.find_nodes(op="call_module"):
+        region = module.get_submodule(str(node.target))
+        if isinstance(region, CompiledRegion):
+            mine = [name for name in region.names if name in alone]
+            whole_s = max(sum(alone[name] for name in mine), 1e-12)
+            found |= {name: compiled[node.name] * alone[name] / whole_s for name in mine}
+    # What passes values to regions and takes their results has its share of the time, and is no operator.
+    scale = sum(compiled.values()) / max(sum(found.values()), 1e-12)
+    return {name: seconds * scale for name, seconds in found.items()}
 
 
 class _Clock:
@@ -98,7 +134,13 @@ class _Nodes(torch.fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._timed(super().call_function, target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._timed(super().call_module, target, args, kwargs)
+
+    def _timed(self, call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
         start = self._clock.now()
-        value = super().call_function(target, args, kwargs)
+        value = call(target, args, kwargs)
         self.seconds[self._name] = self._clock.now() - start
         return value

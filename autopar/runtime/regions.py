@@ -27,7 +27,7 @@ aten = torch.ops.aten
 _EAGER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CREATE = {"arange", "full", "zeros", "ones", "scalar_tensor", "eye"}
 _COPIES = {"clone", "_to_copy", "lift_fresh_copy", "where", "expand"}
-_CALLS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
+_CALLS = {"product", "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
 _MOST_FORMED_AGAIN = 24
 """Operators of one chain that is computed again rather than kept."""
 
@@ -221,7 +221,7 @@ def _computes(node: torch.fx.Node, known: dict[torch.fx.Node, bool]) -> bool:
     if node.target is operator.getitem:
         return known.get(node.args[0], False)  # type: ignore[arg-type]
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims", "autopar"):
         return False
     if target._schema.is_mutable or _is_random(node) or _EAGER_TAGS & set(target.tags):
         return False

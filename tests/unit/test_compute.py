@@ -7,6 +7,7 @@ operators are handed over, and in which order everything runs. `test_inductor` c
 from __future__ import annotations
 
 import copy
+import platform
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,12 +18,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import autopar
-from autopar.errors import CompileError
+from autopar.errors import CompileError, VerificationError
 from autopar.runtime import inductor
 from autopar.runtime.compute import CompiledRegion, Compiler, laid_out, part_of
 from autopar.runtime.compute_passes import fold_cats_of_one, functional
+from autopar.runtime.kernels import is_joinable
+from autopar.runtime.region_proof import RegionProof
 from autopar.runtime.regions import Partition, Region
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -230,14 +234,57 @@ def test_inputs_that_are_described_by_one_fake_tensor_are_two() -> None:
     assert inputs[0] is not inputs[1]
 
 
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_what_a_compiler_gets_wrong_later_is_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second capture, of which the first step's proof has seen nothing."""
+    factor = 1.0
+
+    def wrong(part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> inductor.Compiled:
+        run, by = one_by_one(part, inputs), factor
+        return lambda given: [t * by if t.is_floating_point() else t for t in run(given)]
+
+    monkeypatch.setattr("autopar.api.Compiler", partial(Compiler, wrong))
+    program = optimized(Net().double(), compile=True, check=check)
+    program.step(batch(0))
+    factor = 1.0 + 1e-5
+    if check == "never":
+        program.step(batch(1, 4))
+        return
+    with pytest.raises(VerificationError, match="PyTorch's compiler has compiled"):
+        program.step(batch(1, 4))
+
+
+def test_a_region_may_differ_as_far_as_rounding_moves_it() -> None:
+    """A difference of nearly equal numbers, which is all rounding."""
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    graph.output((graph.call_function(torch.ops.aten.sub.Tensor, (a, b)),))
+    part, inputs = torch.fx.GraphModule({}, graph), [torch.ones(100), torch.ones(100) + 1e-7]
+    expected = part(*inputs)[0]
+    RegionProof(part).once(inputs, [expected * 2])
+    for wrong in (expected + 1e-3, expected * torch.nan):
+        with pytest.raises(VerificationError):
+            RegionProof(part).once(inputs, [wrong])
+
+
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 11)).double()
     compiled = copy.deepcopy(plain)
+    sources: list[str] = []
+    load = CppPythonBindingsCodeCache.load_pybinding
+
+    def noted(argtypes: list[str], source: str) -> Any:
+        sources.append(source)
+        return load(argtypes, source)
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", noted)
     expected = [trained_once(plain), trained_once(compiled, compile=True)]
     assert expected[1] == pytest.approx(expected[0], rel=1e-10)
     assert apart(plain, compiled) < 1e-10
+    kernels = [source.count("#undef kernel") for source in sources]
+    assert len(sources) <= 3 and max(kernels) > 1, "a region's kernels are one file"
 
 
 def trained_once(model: nn.Module, **settings: Any) -> list[float]:
@@ -246,9 +293,40 @@ def trained_once(model: nn.Module, **settings: Any) -> list[float]:
     return [program.step(batch(i)).item() for i in range(3)]
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_of_the_known_form_are_compiled_alone() -> None:
+    known = '\n#include <x.h>\nextern "C"  void  kernel(const float* in_ptr0,\n double *out)\n{}\n'
+    assert is_joinable(["const float*", "double *"], known)
+    assert not is_joinable(["const float*", "const int64_t"], known), "a size is no tensor"
+    assert not is_joinable(["const float*"], "static int helper() { return 1; }\n" + known)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one kind of vector instructions")
+def test_the_best_instructions_that_can_be_compiled_for_are_probed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    asked: list[str] = []
+
+    class Instructions(str):
+        def __bool__(self) -> bool:
+            asked.append(self)
+            return "new" not in self
+
+    every: Any = [Instructions(name) for name in ("absent", "new", "newest new", "good", "old")]
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", every)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["new", "newest", "good", "old"])
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        inductor.probe_best_instructions.__wrapped__()
+        assert [*map(str, cpu_vec_isa.valid_vec_isa_list())] == ["good"]
+        assert set(asked) == {"new", "newest new", "good"} and cpu_vec_isa.supported_vec_isa_list is every
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+def test_no_compiler() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(CompileError, match=r"install g\+\+"):
+    without = config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with without, pytest.raises(CompileError, match=r"install g\+\+"):
         optimized(Net(1), compile=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import autopar
 from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
+from autopar.runtime.compute import Compiler
 from autopar.runtime.operator_times import VARIABLE, OperatorTimes
 from autopar.runtime.profile import node_seconds
+from tests.unit.test_compute import one_by_one
 
 CLUSTER = ClusterSpec.loads("hosts: [{name: host, count: 2, devices: 1 x cpu}]\nnetwork: {bandwidth: 1 Gbit/s}")
 
@@ -67,6 +70,27 @@ def test_an_operator_is_measured_once(nothing_known: Path) -> None:
     table.write_text("{")
     assert sum(measured(32).values()) > 0, "a table that cannot be read is measured anew"
     assert OperatorTimes.load(table).seconds.keys() == kept.seconds.keys()
+
+
+def test_compiled_regions_are_timed_as_a_whole(nothing_known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is looked at: each call takes one, an operator or a region."""
+    ticks = itertools.count()
+    monkeypatch.setattr("autopar.runtime.profile._Clock.now", lambda self: float(next(ticks)))
+    made = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    batch = flatten((torch.randn(4, 8), torch.zeros(4, 8)))
+    graph = training_graph(made, batch, nn.functional.mse_loss)
+    alone = node_seconds(graph, made, batch, nn.functional.mse_loss)
+    (table,) = nothing_known.iterdir()
+    before = table.read_text()
+    for _ in range(2):
+        compiler = Compiler(one_by_one)
+        compiled = node_seconds(graph, made, batch, nn.functional.mse_loss, compiler)
+        assert compiler.regions == 1 and set(compiled) == set(alone)
+        assert sum(compiled.values()) == pytest.approx(1.0), "the pass as a whole"
+        ratios = [compiled[n] / alone[n] for n in alone if compiled[n]]
+        assert len(ratios) > len(alone) / 2
+        assert max(ratios) == pytest.approx(min(ratios)), "shared out as operators take alone"
+    assert table.read_text() == before
 
 
 def test_a_plan_may_rest_on_it() -> None:
