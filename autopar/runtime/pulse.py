@@ -18,7 +18,8 @@ ENDED = "ended"
 """In place of a count: the rank ended of itself, well or with an error of its own."""
 _FAREWELL_S = 3 * BEAT_S
 """How long the process that serves the store waits, at its end, for the others to see that it ends."""
-_EXIT_S = 5.0
+_EXIT_S = 10.0
+"""How long a process waits for its thread; on a loaded machine, an answer of the store takes more than a second."""
 
 
 class End:
@@ -26,13 +27,11 @@ class End:
 
     def __init__(self) -> None:
         self.is_near, self.has_come = threading.Event(), threading.Event()
-        self.is_silent = True
-        """Whether the store has not yet answered to what the thread has asked or told last."""
 
     def come(self) -> None:
-        """Ends the thread, and waits until it has ended."""
+        """Ends the thread, and waits until it has ended: within the store, it would abort the process."""
         self.is_near.set()
-        self.has_come.wait(BEAT_S if self.is_silent else _EXIT_S)
+        self.has_come.wait(_EXIT_S)
 
 
 @dataclass
@@ -74,10 +73,8 @@ class Pulse:
         store, count = PrefixStore(self.prefix, self.connection), 0
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the job
             while not self.end.is_near.is_set() and (dist.is_initialized() or not self.joined):
-                self.end.is_silent = True
                 store.set(f"beat/{self.rank}", f"{count} {self.place}")
                 self._look_at_server(store)
-                self.end.is_silent = False
                 count += 1
                 self.end.is_near.wait(BEAT_S)
             store.set(f"beat/{self.rank}", f"{ENDED} {self.place}")
