@@ -90,7 +90,9 @@ class _Loading:
         for name, values in state.items():
             read_whole = {k: v for k, v in values.items() if self._is_read_whole(name, k, v)}
             made = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in read_whole.items()}
-            pieces += [whole_piece(str(self._stored_state(name, k)), v) for k, v in made.items()]
+            pieces += [
+                whole_piece(str(self._stored_state(name, k)), v, over_of(owner, name, v)) for k, v in made.items()
+            ]
             state[name] = {**values, **made}
         stored.read_into(pieces)
         pieces.clear()
@@ -99,7 +101,7 @@ class _Loading:
             if (name := self._stored_state(fragment.name, key)) is None:
                 into.copy_(fragment.cut(value))
             else:
-                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(owner, fragment.name)))
+                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(owner, fragment.name, into)))
 
         hand_out(owner, read, state, take)
         stored.read_into(pieces)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def gradients(model: nn.Module, step: int, rank: int, n: int) -> list[torch.Tens
     return list(torch.autograd.grad(loss, trained(model)))
 
 
+def scaled() -> Net:
+    """With a parameter that has no dimensions."""
+    model = net()
+    model.frozen = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    return model
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -50,9 +57,15 @@ class Reference:
     """All ranks in one process."""
 
     def __init__(
-        self, n: int, every: int = 1, delay: int = 0, from_step: int = 0, max_norm: float | None = None
+        self,
+        n: int,
+        every: int = 1,
+        delay: int = 0,
+        from_step: int = 0,
+        max_norm: float | None = None,
+        make: Callable[[], nn.Module] = net,
     ) -> None:
-        self.models = [net() for _ in range(n)]
+        self.models = [make() for _ in range(n)]
         self.optimizers = [adamw(m) for m in self.models]
         self.every, self.delay, self.from_step, self.max_norm = every, delay, from_step, max_norm
         self.held: list[list[torch.Tensor]] = []
@@ -109,7 +122,7 @@ def off(rank: int, n: int, strategy: str, max_norm: float | None = None, **setti
 
 def resumed(rank: int, n: int, strategy: str, at: int) -> float:
     """Saved in the middle, and gone on with in a new program; against the reference, which goes on from averages."""
-    reference = Reference(n, **said(strategy))
+    reference = Reference(n, **said(strategy), make=scaled)
     model, program = _program(rank, strategy)
     for step in range(at):
         program.step(batch(step, rank))
@@ -160,7 +173,7 @@ def from_disk(rank: int, n: int, folder: str) -> list[float]:
 
 
 def _program(rank: int, strategy: str) -> tuple[Net, Program]:
-    model = net()
+    model = scaled()
     return model, program_for(model, rank, strategy, fidelity=FIDELITY)
 
 
