@@ -93,6 +93,14 @@ def check_timing(groups: Sequence[SyncGroup], context: Context) -> None:
     shown = f"group {timed[0]}: {text_of(groups[timed[0]])}"
     if not context.has_optimizer:
         raise PlanError(f"{shown} needs a program that runs the optimizer; a drop-in module synchronizes each gradient")
+    times: dict[str, SyncGroup] = {}
+    for g in groups:
+        for name in {m.name for m in g.members if not m.whole}:
+            if times.setdefault(name, g).timing != g.timing:
+                raise PlanError(
+                    f"{shown}, and slices of '{name}' differ: the optimizer's state of a parameter has one number of "
+                    "steps, and is one rank's own or all ranks'. Give all slices of a parameter the same timing"
+                )
     if context.clips and len({(g.every, g.from_step if g.every > 1 else 0) for g in groups}) > 1:
         raise PlanError(
             f"{shown}, and other groups differ: with clip_grad_norm each rank would clip by a norm of its own what all "

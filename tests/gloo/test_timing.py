@@ -95,6 +95,17 @@ def test_ranks_would_clip_apart() -> None:
         lower_plan([_group(every=2), other], graph, Context(4, clips=True))
 
 
+def test_slices_of_one_parameter_go_together() -> None:
+    whole, (name, shape) = NAMES[1:], MLP[0]
+    halves = [ParameterSlice(name=name, dim=0, start=a, stop=b) for a, b in ((0, 1), (1, shape[0]))]
+    groups = [
+        SyncGroup(strategy="all_reduce", members=(halves[0], *whole), delay=1),
+        SyncGroup(strategy="all_reduce", members=(halves[1],)),
+    ]
+    with pytest.raises(PlanError, match="Give all slices of a parameter the same timing"):
+        lower_plan(groups, GRAPH, Context(4))
+
+
 def test_both_at_once_are_refused() -> None:
     with pytest.raises(ValueError, match="no gradients to delay"):
         _group(every=2, delay=1)

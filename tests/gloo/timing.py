@@ -63,6 +63,7 @@ class Reference:
         delay: int = 0,
         from_step: int = 0,
         max_norm: float | None = None,
+        *,
         make: Callable[[], nn.Module] = net,
     ) -> None:
         self.models = [make() for _ in range(n)]
@@ -103,7 +104,7 @@ class Reference:
             update(model, optimizer, [factor * g for g in given])
 
 
-def said(strategy: str) -> dict[str, int]:
+def said(strategy: str) -> dict[str, Any]:
     pairs = (part.split("=") for part in strategy.split("+")[1:] if "=" in part)
     return {key: int(value) for key, value in pairs}
 
@@ -122,7 +123,7 @@ def off(rank: int, n: int, strategy: str, max_norm: float | None = None, **setti
 
 def resumed(rank: int, n: int, strategy: str, at: int) -> float:
     """Saved in the middle, and gone on with in a new program; against the reference, which goes on from averages."""
-    reference = Reference(n, **said(strategy), make=scaled)
+    reference = Reference(n, make=scaled, **said(strategy))
     model, program = _program(rank, strategy)
     for step in range(at):
         program.step(batch(step, rank))
