@@ -66,7 +66,8 @@ def content_of(owner: Owner, spread: bool) -> Content:
     if owner.loss_fn is not None and (loss := _module(owner, owner.loss_fn, "loss_fn", spread, found)):
         found.loss_fn = loss
     _optimizer(owner, found)
-    found.pieces.extend(owner.pieces)
+    left_out = owner.states.left_out()
+    found.pieces.extend(p for p in owner.pieces if p.name not in left_out)
     for piece in found.pieces:
         tensor = piece.tensor
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:

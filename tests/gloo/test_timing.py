@@ -46,6 +46,11 @@ def test_what_is_saved_between_averages_goes_on(tmp_path: Path) -> None:
         assert max(of_rank) < 1e-12, of_rank
 
 
+def test_a_delay_begins_anew_behind_a_checkpoint_without_held_gradients(tmp_path: Path) -> None:
+    for found in run_ranks(2, timing.other_delay, str(tmp_path)):
+        assert max(found) < 1e-12, found
+
+
 def test_one_process_is_late_as_well() -> None:
     assert timing.held_alone() < 1e-12
 

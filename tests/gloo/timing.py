@@ -140,6 +140,33 @@ def resumed(rank: int, n: int, strategy: str, at: int) -> float:
     return worst
 
 
+def other_delay(rank: int, n: int, folder: str) -> list[float]:
+    """Loaded from what another plan has saved: there are no gradients to go on with, so the first steps hold back, and
+    update nothing. Once more where not all that is held back is there yet; through a dict, and through a folder."""
+    worst = []
+    for through_folder in (False, True):
+        reference, at = Reference(n, make=scaled), 3
+        model, program = _program(rank, "ddp")
+        for step in range(at):
+            program.step(batch(step, rank))
+            reference.step(step)
+        off = 0.0
+        for last in (at + 1, at + 1 + STEPS):
+            if through_folder:
+                program.save(f"{folder}/{last}")
+            state = program.state_dict()
+            model, program = _program(rank, "ddp+delay=2")
+            program.load(f"{folder}/{last}") if through_folder else program.load_state_dict(state)
+            reference.delay, reference.held = 2, []
+            for step in range(at, last):
+                program.step(batch(step, rank))
+                reference.step(step)
+                off = max(off, distance(model, reference.models[rank]))
+            at = last
+        worst.append(off)
+    return worst
+
+
 def saved_on_disk(rank: int, n: int, folder: str, strategy: str, at: int) -> bool:
     """Whether a run that was saved and loaded, between two averages, is the one that was not, to the last bit."""
     model, program = _program(rank, strategy)
