@@ -30,12 +30,15 @@ from autopar.strategies.emitter import Emitter
 Moments = tuple[Moment, ...]
 """Of each group of a plan, in order."""
 
+HELD = "held_"
+"""What the names of states begin with in which gradients are held back."""
 LONGEST_CYCLE = 100_000
 """Steps of a cycle that are told apart; a longer one is as good as its beginning."""
 
 
-def moment_of(group: SyncGroup, step: int) -> Moment:
-    """What a group does in a step, counted from 0."""
+def moment_of(group: SyncGroup, step: int, since: int = 0) -> Moment:
+    """What a group does in a step, counted from 0. `since`: from which step on its gradients were held back, where
+    that is later than its plan says."""
     if not group.timing:
         return SYNCHRONIZE
     if step < group.from_step:
@@ -43,14 +46,14 @@ def moment_of(group: SyncGroup, step: int) -> Moment:
     if group.every > 1:
         return Moment("average" if (step + 1) % group.every == 0 else "alone")
     if group.delay:
-        waited = step - group.from_step
+        waited = step - max(group.from_step, since)
         return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
     return SYNCHRONIZE
 
 
-def moments_of(groups: Sequence[SyncGroup], step: int) -> Moments:
-    """What each group does in a step, counted from 0."""
-    return tuple(moment_of(g, step) for g in groups)
+def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()) -> Moments:
+    """What each group does in a step, counted from 0; `since`: as `moment_of` says, of each group."""
+    return tuple(moment_of(g, step, s) for g, s in zip(groups, since or [0] * len(groups), strict=True))
 
 
 def fullest(groups: Sequence[SyncGroup]) -> Moments:
@@ -93,6 +96,14 @@ def check_timing(groups: Sequence[SyncGroup], context: Context) -> None:
     shown = f"group {timed[0]}: {text_of(groups[timed[0]])}"
     if not context.has_optimizer:
         raise PlanError(f"{shown} needs a program that runs the optimizer; a drop-in module synchronizes each gradient")
+    times: dict[str, SyncGroup] = {}
+    for g in groups:
+        for name in {m.name for m in g.members if not m.whole}:
+            if times.setdefault(name, g).timing != g.timing:
+                raise PlanError(
+                    f"{shown}, and slices of '{name}' differ: the optimizer's state of a parameter has one number of "
+                    "steps, and is one rank's own or all ranks'. Give all slices of a parameter the same timing"
+                )
     if context.clips and len({(g.every, g.from_step if g.every > 1 else 0) for g in groups}) > 1:
         raise PlanError(
             f"{shown}, and other groups differ: with clip_grad_norm each rank would clip by a norm of its own what all "
@@ -131,7 +142,7 @@ def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitte
 
 def _held(group: Group, slot: int, emit: Emitter) -> Call:
     """Where a group's gradients are kept that are `slot` steps younger than those that are due."""
-    return emit.state(group, f"held_{slot}", layout=unsummed(emit.world_size))
+    return emit.state(group, f"{HELD}{slot}_of_{group.spec.delay}", layout=unsummed(emit.world_size))
 
 
 def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:

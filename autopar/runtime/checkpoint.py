@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import SpecError
+from autopar.errors import AutoparWarning, SpecError
 from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
 from autopar.runtime.optimizer import OptimizerPart
@@ -108,7 +109,20 @@ def load(owner: Owner, state: Any) -> int:
     if owner.loss_fn is not None and read.loss_fn is not None:
         owner.loss_fn.load_state_dict(read.loss_fn)
     hand_out(owner, read, read.state)
+    if owner.group.rank == 0:
+        say_dropped([f"{key}.{name}" for key, name in sorted(owner.states.found - owner.states.names())])
     return read.steps
+
+
+def say_dropped(names: Sequence[str], stacklevel: int = 4) -> None:
+    """Warns of what strategies have kept and this plan does not keep, by the names of the tensors."""
+    if names:
+        warnings.warn(
+            f"the checkpoint holds {len(names)} tensors that strategies keep from step to step and that this plan does "
+            f"not keep, such as '{names[0]}': what they held back of earlier steps is lost",
+            AutoparWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def hand_out(owner: Owner, read: Read, state: State, take: Take = cut_out) -> None:

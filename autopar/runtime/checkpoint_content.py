@@ -20,7 +20,7 @@ from autopar.runtime.boxes import whole
 from autopar.runtime.checkpoint import Owner
 from autopar.runtime.pieces import Over, Piece, fragment_pieces, whole_piece
 from autopar.runtime.plain_values import to_json
-from autopar.runtime.state import per_element
+from autopar.runtime.state import differs_by_rank, per_element
 
 
 @dataclass
@@ -66,7 +66,8 @@ def content_of(owner: Owner, spread: bool) -> Content:
     if owner.loss_fn is not None and (loss := _module(owner, owner.loss_fn, "loss_fn", spread, found)):
         found.loss_fn = loss
     _optimizer(owner, found)
-    found.pieces.extend(owner.pieces)
+    left_out = owner.states.left_out()
+    found.pieces.extend(p for p in owner.pieces if p.name not in left_out)
     for piece in found.pieces:
         tensor = piece.tensor
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
@@ -88,9 +89,9 @@ def live_piece(owner: Owner, name: str, value: torch.Tensor, spread: bool, apart
     return whole_piece(name, value.detach(), over, by_all=isinstance(value, nn.Parameter))
 
 
-def over_of(owner: Owner, parameter: str) -> Over:
-    """How the optimizer's state of a parameter goes over to other ranks."""
-    return "averaged" if parameter in owner.local else "kept"
+def over_of(owner: Owner, parameter: str, value: torch.Tensor) -> Over:
+    """How a tensor of the optimizer's state of a parameter goes over to other ranks."""
+    return "averaged" if parameter in owner.local and differs_by_rank(value) else "kept"
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -122,10 +123,10 @@ def _module(owner: Owner, module: nn.Module, prefix: str, spread: bool, found: C
 def _optimizer(owner: Owner, found: Content) -> None:
     kept = dict[str, torch.Tensor]()
 
-    def keep(name: str, value: torch.Tensor) -> str:
+    def keep(name: str, value: torch.Tensor, over: Over = "kept") -> str:
         if name not in kept:  # one a parameter, as a step counter, stands with each of the rank's parts of it
             kept[name] = value
-            found.pieces.append(whole_piece(name, value.detach()))
+            found.pieces.append(whole_piece(name, value.detach(), over))
         return name
 
     for part in owner.parts:
@@ -134,8 +135,11 @@ def _optimizer(owner: Owner, found: Content) -> None:
             for key, value in state.items():
                 name = state_name(fragment.name, key)
                 if per_element(value, fragment.tensor.shape):
-                    found.pieces.extend(fragment_pieces(name, fragment, shape, value, over_of(owner, fragment.name)))
+                    over = over_of(owner, fragment.name, value)
+                    found.pieces.extend(fragment_pieces(name, fragment, shape, value, over))
                     own[key] = {"tensor": name}
+                elif isinstance(value, torch.Tensor):
+                    own[key] = {"tensor": keep(name, value, over_of(owner, fragment.name, value))}
                 else:
                     own[key] = to_json(value, name, keep)
     for index, group in enumerate(owner.optimizer.param_groups):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +11,18 @@ from typing import Any
 
 import torch
 
-from autopar.errors import AutoparWarning
 from autopar.ops.fragments import Fragment
 from autopar.runtime.boxes import Box, boxes_of, elements_of, whole
-from autopar.runtime.checkpoint import REFUSAL, UNREADABLE, Owner, Read, hand_out, read_checked, same_on_all_ranks
+from autopar.runtime.checkpoint import (
+    REFUSAL,
+    UNREADABLE,
+    Owner,
+    Read,
+    hand_out,
+    read_checked,
+    same_on_all_ranks,
+    say_dropped,
+)
 from autopar.runtime.checkpoint_content import live_piece, live_tensors, opened, over_of
 from autopar.runtime.checkpoint_files import Stored
 from autopar.runtime.checkpoint_sharing import box_json
@@ -90,7 +97,9 @@ class _Loading:
         for name, values in state.items():
             read_whole = {k: v for k, v in values.items() if self._is_read_whole(name, k, v)}
             made = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in read_whole.items()}
-            pieces += [whole_piece(str(self._stored_state(name, k)), v) for k, v in made.items()]
+            pieces += [
+                whole_piece(str(self._stored_state(name, k)), v, over_of(owner, name, v)) for k, v in made.items()
+            ]
             state[name] = {**values, **made}
         stored.read_into(pieces)
         pieces.clear()
@@ -99,7 +108,7 @@ class _Loading:
             if (name := self._stored_state(fragment.name, key)) is None:
                 into.copy_(fragment.cut(value))
             else:
-                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(owner, fragment.name)))
+                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(owner, fragment.name, into)))
 
         hand_out(owner, read, state, take)
         stored.read_into(pieces)
@@ -161,13 +170,10 @@ class _Loading:
         stored, rank = self.stored, self._owner.group.rank
         kept = {name for one in own for name in one if one[name]["there"]}
         dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
-        if dropped and rank == 0:
-            warnings.warn(
-                f"the checkpoint holds {len(dropped)} tensors that are sums over the ranks and that this plan does "
-                f"not keep, such as '{dropped[0]}': what they held back of earlier steps is lost",
-                AutoparWarning,
-                stacklevel=4,
-            )
+        if rank == 0:
+            say_dropped(dropped, stacklevel=5)
+        of_states = (name.removeprefix(f"{STATE}.").partition(".") for name in kept)
+        self._owner.states.found = frozenset((key, of) for key, _, of in of_states)
         for name, pieces in self._by_name().items():
             there, over, parts = self._found(pieces[0]), pieces[0].over, stored.index.tensors.get(name)
             alike = [one[name]["same"] for one in own if name in one]

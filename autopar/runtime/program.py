@@ -43,7 +43,7 @@ from autopar.runtime.subject import Subject
 from autopar.runtime.writer import NARROW, Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import moments_of
+from autopar.strategies.timing import HELD, moments_of
 
 
 class Program(BaseProgram):
@@ -80,6 +80,8 @@ class Program(BaseProgram):
         )
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
+        self._since = [0] * len(plan.groups)
+        """Of each group, from which step on its gradients are held back, where a checkpoint did not have them."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         subject = partial(
@@ -131,7 +133,7 @@ class Program(BaseProgram):
         captures = [self.compile_for(b) for b in batches]
         compiled = captures
         if self._is_timed:
-            moments = moments_of(self.plan.groups, self._steps)
+            moments = moments_of(self.plan.groups, self._steps, self._since)
             compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
@@ -190,8 +192,7 @@ class Program(BaseProgram):
         """Continues from a state that this or any other plan, or one process, has saved; to be called by all ranks
         together, with the same state. Raises `SpecError` where it does not fit, before anything is changed."""
         self.synchronize()
-        self._steps = checkpoint.load(self._owner(), state)
-        self._resumed, self._loaded = {}, True
+        self._resume(checkpoint.load(self._owner(), state))
 
     def save(self, folder: str | Path) -> None:
         """Writes a checkpoint into a folder, in place of the one that it holds; to be called by all ranks together.
@@ -212,10 +213,18 @@ class Program(BaseProgram):
         ranks; to be called by all ranks together. Raises `SpecError`, on all ranks, where it does not fit on one of
         them or is damaged, before anything is changed."""
         self.synchronize()
-        self._steps = checkpoint_load.load(self._owner(), folder)
+        self._resume(checkpoint_load.load(self._owner(), folder))
+
+    def _resume(self, steps: int) -> None:
+        """Goes on behind a checkpoint that was loaded."""
+        found, names = self._states.found, self._states.names
+        there = [all(n in found for n in names(i) if n[0].startswith(HELD)) for i in range(len(self.plan.groups))]
+        self._steps, self._since = steps, [0 if complete else steps for complete in there]
         self._resumed, self._loaded = {}, True
 
     def _owner(self) -> checkpoint.Owner:
+        groups = zip(self.plan.groups, self._since, strict=True)
+        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if s and self._steps < s + g.delay)
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
         return checkpoint.Owner(
             self.model,

@@ -59,8 +59,9 @@ def gather_state(
     merged = _merge(mine, owners, parameters, group)
     for name in sorted(local):
         for key, value in sorted(mine.get(name, {}).items()):
-            if per_element(value, parameters[name].shape):
-                merged[name][key] = average(value, group)
+            if differs_by_rank(value):
+                first = merged[name][key]  # what is alike on all ranks, as a step counter, stays so to the last bit
+                merged[name][key] = first + average(value - first, group)
     return merged
 
 
@@ -162,6 +163,12 @@ def scatter_state(
                 else:
                     cut[key] = copy.deepcopy(value)
             part.load_state(index, cut)
+
+
+def differs_by_rank(value: Any) -> bool:
+    """Whether ranks that update by themselves may come to have different values of this: moments, whatever their shape
+    (those of a parameter without dimensions have none, those of Adafactor are of rows and columns)."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def per_element(value: Any, shape: torch.Size) -> bool:

@@ -23,6 +23,7 @@ from autopar.runtime.local_proof import copies
 from autopar.runtime.pieces import Over, Piece
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import ParameterSlice
+from autopar.strategies.timing import HELD
 
 STATE = "state"
 """What names in checkpoints on disk begin with."""
@@ -41,6 +42,10 @@ class States:
         self._held: dict[tuple[int, str], tuple[Call, torch.Tensor]] = {}
         self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
         """Of a checkpoint, for states that are not there yet."""
+        self.found: frozenset[tuple[str, str]] = frozenset()
+        """What the last checkpoint had, by the names of states and of places."""
+        self.unsaved: frozenset[int] = frozenset()
+        """Groups of which fewer gradients are held back than there should be, so that checkpoints leave these out."""
 
     def of(self, call: Call, key: str) -> torch.Tensor:
         """A call's state, by its name in the group: the same for every graph."""
@@ -69,7 +74,7 @@ class States:
         """As one process would have them; to be called by all ranks together."""
         found: Saved = {}
         for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
-            if isinstance(call.layout, Varying):
+            if isinstance(call.layout, Varying) or (call.owner_group.index in self.unsaved and key.startswith(HELD)):
                 continue
             whole, into = self._whole(call, tensor), found.setdefault(key, {})
             for place in _places(call, self._parameters):
@@ -80,8 +85,19 @@ class States:
     def load(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Continues from what `save` returned, on this or another number of ranks; what is not there becomes zeros."""
         self._loaded = saved
+        self.found = frozenset((key, name) for key, of in saved.items() for name, v in of.items() if v.numel())
         for (_, key), (call, tensor) in self._held.items():
             self._fill(key, call, tensor)
+
+    def names(self, group: int | None = None) -> set[tuple[str, str]]:
+        """The names of states, and of their places; of one group, or of all."""
+        held = [(key, call) for (of, key), (call, _) in self._held.items() if group in (None, of)]
+        places = ((key, place) for key, call in held for place in _places(call, self._parameters))
+        return {(key, place.name) for key, place in places if place.begin < place.end}
+
+    def left_out(self) -> set[str]:
+        """The names of pieces that checkpoints leave out."""
+        return {f"{STATE}.{k}.{n}" for i in self.unsaved for k, n in self.names(i) if k.startswith(HELD)}
 
     def pieces(self) -> list[Piece]:
         """What this rank has of them, for checkpoints on disk."""

@@ -273,10 +273,10 @@ class Writer(Site):
 
     def state(self, call: Call, key: str) -> torch.fx.Node | None:
         assert self.target.state is not None, "only a program with an optimizer has state"
+        tensor = self.target.state(call, key)  # of no elements, too: all ranks save it together
         if not call.held_elements(self.rank) and call.elements:
             return None
-        name = f"state_{key}_{call.owner_group.index}"
-        return self.call_module(name, Held(self.target.state(call, key)), ())
+        return self.call_module(f"state_{key}_{call.owner_group.index}", Held(tensor), ())
 
     def deferred_of(self, call: Call) -> torch.fx.Node:
         return self.call_module(f"deferred_{call.owner_group.index}", self._deferred(call), ())

@@ -46,6 +46,11 @@ def test_what_is_saved_between_averages_goes_on(tmp_path: Path) -> None:
         assert max(of_rank) < 1e-12, of_rank
 
 
+def test_a_delay_begins_anew_behind_a_checkpoint_without_held_gradients(tmp_path: Path) -> None:
+    for found in run_ranks(2, timing.other_delay, str(tmp_path)):
+        assert max(found) < 1e-12, found
+
+
 def test_one_process_is_late_as_well() -> None:
     assert timing.held_alone() < 1e-12
 
@@ -93,6 +98,17 @@ def test_ranks_would_clip_apart() -> None:
     other = SyncGroup(strategy="all_reduce", members=(ParameterSlice(name="other"),))
     with pytest.raises(PlanError, match="each rank would clip by a norm of its own"):
         lower_plan([_group(every=2), other], graph, Context(4, clips=True))
+
+
+def test_slices_of_one_parameter_go_together() -> None:
+    whole, (name, shape) = NAMES[1:], MLP[0]
+    halves = [ParameterSlice(name=name, dim=0, start=a, stop=b) for a, b in ((0, 1), (1, shape[0]))]
+    groups = [
+        SyncGroup(strategy="all_reduce", members=(halves[0], *whole), delay=1),
+        SyncGroup(strategy="all_reduce", members=(halves[1],)),
+    ]
+    with pytest.raises(PlanError, match="Give all slices of a parameter the same timing"):
+        lower_plan(groups, GRAPH, Context(4))
 
 
 def test_both_at_once_are_refused() -> None:

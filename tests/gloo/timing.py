@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def gradients(model: nn.Module, step: int, rank: int, n: int) -> list[torch.Tens
     return list(torch.autograd.grad(loss, trained(model)))
 
 
+def scaled() -> Net:
+    """With a parameter that has no dimensions."""
+    model = net()
+    model.frozen = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    return model
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -50,9 +57,16 @@ class Reference:
     """All ranks in one process."""
 
     def __init__(
-        self, n: int, every: int = 1, delay: int = 0, from_step: int = 0, max_norm: float | None = None
+        self,
+        n: int,
+        every: int = 1,
+        delay: int = 0,
+        from_step: int = 0,
+        max_norm: float | None = None,
+        *,
+        make: Callable[[], nn.Module] = net,
     ) -> None:
-        self.models = [net() for _ in range(n)]
+        self.models = [make() for _ in range(n)]
         self.optimizers = [adamw(m) for m in self.models]
         self.every, self.delay, self.from_step, self.max_norm = every, delay, from_step, max_norm
         self.held: list[list[torch.Tensor]] = []
@@ -90,7 +104,7 @@ class Reference:
             update(model, optimizer, [factor * g for g in given])
 
 
-def said(strategy: str) -> dict[str, int]:
+def said(strategy: str) -> dict[str, Any]:
     pairs = (part.split("=") for part in strategy.split("+")[1:] if "=" in part)
     return {key: int(value) for key, value in pairs}
 
@@ -109,7 +123,7 @@ def off(rank: int, n: int, strategy: str, max_norm: float | None = None, **setti
 
 def resumed(rank: int, n: int, strategy: str, at: int) -> float:
     """Saved in the middle, and gone on with in a new program; against the reference, which goes on from averages."""
-    reference = Reference(n, **said(strategy))
+    reference = Reference(n, make=scaled, **said(strategy))
     model, program = _program(rank, strategy)
     for step in range(at):
         program.step(batch(step, rank))
@@ -123,6 +137,33 @@ def resumed(rank: int, n: int, strategy: str, at: int) -> float:
         program.step(batch(step, rank))
         reference.step(step)
         worst = max(worst, distance(model, reference.models[rank]))
+    return worst
+
+
+def other_delay(rank: int, n: int, folder: str) -> list[float]:
+    """Loaded from what another plan has saved: there are no gradients to go on with, so the first steps hold back, and
+    update nothing. Once more where not all that is held back is there yet; through a dict, and through a folder."""
+    worst = []
+    for through_folder in (False, True):
+        reference, at = Reference(n, make=scaled), 3
+        model, program = _program(rank, "ddp")
+        for step in range(at):
+            program.step(batch(step, rank))
+            reference.step(step)
+        off = 0.0
+        for last in (at + 1, at + 1 + STEPS):
+            if through_folder:
+                program.save(f"{folder}/{last}")
+            state = program.state_dict()
+            model, program = _program(rank, "ddp+delay=2")
+            program.load(f"{folder}/{last}") if through_folder else program.load_state_dict(state)
+            reference.delay, reference.held = 2, []
+            for step in range(at, last):
+                program.step(batch(step, rank))
+                reference.step(step)
+                off = max(off, distance(model, reference.models[rank]))
+            at = last
+        worst.append(off)
     return worst
 
 
@@ -160,7 +201,7 @@ def from_disk(rank: int, n: int, folder: str) -> list[float]:
 
 
 def _program(rank: int, strategy: str) -> tuple[Net, Program]:
-    model = net()
+    model = scaled()
     return model, program_for(model, rank, strategy, fidelity=FIDELITY)
 
 
