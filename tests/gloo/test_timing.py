@@ -119,7 +119,7 @@ def test_both_at_once_are_refused() -> None:
 @pytest.mark.parametrize("fields", [{"every": True}, {"every": "4"}, {"delay": 1.5}, {"from_step": True}])
 def test_numbers_of_steps_are_whole_numbers(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="valid integer"):
-        _group(**fields)
+        _group("all_reduce", **fields)
 
 
 def test_what_a_group_promises() -> None:
