@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -106,15 +107,18 @@ def described(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter
     names = {p: n for n, p in reversed(list(parameters.items()))}
     groups = []
     for group in optimizer.param_groups:
-        settings = {k: plain(v) for k, v in group.items() if k != "params"}
+        settings = ", ".join(f"{k!r}: {shown(v)}" for k, v in group.items() if k != "params")
         held = hashlib.sha256("\n".join(names[p] for p in group["params"]).encode()).hexdigest()[:8]
-        groups.append(f"{settings} for the parameters {held}")
+        groups.append(f"{{{settings}}} for the parameters {held}")
     return f"{type(optimizer).__name__} as optimizer with {'; '.join(groups)}"
 
 
-def plain(setting: Any) -> Any:
-    """A setting of an optimizer, as a number where it is a tensor of one."""
-    return setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
+def shown(setting: Any) -> str:
+    """A setting of an optimizer in words, which are the same on all ranks where it is: a tensor's numbers, and of an
+    object not where it lies in memory."""
+    if isinstance(setting, torch.Tensor):
+        return repr(setting.item() if setting.numel() == 1 else setting.tolist())
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(setting))
 
 
 class ParameterGroups:

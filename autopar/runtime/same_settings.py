@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from operator import is_not
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import PlanMismatchError
-from autopar.runtime.optimizer import plain
+from autopar.runtime.optimizer import shown
 from autopar.runtime.process_group import Group, Rendezvous
 
 BITS = 40
@@ -52,7 +53,10 @@ class SameSettings(nn.Module):
         groups = self._optimizer.param_groups
         values = [[*group.values()] for group in groups]
         in_place = [at for at, (value, before) in self._watched.items() if _state(value) != before]
-        if in_place or values != self._values:
+        # By identity: arrays and tensors of several elements are neither equal nor not.
+        if in_place or any(
+            len(a) != len(b) or any(map(is_not, a, b)) for a, b in zip_longest(values, self._values, fillvalue=())
+        ):
             self._renew(values, in_place)
         return torch.cat((weight.reshape(1), self._number))
 
@@ -88,7 +92,7 @@ class SameSettings(nn.Module):
             key, value = keys[i][j], values[i][j]
             if key == "params":
                 continue
-            digest = _digest(f"{i} {key} {plain(value)!r}")
+            digest = _digest(f"{i} {key} {shown(value)}")
             self._sum, self._digests[i][j] = self._sum + digest - self._digests[i][j], digest
             self._watched.pop((i, j), None)
             if not _is_constant(value):
@@ -115,7 +119,7 @@ class SameSettings(nn.Module):
 
     def _described(self) -> dict[str, str]:
         return {
-            f"'{key}' of parameter group {i}": repr(plain(value))
+            f"'{key}' of parameter group {i}": shown(value)
             for i, group in enumerate(self._optimizer.param_groups)
             for key, value in group.items()
             if key != "params"

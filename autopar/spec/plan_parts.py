@@ -120,12 +120,12 @@ class SyncGroup(Record):
     """The name of a strategy, as listed by `autopar.strategies`."""
     members: tuple[ParameterSlice, ...] = Field(min_length=1)
     options: dict[str, OptionValue] = Field(default_factory=dict)
-    every: int = Field(default=1, ge=1, le=MAX_STEPS)
+    every: int = Field(default=1, ge=1, le=MAX_STEPS, strict=True)
     """k > 1: each rank updates its own replica, and every k-th step the parameters are averaged, as the strategy would
     sum gradients (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019)."""
-    delay: int = Field(default=0, ge=0, le=16)
+    delay: int = Field(default=0, ge=0, le=16, strict=True)
     """d > 0: a step updates with the gradients of the step that lies d steps back, so that what is sent has as long."""
-    from_step: int = Field(default=0, ge=0, le=MAX_STEPS)
+    from_step: int = Field(default=0, ge=0, le=MAX_STEPS, strict=True)
     """From which step on, counted from 0, all this holds; before, the group is summed by a plain all-reduce."""
     reason: str = ""
     """Why the search chose this, for people."""

@@ -1,7 +1,8 @@
-"""What the test of sign compression runs on each rank."""
+"""What the tests of strategies with state run on each rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,46 +10,85 @@ import torch
 import torch.nn.functional as F
 
 import autopar
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.layouts import Owned
 from autopar.runtime.program import Program
+from autopar.spec.plan import Fidelity
 from autopar.strategies import register
+from autopar.strategies.base import Options, Strategy
+from autopar.strategies.emitter import Emitter
 from tests.extension.sign_compression import SignCompression
 from tests.gloo.training import batch, net
 
 FILE = "signs.pt"
 
 
-def _program(rank: int, n: int) -> Program:
-    register(SignCompression())
+class Remembered(Strategy):
+    """One rank sums gradients, and keeps the sum."""
+
+    name = "remembered"
+    summary = "an owner sums, and keeps the sum"
+
+    def fidelity(self, options: Options) -> Fidelity:
+        return "compressed"
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        return None
+
+    def options(self, context: Context) -> Sequence[Options]:
+        return [Options()]
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        state = emit.state(group, "sum", layout=Owned(1))
+        total = emit.wait(emit.reduce(emit.pack(group), owner=1))
+        emit.update(emit.wait(emit.broadcast(total)), group)
+        emit.keep(state, total)
+
+
+def _program(rank: int, n: int, strategy: Strategy) -> Program:
+    register(strategy)
     model = net()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     example, cluster = batch(0, rank), autopar.ClusterSpec.local(n)
     plan = autopar.plan(model, cluster, strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy)
-    groups = tuple(g.model_copy(update={"strategy": SignCompression.name}) for g in plan.groups)
+    groups = tuple(g.model_copy(update={"strategy": strategy.name}) for g in plan.groups)
     plan = plan.model_copy(update={"groups": groups, "fidelity": "compressed"})
     return autopar.optimize(model, plan=plan, optimizer=optimizer, example_inputs=example, loss_fn=F.cross_entropy)
 
 
 def saved(rank: int, n: int, folder: str) -> dict[str, float]:
     """Some steps, and a checkpoint; returns the sum of the residuals, by parameter."""
-    program = _program(rank, n)
+    program = _program(rank, n, SignCompression())
     for step in range(3):
         program.step(batch(step, rank))
     state = program.state_dict()
     if rank == 0:
         torch.save(state, Path(folder) / FILE)
     program.save(Path(folder) / "disk")
-    again = _program(rank, n)
+    again = _program(rank, n, SignCompression())
     again.load(Path(folder) / "disk")
     program.step(batch(3, rank))
     again.step(batch(3, rank))
     alike = zip(program.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in alike), "not the run that was not interrupted"
+    _save_what_one_rank_keeps(rank, n, Path(folder) / "owned")
     return _sums(state)
+
+
+def _save_what_one_rank_keeps(rank: int, n: int, folder: Path) -> None:
+    program = _program(rank, n, Remembered())
+    program.step(batch(0, rank))
+    state = program.state_dict()["state"]["sum"]
+    program.save(folder)
+    there = autopar.load_checkpoint(folder)["state"]["sum"]
+    assert any(value.any() for value in state.values())
+    assert there.keys() == state.keys() and all(torch.equal(there[name], value) for name, value in state.items())
 
 
 def loaded(rank: int, n: int, folder: str) -> dict[str, float]:
     """The same sum, on another number of ranks, before they go on."""
-    program = _program(rank, n)
+    program = _program(rank, n, SignCompression())
     program.load_state_dict(torch.load(Path(folder) / FILE, weights_only=True))
     found = _sums(program.state_dict())
     program.load(Path(folder) / "disk")

@@ -116,6 +116,12 @@ def test_both_at_once_are_refused() -> None:
         _group(every=2, delay=1)
 
 
+@pytest.mark.parametrize("fields", [{"every": True}, {"every": "4"}, {"delay": 1.5}, {"from_step": True}])
+def test_numbers_of_steps_are_whole_numbers(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="valid integer"):
+        _group("all_reduce", **fields)
+
+
 def test_what_a_group_promises() -> None:
     promises = [fidelity_of([g], Context(4)) for g in (_group(), _group(delay=1), _group(every=2), _group(from_step=9))]
     assert promises == ["exact", "stale", "local", "exact"]
