@@ -13,7 +13,7 @@ from autopar.ops.context import Context
 from autopar.ops.exchanges import AllGather, ReduceScatter
 from autopar.ops.gradients import Clip, Deliver, Pack
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import Layout, Partial, Replicate, Varying
+from autopar.ops.layouts import Layout, Partial, Replicate, Varying, own_parts
 from autopar.ops.parts import CountParts, FormGradients, PackParts, touched_elements
 from autopar.ops.servers import ServerReduce
 from autopar.ops.state import Keep, State
@@ -57,12 +57,19 @@ class Emitter:
         return group.dtype if as_it_is else wire
 
     def state(
-        self, group: Group, key: str, *, layout: Layout, elements: int | None = None, dtype: str | None = None
+        self,
+        group: Group,
+        key: str,
+        *,
+        layout: Layout | None = None,
+        elements: int | None = None,
+        dtype: str | None = None,
     ) -> Call:
         """A tensor that lives from step to step, under a name within its group; by default of as many elements as the
-        group has, in its dtype. Zeros at first. `layout` says what it is to the other ranks (`ops.state.State`)."""
+        group has, in its dtype. Zeros at first. `layout` says what it is to the other ranks (`ops.state.State`); by
+        default, each rank has a part of its own of a sum, as a residual is."""
         of = group.elements if elements is None else elements
-        return self.emit(State(key, of, dtype or group.dtype, layout), group)
+        return self.emit(State(key, of, dtype or group.dtype, layout or own_parts(self.world_size)), group)
 
     def keep(self, state: Call, value: Call) -> None:
         """Writes a value into a state, for the next step; behind all that was emitted so far and reads the state."""

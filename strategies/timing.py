@@ -19,7 +19,7 @@ from autopar.ops.averages import PackParameters, StoreAverage
 from autopar.ops.base import Call, Operation
 from autopar.ops.context import Context
 from autopar.ops.group import Group
-from autopar.ops.layouts import Replicate, unsummed
+from autopar.ops.layouts import Replicate
 from autopar.ops.moments import SYNCHRONIZE, Moment
 from autopar.ops.state import HoldGradients, Recall
 from autopar.spec.plan import FIDELITIES, Fidelity, SyncGroup
@@ -142,7 +142,7 @@ def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitte
 
 def _held(group: Group, slot: int, emit: Emitter) -> Call:
     """Where a group's gradients are kept that are `slot` steps younger than those that are due."""
-    return emit.state(group, f"{HELD}{slot}_of_{group.spec.delay}", layout=unsummed(emit.world_size))
+    return emit.state(group, f"{HELD}{slot}_of_{group.spec.delay}")
 
 
 def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:

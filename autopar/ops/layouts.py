@@ -49,6 +49,13 @@ VARYING = Varying()
 
 
 @lru_cache(maxsize=64)
+def own_parts(world_size: int) -> Partial:
+    """Of a state of which each rank has its own part, and only the sum over ranks means something; on one rank, too,
+    so that the sum goes over to other numbers of ranks."""
+    return Partial(tuple(frozenset({r}) for r in range(world_size)), REPLICATE)
+
+
+@lru_cache(maxsize=64)
 def unsummed(world_size: int) -> Replicate | Partial:
     """Of gradients that are each rank's own; with one rank, that is the sum."""
     if world_size == 1:

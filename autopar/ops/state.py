@@ -12,7 +12,7 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import pack
 from autopar.ops.gradients import MEMBER_START, Pack, cut
 from autopar.ops.group import Group
-from autopar.ops.layouts import Layout, unsummed
+from autopar.ops.layouts import Layout, Partial, unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 
 
@@ -116,7 +116,8 @@ class Recall(Operation):
 
     def value(self, at: Emission) -> Value:
         made = at.inputs[0].made
-        return Value(made.elements, self.dtype, made.layout)
+        layout = unsummed(at.world_size) if isinstance(made.layout, Partial) else made.layout
+        return Value(made.elements, self.dtype, layout)
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(call.inputs[0].bytes + call.bytes)

@@ -81,8 +81,10 @@ class Rank:
                 if use.fidelity != "exact":
                     if use.wire in ROUNDED_TOLERANCE and self.group.world_size > 1:
                         self._rounding(task, use, case)
-                    if use.fidelity == "compressed" and self.group.world_size > 1:
+                    if use.fidelity == "compressed":
                         self._feedback(task, use, case)
+                        if self.group.world_size > 1:
+                            self._issued(task, use, case)
                     continue
                 self._equality(task, use, case)
                 if self.group.world_size > 1:
@@ -153,14 +155,17 @@ class Rank:
                     before = {k: p.detach().clone() for k, p in program.model.named_parameters()}
                 expected = gradients(task, "plain", "unequal", n, step, before)
                 program.step(batches(task, "plain", "unequal", step, rank)[0])
-                state, earlier = program.state_dict(), kept
+                state, earlier, some = program.state_dict(), kept, False
                 kept = {k: _sum_of(state, k) for k in before}
                 for name, p in before.items():
                     sent = (p - state["model"][name]) / LEARNING_RATE
                     given = expected[name] + earlier.get(name, 0.0)
+                    some |= bool(sent.any()) or not bool(given.any())
                     off = float((sent + kept[name] - given).abs().max())
                     if off > KEPT * max(1.0, float(given.abs().max())):
                         return f"step {step}, '{name}': what was sent and what is kept are {off:.1e} off the gradient"
+                if not some:
+                    return f"step {step}: nothing was sent; all is kept for later"
                 bits = digest_of(state["model"])
                 if len(set(alike.exchange(f"parameters of step {step}", bits))) > 1:
                     return f"step {step}: ranks have different parameters"

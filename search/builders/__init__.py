@@ -24,7 +24,7 @@ from autopar.search.builders.structured import structured
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import OptionValue, SyncGroup
 from autopar.spec.validation import explain
-from autopar.strategies import Context, strategy_named
+from autopar.strategies import STRATEGIES, Context, strategy_named
 
 __all__ = ["AUTODIST", "BUILDERS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse", "names"]
 
@@ -83,15 +83,18 @@ ranks own as much as their links can bear. `_fused`: pieces of one owner in buck
 
 
 def builder_named(name: str) -> Builder:
-    """Looks a builder up, with any of the suffixes; raises `PlanError` with the nearest name where there is none."""
+    """Looks a builder up, with any of the suffixes; of a strategy by its name, one that puts buckets of DDP's size
+    through it. Raises `PlanError` with the nearest name where there is none."""
     plain, *suffixes = name.split("+")
     changes = [SUFFIXES.get(f"+{s}") or _timed(s) for s in suffixes]
-    if plain not in BUILDERS or None in changes:
+    builder = BUILDERS.get(plain)
+    if builder is None and plain in STRATEGIES:
+        builder = by_hand.bucketed(plain, by_hand.DDP_BUCKET_BYTES)
+    if builder is None or None in changes:
         raise PlanError(
-            f"no plan builder is called '{name}'{among(plain, BUILDERS)}, each also with {', '.join(SUFFIXES)}, and "
-            "with +every=K, +delay=D or +from_step=S"
+            f"neither a plan builder nor a strategy is called '{name}'{among(plain, [*BUILDERS, *STRATEGIES])}, each "
+            f"also with {', '.join(SUFFIXES)}, and with +every=K, +delay=D or +from_step=S"
         )
-    builder = BUILDERS[plain]
     for change in filter(None, changes):
         builder = _changed(builder, change)
     return builder

@@ -17,7 +17,7 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import Shard, unsummed
+from autopar.ops.layouts import Shard
 from autopar.ops.values import Setting, Value, Work
 from autopar.spec.plan import Fidelity
 from autopar.strategies.base import Options, Strategy
@@ -107,6 +107,6 @@ class SignCompression(Strategy):
         if emit.world_size == 1:
             emit.update(emit.pack(group), group)
             return
-        residual = emit.state(group, "residual", dtype="float32", layout=unsummed(emit.world_size))
+        residual = emit.state(group, "residual", dtype="float32")
         signs = emit.emit(EncodeSigns(), group, [emit.pack(group), residual])
         emit.update(emit.emit(SumSigns(), group, [emit.wait(emit.all_gather(signs))]), group)
