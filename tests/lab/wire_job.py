@@ -76,7 +76,7 @@ def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, int]]:
     group = join(60.0)
     found = {}
     for name, groups in plans.items():
-        plan = base.model_copy(update={"groups": groups})
+        plan = base.model_copy(update={"groups": groups, "fidelity": "rounded"})
         mine = copy.deepcopy(model)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.01)
         program = Program(mine, plan, group, optimizer, Settings(WIDE.loss_fn), context)
