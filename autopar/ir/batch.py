@@ -67,6 +67,10 @@ class Batch:
         leaves = [next(it) if t else c for t, c in zip(self.is_tensor, self.constants, strict=True)]
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def copied(self) -> tuple[torch.Tensor, ...]:
+        """Copies of its tensors, for a run that may write to them."""
+        return tuple(t.clone() for t in self.tensors)
+
 
 def flatten(batch: Any) -> Batch:
     """Flattens a batch; raises `SignatureError` where it holds no tensor."""

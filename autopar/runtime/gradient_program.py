@@ -127,7 +127,7 @@ class GradientProgram(BaseProgram):
 
         def eagerly(how: How) -> Ran:
             with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
-                outputs = list(output_tensors(how(self.model.__call__)(**own.rebuild(own.tensors))))
+                outputs = list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied()))))
                 into = [*parameters.values(), *given.values()]
                 found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
             return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
@@ -145,7 +145,7 @@ class GradientProgram(BaseProgram):
 
         def outputs() -> list[torch.Tensor]:
             with self._random:
-                return list(output_tensors(self.model(**own.rebuild(own.tensors))))
+                return list(output_tensors(self.model(**own.rebuild(own.copied()))))
 
         check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
         prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")

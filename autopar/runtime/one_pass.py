@@ -87,7 +87,7 @@ def step_eagerly(
         gradients[f"the gradient of '{name}'"] = dense.detach().clone()
 
     with without_trace(owners) as buffers, torch.enable_grad():
-        loss = how(loss_of)(owners[""], loss_fn, batch.rebuild(batch.tensors))
+        loss = how(loss_of)(owners[""], loss_fn, batch.rebuild(batch.copied()))
         backward(loss, parameters, take)
     held = {f"buffer '{n}'": buffers[n] for n in written if n in buffers}
     return Ran({"the loss": loss.detach().reshape(())}, gradients, held)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparWarning, TracingError, VerificationError
+from autopar.errors import AutoparWarning, CaptureError, TracingError, VerificationError
 from autopar.ir.batch import Batch
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
@@ -113,7 +113,9 @@ class Proof:
                     if name not in own and bool(gradient.count_nonzero()):
                         strangers.add(name)
 
-                one = loss_of(of.model, of.loss_fn, batch.rebuild(batch.tensors))
+                given = batch.copied()
+                one = loss_of(of.model, of.loss_fn, batch.rebuild(given))
+                _check_unwritten(given)
                 if share:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
                     backward(one, watched, take)
@@ -233,6 +235,18 @@ def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, round
             elif p.numel():
                 size = float(p.detach().abs().float().square().mean().sqrt())
                 p.add_(noise, alpha=relative * max(size, PERTURBATION))
+
+
+def _check_unwritten(given: Sequence[torch.Tensor]) -> None:
+    """Raises `CaptureError` where the model has written to its batch, which the trace need not show: dropout without
+    effect returns its input itself only when it runs."""
+    written = [i for i, t in enumerate(given) if t._version]
+    if written:
+        raise CaptureError(
+            f"the model writes to tensor {written[0]} of the batch in its forward pass: only buffers may be "
+            "written to; "
+            "write to a copy of the input"
+        )
 
 
 def _of_gradient(what: str) -> str:

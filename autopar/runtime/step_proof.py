@@ -109,7 +109,7 @@ class StepProofs:
     def _check_own_state(self, c: Compiled, subject: Subject, batch: Batch) -> None:
         def run() -> list[torch.Tensor]:
             with subject.random():
-                return [loss_of(subject.model, subject.loss_fn, batch.rebuild(batch.tensors))]
+                return [loss_of(subject.model, subject.loss_fn, batch.rebuild(batch.copied()))]
 
         check_own_state(c.joint.guards, subject.owners, run, tolerance_of(c.graph))
 

@@ -114,6 +114,29 @@ def test_a_method_that_a_class_is_given_is_captured() -> None:
     pair.step()
 
 
+def test_a_write_to_the_batch_that_the_trace_does_not_show_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.last = nn.Dropout(0.0), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.last(self.drop(x).mul_(2.0))
+            return found
+
+    batch = X.clone(), Y
+    net = Writes().double()
+    with pytest.raises(CaptureError, match="writes to tensor 0 of the batch"):
+        autopar.optimize(
+            net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            loss_fn=F.mse_loss,
+            example_inputs=batch,
+            strategy="ddp",
+        ).step(batch)
+    assert torch.equal(batch[0], X)
+
+
 def test_what_holds_again_is_not_captured_again() -> None:
     pair = _Pair()
     assert isinstance(pair.net, _Net) and isinstance(pair.eager, _Net)
