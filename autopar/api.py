@@ -15,7 +15,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training
-from autopar.runtime.compiled import Check, LossFn, Settings, Weight
+from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
 from autopar.runtime.gradient_program import GradientProgram
@@ -34,6 +34,7 @@ _CHOICES: dict[str, Any] = {
     "unused_parameters": Unused,
     "optimizer_acts_on": Scope,
     "check": Check,
+    "capture": Capture,
 }
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
@@ -58,6 +59,7 @@ def plan(
     seed: int = 0,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
+    capture: Capture = "auto",
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Plan:
@@ -68,10 +70,15 @@ def plan(
     `optimize`.
     """
     _check_choices(
-        mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
+        mode=mode,
+        fidelity=fidelity,
+        unused_parameters=unused_parameters,
+        optimizer_acts_on=optimizer_acts_on,
+        capture=capture,
     )
-    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes)
+    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, capture=capture)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
+    training.settle()
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
     return planner.plan(training, cluster)
 
@@ -98,6 +105,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    capture: Capture = "auto",
     compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
@@ -121,6 +129,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    capture: Capture = "auto",
     compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
@@ -146,6 +155,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    capture: Capture = "auto",
     compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
@@ -181,6 +191,8 @@ def optimize(
         passes: which rewrite the captured graph: `Passes(without=("memory reused",))` leaves an optional one out,
             `Passes(also=(mine,))` runs one of your own. On all ranks alike.
         timeout_s: how long a collective may wait for a late rank.
+        capture: "auto" runs the model eagerly where it cannot be captured as a graph, says why, and synchronizes its
+            gradients beside its backward pass; "always" raises `CaptureError` there; "never" does so for any model.
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
             plan is the same, unless `measure_compute` is set and times what is compiled. It takes minutes rather than
             seconds, and a C++ compiler (on GPUs, Triton).
@@ -188,14 +200,19 @@ def optimize(
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
     Raises:
-        CaptureError: the model cannot be captured as one graph; the message has the line.
+        CaptureError: no parameter is trained, or one gets no gradient; with `capture="always"`, also where the model
+            cannot be captured as one graph; the message has the line.
         CompileError: `compile` is set, and the machine lacks a compiler, or the compiler fails.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
         SpecError: an option has a value that is not one of its choices.
     """
     _check_choices(
-        fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on, check=check
+        fidelity=fidelity,
+        unused_parameters=unused_parameters,
+        optimizer_acts_on=optimizer_acts_on,
+        check=check,
+        capture=capture,
     )
     _check_unwrapped(model)
     group = join(timeout_s)
@@ -214,13 +231,15 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {compile=}, passes {passes.said}"
+    said += f", {capture=}, {compile=}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
+    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
+    training.settle(group)
+    settings = training.settings
     graph = training.graph("none" if plan is None else plan.recompute)
     if plan is None:
         planner = Planner(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,10 +14,13 @@ from autopar.errors import InfeasibleError
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
 from autopar.ir.build import training_graph
 from autopar.ir.capture import Mode
+from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
+from autopar.runtime.eager_look import settled
 from autopar.runtime.optimizer import Scope, context_for, optimizer_scope
+from autopar.runtime.process_group import Group
 from autopar.runtime.profile import node_seconds
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
@@ -59,9 +62,28 @@ class Training:
         self.mode = mode
         self._scope = optimizer_scope(optimizer, acts_on)
         self._graphs: dict[Recompute, TrainingGraph] = {}
+        self._outline: TrainingGraph | None = None
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model runs eagerly, as was settled."""
+        return self._outline is not None
+
+    def settle(self, group: Group | None = None) -> None:
+        """Decides whether the model is captured or runs eagerly, as `settings.capture` has it; on several ranks, by all
+        together, for they must do the same. Warns, on rank 0, where the graph cannot be had. Raises `CaptureError`
+        where it must be, or where the model cannot be trained eagerly either."""
+        self._outline = settled(
+            self.model, self.batch, self.settings, self.mode, self.optimizer, self.graph, group or Group(0, 1)
+        )
+        if self._outline is not None:
+            self.settings = replace(self.settings, capture="never")
 
     def graph(self, recompute: Recompute = "none") -> TrainingGraph:
-        """The captured step or module; captured once. Raises `CaptureError`."""
+        """The captured step or module, captured once; of a model that runs eagerly, its outline. Raises
+        `CaptureError`."""
+        if self._outline is not None:
+            return self._outline
         if recompute not in self._graphs:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes
@@ -106,7 +128,8 @@ class Planner:
     def plan(self, training: Training, cluster: ClusterSpec) -> Plan:
         """A plan that keeps all activations; where none fits, one that computes some of them again, or most. Raises
         `InfeasibleError` where none of these fits."""
-        first: tuple[Recompute, ...] = ("none", "selective") if training.mode == "step" else ()
+        rewrites = training.mode == "step" and not training.eager
+        first: tuple[Recompute, ...] = ("none", "selective") if rewrites else ()
         for recompute in first:
             with contextlib.suppress(InfeasibleError):
                 return self._plan(training, cluster, recompute)
@@ -118,7 +141,9 @@ class Planner:
         graph, settings = training.graph(recompute), training.settings
         context = training.context(cluster.world_size, self.late_parameters)
         nodes = None
-        if self.measure_compute:
+        if isinstance(graph.joint, Outline):
+            nodes = graph.joint.seconds
+        elif self.measure_compute:
             nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn, settings.compiler)
         cost_model = training.cost_model(cluster, self.calibration, nodes)
         if self.strategy is not None:

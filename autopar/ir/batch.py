@@ -72,15 +72,15 @@ class Batch:
         return tuple(t.clone() for t in self.tensors)
 
 
-def flatten(batch: Any) -> Batch:
-    """Flattens a batch; raises `SignatureError` where it holds no tensor."""
+def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
+    """Flattens a batch; raises `SignatureError` where it holds no tensor, and one is needed."""
     if isinstance(batch, Mapping) and type(batch) is not dict:
         batch = dict(batch)  # Hugging Face's BatchEncoding and the like
     leaves, spec = pytree.tree_flatten(batch)
     leaves = [_laid_out(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     is_tensor = tuple(isinstance(x, torch.Tensor) for x in leaves)
     tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
-    if not tensors:
+    if not tensors and needs_tensor:
         raise SignatureError(
             f"the batch holds no tensor (it is a {type(batch).__name__}): expected a dict of keyword inputs, "
             "a tuple of positional inputs, or one tensor"

@@ -12,7 +12,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from autopar.errors import CaptureError
+from autopar.errors import UnusedParameterError
 from autopar.ir.aliases import readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
@@ -121,7 +121,7 @@ def _trainable(
     lost = [p.name for p in fingerprint.parameters if p.trainable and not reached[p.name]]
     if lost and unused == "error":
         shown = ", ".join(f"'{n}'" for n in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-        raise CaptureError(
+        raise UnusedParameterError(
             f"{len(lost)} trainable parameter(s) get no gradient from the loss: {shown}. Use them in the loss, "
             'freeze them with requires_grad_(False), or pass unused_parameters="freeze"'
         )

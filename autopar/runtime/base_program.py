@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
+from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -23,6 +24,7 @@ from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_steps import EagerModel, EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
@@ -47,6 +49,8 @@ class BaseProgram:
     mode: ClassVar[Mode]
     writers: ClassVar[Mapping[str, Write]]
     """What writes each of its graphs, by the graph's name."""
+    synchronizing: ClassVar[tuple[str, ...]]
+    """Names of the graphs that end in synchronized gradients."""
     needed: ClassVar[tuple[str, ...]]
     """Names of the graphs that every batch needs; the others are written when they first run."""
 
@@ -72,9 +76,11 @@ class BaseProgram:
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._compiled: Captures[Compiled] = Captures(says=group.rank == 0)
         self._hooks = ModuleHooks(owners.values())
-        self._unchanged = Unchanged(owners, self._buffers, optimizer)
+        self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
+        self._outlined: Compiled | None = None
+        """What was lowered and written of a model that runs eagerly."""
         self._steps = 0
 
     @property
@@ -88,7 +94,9 @@ class BaseProgram:
     def compile_for(self, batch: Any) -> Compiled:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
         reads is still as it was then."""
-        batch = batch if isinstance(batch, Batch) else flatten(batch)
+        batch = batch if isinstance(batch, Batch) else flatten(batch, needs_tensor=self._outlined is None)
+        if self._outlined is not None:
+            return replace(self._outlined, batch=batch)
         known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
         if known is not None:
             return known
@@ -108,12 +116,17 @@ class BaseProgram:
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program, graph)
         compiled = self._lowered(graph, program, batch)
+        if isinstance(graph.joint, Outline):
+            trained = {p.name: self._parameters[p.name] for p in graph.parameters}
+            model = EagerModel(self.model, self.settings.loss_fn, trained, graph.joint.in_pieces, self._group)
+            self._outlined = compiled = replace(compiled, eager=model, batch=batch)
         for name in self.needed:
             self.written(compiled, name)
-        self._compiled.add(signature_key(self.model, batch, self._hooks.key()), compiled.joint.guards, compiled)
+        if self._outlined is None:
+            self._compiled.add(signature_key(self.model, batch, self._hooks.key()), compiled.joint.guards, compiled)
         return compiled
 
-    def written(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+    def written(self, compiled: Compiled, name: str) -> Any:
         """One of a capture's graphs, by its name, written when it is first asked for."""
         if name not in compiled.graphs:
             compiled.graphs[name] = self._write(compiled, name)
@@ -127,7 +140,12 @@ class BaseProgram:
             program = lower_plan(self.plan.groups, compiled.graph, self._context, moments)
             self._order.check(program, compiled.graph)
             compiled.others[moments] = replace(compiled, program=program, graphs={}, others={})
-        return compiled.others[moments]
+        return replace(compiled.others[moments], batch=compiled.batch)
+
+    @property
+    def _eager(self) -> EagerModel | None:
+        """The model, where it runs eagerly."""
+        return None if self._outlined is None else self._outlined.eager
 
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
@@ -146,9 +164,12 @@ class BaseProgram:
                 f'"fidelity": "{kept}" into it'
             )
 
-    def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+    def _write(self, compiled: Compiled, name: str) -> Any:
         """Every graph that runs is made here."""
-        return self.writers[name](compiled.graph, compiled.program, self._target())
+        graph = self.writers[name](compiled.graph, compiled.program, self._target())
+        if self._eager is None:
+            return graph
+        return EagerStep(graph, self._eager, synchronizes=name in self.synchronizing)
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         """A capture that was lowered, before its graphs are written."""
@@ -177,7 +198,8 @@ class BaseProgram:
 
     def _share_buffers(self, compiled: Compiled, when: str) -> None:
         """Has all ranks take rank 0's values of the buffers that are to be alike."""
-        take_from_rank_0([self._buffers[n] for n in compiled.shared_buffers], self._group, f"buffers of {when}")
+        names = compiled.shared_buffers if self._eager is None else self._eager.changed_buffers()
+        take_from_rank_0([self._buffers[n] for n in names], self._group, f"buffers of {when}")
 
 
 def leaves(batch: Batch) -> Batch:

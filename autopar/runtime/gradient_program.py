@@ -41,6 +41,7 @@ class GradientProgram(BaseProgram):
         "backward after accumulation": lambda *of: BackwardWriter(*of).write(accumulated=True),
         "local backward": lambda *of: BackwardWriter(*of).write_local(),
     }
+    synchronizing = ("backward", "backward after accumulation")
     needed = ("forward", "backward")
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:

@@ -41,7 +41,7 @@ class Observers:
     own: Observer | None = None
     """The proof's, of a rank's own gradients elsewhere."""
 
-    def watch(self, graph: torch.fx.GraphModule) -> None:
+    def watch(self, graph: nn.Module) -> None:
         """Has the modules of a graph show them."""
         looked = {_group(name) for name, m in graph.named_children() if isinstance(m, Look)}
         for name, m in graph.named_children():

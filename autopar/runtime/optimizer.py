@@ -168,7 +168,15 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
 class OptimizerPart:
     """The optimizer over some fragments: `step(gradients)` updates them in place."""
 
-    def __init__(self, optimizer: Optimizer, parts: Sequence[Fragment], parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parts: Sequence[Fragment],
+        parameters: dict[str, nn.Parameter],
+        unused: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
+        """`unused`: parameters that have no gradient in this step, and are left as they are."""
+        self._unused = unused
         self.fragments = tuple(parts)
         self._whole = optimizer
         self._looked = False
@@ -180,9 +188,11 @@ class OptimizerPart:
             if fragment.whole and leaf in optimizer.state:
                 self._part.state[leaf] = optimizer.state[leaf]
 
-    def step(self, gradients: Sequence[Formed]) -> None:
+    def step(self, gradients: Sequence[Formed | None]) -> None:
         """Updates the fragments from gradients in their shapes: all at once, but those that are still to be formed one
         after the other."""
+        if unused := self._unused():
+            gradients = [None if f.name in unused else g for f, g in zip(self.fragments, gradients, strict=True)]
         formed = [isinstance(g, torch.Tensor) for g in gradients]
         known = [g for g in gradients if isinstance(g, torch.Tensor)]
         sparse = any(g.is_sparse for g in known)
@@ -197,9 +207,11 @@ class OptimizerPart:
             known = [g.to_dense() for g in known]
         self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
-            if not isinstance(gradient, torch.Tensor):
+            if not isinstance(gradient, torch.Tensor) and gradient is not None:
                 self._apply([leaf], [gradient()])
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+            if fragment.name in unused:
+                continue
             if fragment.whole:
                 self._whole.state[leaf] = self._part.state[leaf]
             elif not self._looked:

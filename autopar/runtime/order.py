@@ -48,7 +48,7 @@ class CollectiveOrder:
     def _same_step(self, graph: TrainingGraph) -> None:
         """Compares what ranks compute: on batches of one shape every operator and constant, else which operators
         there are, for views and constants may differ with the shape."""
-        if self._rendezvous.group.world_size == 1 or graph.joint is None:
+        if self._rendezvous.group.world_size == 1 or graph.joint is None or graph.eager:
             return
         shapes, nodes, operators = _described(graph.joint.module.graph)
         texts = self._rendezvous.exchange("step", json.dumps([shapes, _digest(nodes), operators]))

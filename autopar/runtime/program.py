@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
+from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.local_proof import copies
 from autopar.runtime.looks import Observers
 from autopar.runtime.loss_meaning import LossMeaning
@@ -60,6 +61,7 @@ class Program(BaseProgram):
         "last micro-batch": lambda *of: StepWriter(*of).write(accumulated=True),
         "earlier micro-batch": lambda *of: LocalWriter(*of).write(),
     }
+    synchronizing = ("step", "last micro-batch")
     needed = ("step",)
 
     def __init__(
@@ -105,8 +107,10 @@ class Program(BaseProgram):
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
-        """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`."""
-        return next(iter(self._compiled)).graphs["step"]
+        """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`. Where
+        the model runs eagerly, what is done between its own passes."""
+        step = (self._outlined or next(iter(self._compiled))).graphs["step"]
+        return cast(torch.fx.GraphModule, step.written if isinstance(step, EagerStep) else step)
 
     @property
     def step_time_s(self) -> float | None:
@@ -123,13 +127,14 @@ class Program(BaseProgram):
         """
         if (batch is None) == (micro_batches is None):
             raise SignatureError("step takes one batch, or micro_batches=[...], not both and not neither")
-        batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
+        given = [batch] if micro_batches is None else list(micro_batches)
+        batches = [flatten(b, needs_tensor=self._eager is None) for b in given]
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
-        check_batches(batches, self._device, is_first=not self._has_stepped)
+        check_batches(batches, self._device, not self._has_stepped, self._eager is not None)
         captures = [self.compile_for(b) for b in batches]
         compiled = captures
         if self._is_timed:
@@ -137,10 +142,9 @@ class Program(BaseProgram):
             compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
-        originals = [batch] if micro_batches is None else list(micro_batches)
-        run = partial(self._run, compiled, batches, originals)
+        run = partial(self._run, compiled, batches, given)
         if self._proofs.is_due(self._has_stepped):
-            shares = self._shares_of(compiled, batches, originals)
+            shares = self._shares_of(compiled, batches, given)
             loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
             for c in captures:
                 c.proved = True
@@ -266,12 +270,12 @@ class Program(BaseProgram):
             self._watch()
 
     def _watch(self) -> None:
-        for compiled in self._compiled:
+        for compiled in [*self._compiled, *([self._outlined] if self._outlined else ())]:
             for one in (compiled, *compiled.others.values()):
                 for graph in one.graphs.values():
                     self._observers.watch(graph)
 
-    def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+    def _write(self, compiled: Compiled, name: str) -> Any:
         graph = super()._write(compiled, name)
         self._observers.watch(graph)
         return graph
@@ -297,13 +301,16 @@ class Program(BaseProgram):
 
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
         if index not in self._parts:
-            self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
+            unused = frozenset if self._eager is None else self._eager.unused
+            self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters, unused)
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
+            if self._eager is not None:
+                self._eager.begin()
             if len(batches) == 1:
                 loss = self._run_one(compiled[0], batches[0], originals[0])
             else:

@@ -23,11 +23,13 @@ from torch import nn
 
 from autopar.errors import AutoparWarning, CaptureError, TracingError, VerificationError
 from autopar.ir.batch import Batch
+from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
 from autopar.runtime.blame import blame, blame_tracing, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.runtime.eager_steps import EagerModel
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
@@ -65,15 +67,19 @@ class Proof:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
         of = self.of
         with of.gathered():
-            expected = self._eagerly()
+            expected = None if of.eager else self._eagerly()
             before, states = self._values(), self._states()
         begin = of.snapshot()
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         own: list[tuple[Fragment, torch.Tensor, Seen]] = []
         with of.observed(self._into(held), self._into(own), bool(how)):
-            loss = of.run()
+            if of.eager is None:
+                loss = of.run()
+            else:
+                loss, expected = self._as_it_ran(of.eager)
         with of.gathered():
             after = self._values()
+        assert expected is not None
         comparison = Comparison(of, expected, self.tolerance)
         gradients, found = comparison.gradients(held, own)
         found += [comparison.loss(loss), *comparison.buffers()]
@@ -81,6 +87,10 @@ class Proof:
             # Later, the user's optimizer has the state of the parameters that this rank updates as a whole.
             whole = {f.name for f, _, _ in held if f.whole}
             compared = gradients.keys() & states.keys()
+            if of.eager is not None:  # what no rank has a gradient of is left as it was
+                still = [n for n in compared if of.probes[n].piece.name in of.eager.unused()]
+                compared -= set(still)
+                found += [Difference(f"the updated '{n}'", math.inf) for n in still if not before[n].equal(after[n])]
             known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}
             found += comparison.updates(before, after, known, gradients)
         self._judge(found, comparison, how, begin)
@@ -92,13 +102,49 @@ class Proof:
 
         return see
 
+    def _as_it_ran(self, model: EagerModel) -> tuple[torch.Tensor, Expected]:
+        """Runs the step, of a model that runs eagerly in it; the ranks' own gradients, and parts of the loss, are
+        summed."""
+        flats, own = self._probed()
+        # What begins from a loss in 16 bits is scaled only as it is sent.
+        assert self.of.graph.joint is not None
+        narrow = self.of.graph.joint.outputs[0].meta["val"].dtype.itemsize < EXACT_BYTES
+        factor = self.shares[0] if narrow and self.of.group.world_size > 1 else 1.0
+
+        def see(name: str, gradient: torch.Tensor) -> None:
+            for n, probe in own[name]:
+                flats[n] += factor * probe.see(gradient).flat()
+
+        parts: list[torch.Tensor] = []
+        with model.seen(see, parts):
+            loss = self.of.run()
+        shares = [float(part) * share for part, share in zip(parts, self.shares, strict=True) if share]
+        return loss, self._summed(torch.tensor([sum(shares)], dtype=torch.float64), flats, {}, ())
+
+    def _probed(self) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[str, Probe]]]]:
+        """What is seen of each probe, nothing yet; and each parameter's probes."""
+        own: dict[str, list[tuple[str, Probe]]] = {n: [] for n in self.of.parameters}
+        for n, probe in self.of.probes.items():
+            own[probe.piece.name].append((n, probe))
+        return {n: torch.zeros(p.width, dtype=torch.float64) for n, p in self.of.probes.items()}, own
+
+    def _summed(
+        self,
+        loss: torch.Tensor,
+        flats: Mapping[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        strangers: Sequence[str],
+    ) -> Expected:
+        sizes = [len(f) for f in flats.values()]
+        whole = summed(torch.cat([loss, *flats.values()]), self.of.group)
+        pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
+        seen = {n: self.of.probes[n].read(piece) for n, piece in pieces.items()}
+        return Expected(float(whole[0]), seen, buffers, sorted(strangers))
+
     def _eagerly(self) -> Expected:
         """The model on this rank's batches; losses and gradients are summed over ranks."""
         of = self.of
-        flats = {n: torch.zeros(p.width, dtype=torch.float64) for n, p in of.probes.items()}
-        own: dict[str, list[tuple[str, Probe]]] = {n: [] for n in of.parameters}
-        for n, probe in of.probes.items():
-            own[probe.piece.name].append((n, probe))
+        flats, own = self._probed()
         trained = set(map(id, of.parameters.values()))
         everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
         watched = {**of.parameters, **{n: p for n, p in everything.items() if id(p) not in trained}}
@@ -119,11 +165,7 @@ class Proof:
                 if share:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
                     backward(one, watched, take)
-        sizes = [len(f) for f in flats.values()]
-        whole = summed(torch.cat([loss, *flats.values()]), of.group)
-        pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
-        seen = {n: of.probes[n].read(piece) for n, piece in pieces.items()}
-        return Expected(float(whole[0]), seen, buffers, sorted(strangers))
+        return self._summed(loss, flats, buffers, sorted(strangers))
 
     def _values(self) -> dict[str, torch.Tensor]:
         """The sampled elements of the parameters."""
@@ -151,6 +193,8 @@ class Proof:
         if not wrong or not math.isfinite(comparison.expected.loss):
             end()
             return
+        if of.eager is not None:
+            raise VerificationError(blame(wrong, how, ""))
         with of.gathered():
             line = self._tracing_fault()
             # A rank whose batch does not show it, an empty one, says the same as the others.

@@ -62,11 +62,14 @@ class StepProofs:
                 last.tangent(1.0, device),
             ],
             run=run,
+            eager=last.eager,
         )
         for c in compiled:
             c.proved = True
         if not fits(subject):
             return run()
+        if subject.eager is not None:
+            return Proof(subject, batches, shares, is_first).step()
         on_device = [b.to(device) for b in batches]
         with subject.gathered():
             for c, b in zip(compiled, on_device, strict=True):
@@ -78,7 +81,7 @@ class StepProofs:
 
     def capture(self, c: Compiled, batch: Batch) -> None:
         """Compares what was captured later than the first step, on this rank alone, unless that was done before."""
-        if c.proved or self._check == "never" or self._is_spread():
+        if c.proved or c.graph.eager or self._check == "never" or self._is_spread():
             return
         c.proved = True
         trained = {n: self._parameters[n] for n in c.joint.gradients}

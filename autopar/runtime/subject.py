@@ -17,6 +17,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.group import Group as SyncGroup
 from autopar.ops.updates import Observer
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_steps import EagerModel
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
 
@@ -54,6 +55,8 @@ class Subject:
     """Draws from this rank's stream of random numbers while it is open."""
     snapshot: Callable[[], Callable[[], None]]
     """Copies what a step changes; what it returns puts that back."""
+    eager: EagerModel | None = None
+    """The model, where the program runs it eagerly: what its step shows is then what is expected."""
 
     @property
     def owners(self) -> dict[str, nn.Module]:

@@ -25,12 +25,14 @@ class Unchanged:
         owners: Mapping[str, nn.Module],
         buffers: MutableMapping[str, torch.Tensor],
         optimizer: Optimizer | None = None,
+        eager: bool = False,
     ) -> None:
-        """`owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
+        """`eager`: whether the model itself runs in each step, hooks on its gradients with it. `owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
         of buffers that the program runs on, in which those are replaced that the model replaces. `optimizer`: where
         the program runs it, and gradients are not left on the parameters."""
         self._buffers = buffers
         self._optimizer = optimizer
+        self._eager = eager
         self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool, str]] = []
         self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         for prefix, owner in owners.items():
@@ -51,7 +53,7 @@ class Unchanged:
         for table, key, p, trains, name in self._parameters:
             if table.get(key) is not p or p.requires_grad is not trains:
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
-            if hooks and (p._backward_hooks or p._post_accumulate_grad_hooks):
+            if hooks and self._is_hooked(p):
                 self._refuse_hooks()
         for held, key, name in self._held:
             buffer, mine = held.get(key), self._buffers[name]
@@ -71,8 +73,14 @@ class Unchanged:
             return f"parameter '{name}' was frozen when the plan was made, and trains now: it is in no plan. {_AGAIN}"
         return f"parameter '{name}' was trained when the plan was made, and is frozen now. {_AGAIN}"
 
+    def _is_hooked(self, p: nn.Parameter) -> bool:
+        """Whether a parameter has a hook that a step would not call, or call out of turn."""
+        return bool(p._post_accumulate_grad_hooks or (p._backward_hooks and not self._eager))
+
     def _take_over(self, name: str, buffer: torch.Tensor | None, mine: torch.Tensor) -> None:
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (mine.shape, mine.dtype, mine.device):
+        if buffer is None or (
+            not self._eager and (buffer.shape, buffer.dtype, buffer.device) != (mine.shape, mine.dtype, mine.device)
+        ):
             found = "nothing" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
             raise PlanMismatchError(
                 f"buffer '{name}' was replaced by one that the captured step does not fit: {found} in place of "
@@ -84,7 +92,7 @@ class Unchanged:
         if self._optimizer is None:
             return
         for _, _, p, _, name in self._parameters:
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
+            if self._is_hooked(p):
                 raise OptimizerError(
                     f"parameter '{name}' has a hook on its gradient, which a step that runs as one program would not "
                     "call: remove it, or leave the optimizer out of optimize() and step it yourself, where hooks run"

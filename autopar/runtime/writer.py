@@ -244,6 +244,8 @@ class Writer(Site):
 
     def owns(self, name: str) -> bool:
         node = self.gradient_source(name)
+        if self.training.eager:
+            return False  # autograd may have left it in memory that another gradient lies in, too
         if repeats_memory(node.meta.get("val")):
             return False  # slices of it lie in one memory, and the sum of one would be added to the next
         while node.op == "call_function" and len(node.users) == 1:

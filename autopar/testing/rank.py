@@ -182,7 +182,7 @@ class Rank:
             program = self._program(task, use, "sgd", samples)
             compiled = program.compile_for(batch)
             recorder = Recorder(compiled.graphs["step"])
-            compiled.graphs["step"] = recorder.run  # type: ignore[assignment]
+            compiled.graphs["step"] = recorder.run
             program.step(batch)
             program.synchronize()
 
