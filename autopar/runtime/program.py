@@ -19,7 +19,6 @@ from autopar.ir.batch import Batch, flatten
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
-from autopar.ops.parts import added
 from autopar.ops.updates import Observer
 from autopar.runtime import checkpoint, checkpoint_load, checkpoint_save
 from autopar.runtime.base_program import BaseProgram, Write
@@ -38,9 +37,10 @@ from autopar.runtime.shared_memory import Memory
 from autopar.runtime.state import scatter_state
 from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
-from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
+from autopar.runtime.step_runs import StepRuns
+from autopar.runtime.step_writer import LocalWriter, StepWriter
 from autopar.runtime.subject import Subject
-from autopar.runtime.writer import NARROW, Target
+from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import HELD, moments_of
@@ -77,6 +77,9 @@ class Program(BaseProgram):
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
+        )
+        self._runs = StepRuns(
+            group, self._device, self._buffers, self._meaning, self._same_settings, self._arguments, self.written
         )
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
@@ -305,9 +308,9 @@ class Program(BaseProgram):
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             if len(batches) == 1:
-                loss = self._run_one(compiled[0], batches[0], originals[0])
+                loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
-                loss = self._run_many(compiled, batches, originals)
+                loss = self._runs.many(compiled, batches, originals)
         self._share_buffers(compiled[-1], f"step {self._steps}")
         return loss
 
@@ -316,7 +319,7 @@ class Program(BaseProgram):
         if self.world_size == 1 and len(batches) == 1:
             return [1.0]
         with self._group.guard("the proof of the first step"):
-            return self._shares(compiled, batches, originals).tolist()
+            return self._runs.shares(compiled, batches, originals).tolist()
 
     def _snapshot(self) -> Callable[[], None]:
         """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
@@ -336,62 +339,3 @@ class Program(BaseProgram):
                 one()
 
         return back
-
-    def _run_one(self, compiled: Compiled, batch: Batch, original: Any) -> torch.Tensor:
-        arguments, step = self._arguments(compiled, batch.tensors), self.written(compiled, "step")
-        if self.world_size == 1:
-            return step(*arguments, compiled.tangent(1.0, self._device)).detach()  # type: ignore[no-any-return]
-        weight = total = self._meaning.weigh(compiled.weight, batch, original)
-        if self._meaning.is_sum:  # a share of 1
-            weight, total = torch.full_like(weight, self.world_size), torch.ones_like(weight)
-        return step(*arguments, weight, self._same_settings.with_number(total)).to(compiled.loss_dtype)  # type: ignore[no-any-return]
-
-    def _run_many(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
-        if compiled[-1].loss_dtype in NARROW:
-            raise SignatureError(
-                "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
-                "compute it from float32 values, as in cross_entropy(logits.float(), target)"
-            )
-        shares = self._shares(compiled, batches, originals)
-        earlier: dict[str, Any] = {}
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for c, b, share in zip(compiled[:-1], batches[:-1], shares[:-1], strict=True):
-            loss += loss_share(self._accumulate(c, b, float(share), earlier), share)
-        last = compiled[-1]
-        ordered = [earlier[p.name] for p in last.graph.parameters]
-        earlier.clear()
-        share = shares[-1]
-        arguments, step = self._arguments(last, batches[-1].tensors), self.written(last, "last micro-batch")
-        found = step(*arguments, last.tangent(float(share), self._device), *ordered, share, loss)
-        if self._group.name is None:
-            found = loss + loss_share(found, share)
-        return found.to(last.loss_dtype)  # type: ignore[no-any-return]
-
-    def _accumulate(self, c: Compiled, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
-        """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
-        passes = self.written(c, "earlier micro-batch")
-        tangent = c.tangent(seed, self._device)
-        loss, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
-        for (name, _), value in zip(c.joint.mutations, buffers, strict=True):
-            self._buffers[name].copy_(value)
-        for name, gradient in gradients.items():
-            if isinstance(gradient, tuple):
-                into[name] = added(into[name], gradient) if name in into else gradient
-            elif name in into:
-                into[name].add_(gradient)
-            else:  # a copy, for two parameters may have one and the same gradient tensor
-                into[name] = gradient.clone(memory_format=torch.contiguous_format)
-        return loss  # type: ignore[no-any-return]
-
-    def _shares(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        """The share of each of this rank's micro-batches in the global batch, float64, by how much they count."""
-        each = zip(compiled, batches, originals, strict=True)
-        weights = torch.stack([self._meaning.weigh(c.weight, b, o) for c, b, o in each])
-        total = torch.ones_like(weights[0]) if self._meaning.is_sum else weights.sum()
-        if self._group.name is not None:  # of a loss that is a sum, too: other ranks may have one micro-batch
-            total = self._same_settings.with_number(total)
-            total = self._same_settings(collectives.wait(collectives.all_reduce(total, self._group.name)))
-        if self._meaning.is_sum:
-            return torch.ones_like(weights)
-        return batch_share(weights, total, torch.float64, self.world_size * len(weights))
