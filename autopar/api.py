@@ -52,6 +52,7 @@ def plan(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     calibration: Calibration | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
@@ -70,7 +71,8 @@ def plan(
     _check_choices(
         mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
     )
-    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes)
+    kept = outputs and mode == "step"
+    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, outputs=kept)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
     return planner.plan(training, cluster)
@@ -89,6 +91,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
@@ -113,6 +116,7 @@ def optimize(
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     calibration: Calibration | None = None,
@@ -137,6 +141,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
@@ -170,6 +175,8 @@ def optimize(
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
+        outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
+            without it, a step that asks for outputs is captured besides, and some plans cannot give them.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
         unused_parameters: "error", or "freeze" those that get no gradient.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
@@ -214,11 +221,12 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {compile=}, passes {passes.said}"
+    said += f", {compile=}, {outputs=}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
+    kept = outputs and mode == "step"
+    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler, kept)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)

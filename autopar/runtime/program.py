@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import nn
@@ -26,10 +26,12 @@ from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
+from autopar.runtime.gradient_norm import GradientNorms, StepNorm
 from autopar.runtime.local_proof import copies
-from autopar.runtime.looks import Observers
+from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
+from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
@@ -37,6 +39,7 @@ from autopar.runtime.shared_memory import Memory
 from autopar.runtime.state import scatter_state
 from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
+from autopar.runtime.step_result import StepResult
 from autopar.runtime.step_runs import StepRuns
 from autopar.runtime.step_writer import LocalWriter, StepWriter
 from autopar.runtime.subject import Subject
@@ -87,6 +90,8 @@ class Program(BaseProgram):
         """Of each group, from which step on its gradients are held back, where a checkpoint did not have them."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
+        self._looking = Looking(self._graphs)
+        self._norms = GradientNorms(settings.clip_grad_norm is not None, group, self._device, self._looking)
         subject = partial(
             Subject,
             model=model,
@@ -96,13 +101,12 @@ class Program(BaseProgram):
             optimizer=optimizer,
             shows_updates=lambda: self._context.elementwise_update and not self._loaded,
             max_norm=settings.clip_grad_norm,
-            observed=self._also_observed,
+            observed=self._looking.also,
             gathered=self.gathered,
             random=lambda: self._random,
             snapshot=self._snapshot,
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
-        self._observers = Observers()
         self._is_timed = any(g.timing for g in plan.groups)
         self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
 
@@ -117,9 +121,35 @@ class Program(BaseProgram):
         What was predicted is `plan.prediction.step_time_s`."""
         return self._times.median_s
 
-    def step(self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None) -> torch.Tensor:
+    @overload
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: Literal[False] = False,
+        grad_norm: Literal[False] = False,
+    ) -> torch.Tensor: ...
+    @overload
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: bool = False,
+        grad_norm: bool = False,
+    ) -> StepResult: ...
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: bool = False,
+        grad_norm: bool = False,
+    ) -> torch.Tensor | StepResult:
         """One optimizer step on this rank's batch, or on several micro-batches as on one batch; returns the global
-        mean loss, detached.
+        mean loss, detached. With `outputs`, or `grad_norm`, returns it in a `StepResult`, with the model's output for
+        this rank's batch, or with the norm over all gradients before they are clipped.
 
         Raises `SignatureError` where the batch cannot be used, `CaptureError` where a batch of a new shape cannot be
         captured, and `CollectiveError`, naming the rank, where another rank is late or gone.
@@ -133,7 +163,7 @@ class Program(BaseProgram):
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
         check_batches(batches, self._device, is_first=not self._has_stepped)
-        captures = [self.compile_for(b) for b in batches]
+        captures = [self.compile_for(b, outputs) for b in batches]
         compiled = captures
         if self._is_timed:
             moments = moments_of(self.plan.groups, self._steps, self._since)
@@ -142,6 +172,34 @@ class Program(BaseProgram):
             self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)
         run = partial(self._run, compiled, batches, originals)
+        norm = self._norms.of(compiled[-1], len(batches) > 1) if grad_norm else None
+        self._same_settings.ask(self._shared_wishes(outputs, compiled[-1], norm))
+        with self._norms.taken(norm):
+            loss = self._proved(captures, compiled, batches, originals, run)
+        self._steps += 1
+        self._has_stepped = True
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
+        found = self._runs.take_outputs()
+        if not outputs and norm is None:
+            return loss
+        of_batches = (found[0] if micro_batches is None else found) if outputs else None
+        return StepResult(loss, of_batches, None if norm is None else norm.total())
+
+    def _shared_wishes(self, outputs: bool, last: Compiled, norm: StepNorm | None) -> str:
+        """What the next step is asked for that all ranks must ask for, as the arguments of a call."""
+        in_order = outputs and self._order.is_its_own(last.program)
+        asked = {"outputs=True": in_order, "grad_norm=True": norm is not None and norm.is_shared}
+        return ", ".join(k for k, is_so in asked.items() if is_so)
+
+    def _proved(
+        self,
+        captures: list[Compiled],
+        compiled: list[Compiled],
+        batches: list[Batch],
+        originals: list[Any],
+        run: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Runs a step, and compares it, or what was captured for it, where that is due."""
         if self._proofs.is_due(self._has_stepped):
             shares = self._shares_of(compiled, batches, originals)
             loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
@@ -152,9 +210,6 @@ class Program(BaseProgram):
                 self._proofs.capture(c, b)
             with self._times.one():
                 loss = run()
-        self._steps += 1
-        self._has_stepped = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return loss
 
     def synchronize(self) -> None:
@@ -254,34 +309,26 @@ class Program(BaseProgram):
 
     def observe(self, observer: Observer | None) -> None:
         """Has every gradient that this rank updates with shown to `observer`, fragment by fragment."""
-        self._observers.users = observer
-        self._watch()
-
-    @contextmanager
-    def _also_observed(self, updates: Observer, own: Observer, alone: bool) -> Iterator[None]:
-        before = self._observers
-        self._observers = Observers(None if alone else before.users, updates, own)
-        self._watch()
-        try:
-            yield
-        finally:
-            self._observers = before
-            self._watch()
-
-    def _watch(self) -> None:
-        for compiled in self._compiled:
-            for one in (compiled, *compiled.others.values()):
-                for graph in one.graphs.values():
-                    self._observers.watch(graph)
+        self._looking.observe(observer)
 
     def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
         graph = super()._write(compiled, name)
-        self._observers.watch(graph)
+        self._looking.watch(graph)
         return graph
+
+    def _graphs(self) -> Iterator[torch.fx.GraphModule]:
+        for compiled in self._compiled:
+            for one in (compiled, *compiled.others.values()):
+                yield from one.graphs.values()
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         self._sharded.spread(m.slice.name for m in program.sharded_members)
-        return super()._lowered(graph, program, batch)
+        compiled = super()._lowered(graph, program, batch)
+        if not compiled.joint.has_outputs:
+            return compiled
+        with self._traceable():
+            template = output_template(self.model, batch, self.settings.loss_fn is not None)
+        return replace(compiled, output=template)
 
     def _target(self) -> Target:
         return replace(

@@ -13,6 +13,7 @@ from autopar.ir.batch import Batch
 from autopar.ops.parts import added
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.loss_meaning import LossMeaning
+from autopar.runtime.outputs import fill
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.step_writer import batch_share, loss_share
@@ -41,15 +42,23 @@ class StepRuns:
         self._same_settings = same_settings
         self._arguments = arguments
         self._written = written
+        self._outputs: list[Any] = []
+
+    def take_outputs(self) -> list[Any]:
+        """The model's output for each batch of the step that was run last, where it was asked for; kept no longer."""
+        found, self._outputs = self._outputs, []
+        return found
 
     def one(self, compiled: Compiled, batch: Batch, original: Any) -> torch.Tensor:
         arguments, step = self._arguments(compiled, batch.tensors), self._written(compiled, "step")
+        self._outputs = []
         if self._group.world_size == 1:
-            return step(*arguments, compiled.tangent(1.0, self._device)).detach()  # type: ignore[no-any-return]
+            return self._kept(compiled, step(*arguments, compiled.tangent(1.0, self._device))).detach()
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self._group.world_size), torch.ones_like(weight)
-        return step(*arguments, weight, self._same_settings.with_number(total)).to(compiled.loss_dtype)  # type: ignore[no-any-return]
+        found = step(*arguments, weight, self._same_settings.with_number(total))
+        return self._kept(compiled, found).to(compiled.loss_dtype)
 
     def many(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
@@ -58,6 +67,7 @@ class StepRuns:
                 "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
                 "compute it from float32 values, as in cross_entropy(logits.float(), target)"
             )
+        self._outputs = []
         shares = self.shares(compiled, batches, originals)
         earlier: dict[str, Any] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -68,16 +78,26 @@ class StepRuns:
         earlier.clear()
         share = shares[-1]
         arguments, step = self._arguments(last, batches[-1].tensors), self._written(last, "last micro-batch")
-        found = step(*arguments, last.tangent(float(share), self._device), *ordered, share, loss)
+        found = self._kept(last, step(*arguments, last.tangent(float(share), self._device), *ordered, share, loss))
         if self._group.name is None:
             found = loss + loss_share(found, share)
-        return found.to(last.loss_dtype)  # type: ignore[no-any-return]
+        return found.to(last.loss_dtype)
+
+    def _kept(self, c: Compiled, found: Any) -> torch.Tensor:
+        """The loss that a step's graph has returned; keeps the output that it may have returned, too."""
+        if not c.joint.has_outputs:
+            return found  # type: ignore[no-any-return]
+        loss, outputs = found
+        self._outputs.append(fill(c.output, iter(outputs)))
+        return loss  # type: ignore[no-any-return]
 
     def _accumulate(self, c: Compiled, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
         """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
         passes = self._written(c, "earlier micro-batch")
         tangent = c.tangent(seed, self._device)
-        loss, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
+        loss, outputs, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
+        if c.joint.has_outputs:
+            self._outputs.append(fill(c.output, iter(outputs)))
         for (name, _), value in zip(c.joint.mutations, buffers, strict=True):
             self._buffers[name].copy_(value)
         for name, gradient in gradients.items():
