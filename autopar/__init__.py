@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopar.runtime.checkpoint_load import load_checkpoint as load_checkpoint
     from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
+    from autopar.runtime.step_result import StepResult as StepResult
     from autopar.spec.calibration import Calibration as Calibration
     from autopar.spec.cluster import ClusterSpec as ClusterSpec
     from autopar.spec.plan import Plan as Plan
@@ -38,6 +39,7 @@ _HOMES = {
     "Passes": "autopar.ir.passes",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
+    "StepResult": "autopar.runtime.step_result",
     "SyncedModule": "autopar.runtime.module",
     "Verification": "autopar.verification",
     "calibrate": "autopar.calibration",
@@ -57,6 +59,7 @@ __all__ = [
     "Passes",
     "Plan",
     "Program",
+    "StepResult",
     "SyncedModule",
     "Verification",
     "calibrate",

@@ -53,6 +53,7 @@ def plan(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     calibration: Calibration | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
@@ -76,7 +77,10 @@ def plan(
         optimizer_acts_on=optimizer_acts_on,
         capture=capture,
     )
-    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, capture=capture)
+    kept = outputs and mode == "step"
+    settings = Settings(
+        loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, capture=capture, outputs=kept
+    )
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     training.settle()
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
@@ -96,6 +100,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
@@ -121,6 +126,7 @@ def optimize(
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     calibration: Calibration | None = None,
@@ -146,6 +152,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
@@ -180,6 +187,8 @@ def optimize(
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
+        outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
+            without it, a step that asks for outputs is captured besides, and some plans cannot give them.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
         unused_parameters: "error", or "freeze" those that get no gradient.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
@@ -231,11 +240,12 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {capture=}, {compile=}, passes {passes.said}"
+    said += f", {capture=}, {compile=}, {outputs=}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler)
+    kept = outputs and mode == "step"
+    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler, kept)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     training.settle(group)

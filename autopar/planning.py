@@ -88,7 +88,7 @@ class Training:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes
             self._graphs[recompute] = training_graph(
-                self.model, self.batch, loss_fn, self.mode, unused, recompute, passes
+                self.model, self.batch, loss_fn, self.mode, unused, recompute, passes, self.settings.outputs
             )
         return self._graphs[recompute]
 

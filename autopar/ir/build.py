@@ -37,15 +37,16 @@ def training_graph(
     unused: Unused = "error",
     recompute: Recompute = "none",
     passes: Passes = EVERY,
+    outputs: bool = False,
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
     `recompute`: what of the forward pass is computed again in the backward pass; only of a whole step. `unused`: what
     to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what eager PyTorch does
-    silently (the optimizer passes over them).
+    silently (the optimizer passes over them). `outputs`: whether the step returns the model's output besides its loss.
     """
     with _without_collector():
-        joint = capture_joint(model, batch, loss_fn, mode)
+        joint = capture_joint(model, batch, loss_fn, mode, outputs)
     capture = Capture(mode, batch.size, recompute)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))

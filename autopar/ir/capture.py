@@ -24,6 +24,7 @@ from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Guards, guards_of, seen_effects
 from autopar.ir.observers import Observers
+from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
@@ -51,7 +52,8 @@ class JointGraph:
     mutations: tuple[tuple[str, torch.fx.Node], ...]
     """Names of buffers, and the nodes whose values they take."""
     outputs: tuple[torch.fx.Node, ...]
-    """The loss alone in mode `step`; every tensor of the model's output in mode `module`."""
+    """The loss in mode `step`, and behind it, where these were asked for, every tensor of the model's output; in mode
+    `module`, every tensor of the model's output."""
     gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
     """By parameter name; parameters that get no gradient are absent."""
     weight: BatchWeight | None = None
@@ -61,16 +63,22 @@ class JointGraph:
     guards: Guards | None = field(default=None, compare=False, repr=False)
     """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether it is of a step that returns the model's output besides its loss."""
+        return self.weight is not None and len(self.outputs) > 1
+
 
 class _Step(nn.Module):
-    """The module that is captured: takes the batch's tensors, returns the loss, or all output tensors."""
+    """The module that is captured: takes the batch's tensors, returns the loss, or all output tensors, or both."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, batch: Batch, mode: Mode) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, batch: Batch, mode: Mode, outputs: bool = False) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self._batch = replace(batch, tensors=())  # only their places are looked at, and the module outlives the batch
         self._mode = mode
+        self._outputs = outputs
         self.assigned: tuple[tuple[tuple[str, ...], str], ...] = ()
         """Buffers that the model assigns a new tensor to, by the path to the module and the name: the tensor is copied
         into the buffer that was there, which is what a graph can do."""
@@ -88,7 +96,8 @@ class _Step(nn.Module):
         output, target = call_model(self.model, self._batch.rebuild(tensors), self.loss_fn is not None)
         if self._mode == "module":
             return tuple(output_tensors(output))
-        return find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
+        loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
+        return (loss, *(t.detach() for t in output_tensors(output))) if self._outputs else loss
 
 
 def _module_at(module: Any, path: tuple[str, ...]) -> Any:
@@ -130,15 +139,18 @@ def has_global_hooks() -> bool:
     return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
-def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
-    """Captures one training step on `batch`, as autograd's tracing leaves it. Raises `CaptureError` with the line that
-    stands in the way, and `SignatureError` where the model's `forward` does not take such a batch."""
+def capture_joint(
+    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", outputs: bool = False
+) -> JointGraph:
+    """Captures one training step on `batch`, as autograd's tracing leaves it. `outputs`: whether the step returns the
+    model's output besides its loss. Raises `CaptureError` with the line that stands in the way, and `SignatureError`
+    where the model's `forward` does not take such a batch."""
     if has_global_hooks():
         raise CaptureError(
             f"{_WHAT}: a hook is registered for all modules there are (register_module_forward_hook or a relative of "
             "torch.nn.modules.module). Register it on the modules that it is for: module.register_forward_hook(...)"
         )
-    step = _Step(model, loss_fn, batch, mode)
+    step = _Step(model, loss_fn, batch, mode, outputs)
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
     tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
@@ -159,7 +171,11 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    return replace(_describe(module, mode), guards=guards)
+    joint = replace(_describe(module, mode), guards=guards)
+    if not outputs:
+        return joint
+    loss, *others = joint.outputs
+    return replace(joint, outputs=(loss, *own_outputs(module.graph, others, len(joint.mutations) + 1)))
 
 
 def _settled(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> tuple[torch.fx.GraphModule, Guards]:
@@ -300,7 +316,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         elif node is not None:
             raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
     if mode == "step":
-        _check_loss(outputs, bool(gradients))
+        _check_loss(outputs[:1], bool(gradients))
     return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, input_gradients=of_inputs)
 
 

@@ -132,6 +132,8 @@ class Norm(nn.Module):
         """For each value: whether every element is held by one rank only, so that norms are summed over ranks."""
         self.group = group
         self.device = device
+        self.norm: torch.Tensor | None = None
+        """As it was last, before clipping."""
 
     def forward(self, values: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> torch.Tensor:
         replicated: list[torch.Tensor] = []
@@ -139,10 +141,11 @@ class Norm(nn.Module):
         for value, once in zip(values, self.held_once, strict=True):
             tensors = [value] if isinstance(value, torch.Tensor) else list(value)
             (sharded if once else replicated).extend(tensors)
-        total = _square_sum(replicated, self.device)
+        total = square_sum(replicated, self.device)
         if self.group is not None:  # on every rank, whether it holds a part or not
-            total = total + wait(all_reduce(_square_sum(sharded, self.device), self.group))
-        return torch.clamp(self.max_norm / (total.sqrt() + 1e-6), max=1.0)
+            total = total + wait(all_reduce(square_sum(sharded, self.device), self.group))
+        self.norm = total.sqrt()
+        return torch.clamp(self.max_norm / (self.norm + 1e-6), max=1.0)
 
 
 def cut(site: Site, member: Member) -> Any:
@@ -154,7 +157,8 @@ def cut(site: Site, member: Member) -> Any:
     return site.call(torch.narrow, (gradient, piece.dim, piece.start, piece.stop - piece.start))
 
 
-def _square_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def square_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of the squares of all elements, a float64 scalar."""
     held = [t for t in tensors if t.numel()]
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -28,6 +28,7 @@ from autopar.runtime.eager_steps import EagerModel, EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
+from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
 from autopar.runtime.unchanged import Unchanged
@@ -91,30 +92,43 @@ class BaseProgram:
     def world_size(self) -> int:
         return self._group.world_size
 
-    def compile_for(self, batch: Any) -> Compiled:
+    def compile_for(self, batch: Any, outputs: bool = False) -> Compiled:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
-        reads is still as it was then."""
+        reads is still as it was then. `outputs`: of a step that returns the model's output, too."""
         batch = batch if isinstance(batch, Batch) else flatten(batch, needs_tensor=self._outlined is None)
         if self._outlined is not None:
+            assert self._eager is not None
+            self._eager.keeps_output = outputs
             return replace(self._outlined, batch=batch)
-        known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
+        outputs = outputs or self.settings.outputs
+        known = self._compiled.find(signature_key(self.model, batch, (self._hooks.key(), outputs)))
         if known is not None:
             return known
         s = self.settings
         with self._traceable():
             graph = training_graph(
-                self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
+                self.model,
+                leaves(batch),
+                s.loss_fn,
+                self.mode,
+                s.unused_parameters,
+                self.plan.recompute,
+                s.passes,
+                outputs,
             )
-        return self.adopt(graph, batch)
+        try:
+            return self.adopt(graph, batch, outputs)
+        except PlanError as e:
+            raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not s.outputs else e from None
 
-    def adopt(self, graph: TrainingGraph, batch: Any) -> Compiled:
+    def adopt(self, graph: TrainingGraph, batch: Any, outputs: bool | None = None) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
         model, or where ranks would issue different collectives."""
         self.plan.check_model(graph.model)
         assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         program = lower_plan(self.plan.groups, graph, self._context)
-        self._order.check(program, graph)
+        self._order.check(program, graph, graph.joint is not None and graph.joint.has_outputs)
         compiled = self._lowered(graph, program, batch)
         if isinstance(graph.joint, Outline):
             trained = {p.name: self._parameters[p.name] for p in graph.parameters}
@@ -123,7 +137,10 @@ class BaseProgram:
         for name in self.needed:
             self.written(compiled, name)
         if self._outlined is None:
-            self._compiled.add(signature_key(self.model, batch, self._hooks.key()), compiled.joint.guards, compiled)
+            key = signature_key(
+                self.model, batch, (self._hooks.key(), self.settings.outputs if outputs is None else outputs)
+            )
+            self._compiled.add(key, compiled.joint.guards, compiled)
         return compiled
 
     def written(self, compiled: Compiled, name: str) -> Any:
@@ -138,7 +155,7 @@ class BaseProgram:
             return compiled
         if moments not in compiled.others:
             program = lower_plan(self.plan.groups, compiled.graph, self._context, moments)
-            self._order.check(program, compiled.graph)
+            self._order.check(program, compiled.graph, compiled.joint.has_outputs)
             compiled.others[moments] = replace(compiled, program=program, graphs={}, others={})
         return replace(compiled.others[moments], batch=compiled.batch)
 

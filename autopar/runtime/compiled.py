@@ -46,6 +46,8 @@ class Settings:
     capture: Capture = "auto"
     compiler: Compiler | None = None
     """What compiles the compute between communication; `None` runs operators one by one."""
+    outputs: bool = False
+    """Whether every step keeps the model's output; else those that are asked for it."""
 
     def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """A graph that was written, compiled where that is asked for."""
@@ -62,7 +64,8 @@ class Compiled:
     shared_buffers: tuple[str, ...]
     """Of the buffers, those that the forward pass both reads and writes."""
     output: Any = None
-    """The model's output with fake tensors, in which a drop-in module returns the real ones; `None` of a step."""
+    """The model's output with fake tensors, in which the real ones are returned; `None` of a step that returns its loss
+    alone."""
     graphs: dict[str, Any] = field(default_factory=dict)
     """By their names in `BaseProgram.writers`: modules, each called as its graph is."""
     others: dict[Moments, Compiled] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from autopar.ir.outline import Seen, look, outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace
-from autopar.runtime.eager_steps import scalar_loss
+from autopar.runtime.eager_steps import loss_and_output
 from autopar.runtime.process_group import Group, Rendezvous
 
 
@@ -66,7 +66,7 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
     def run() -> Sequence[torch.Tensor]:
         given = batch.rebuild(batch.copied())
         if mode == "step":
-            return [scalar_loss(model, loss_fn, given)]
+            return [loss_and_output(model, loss_fn, given)[0]]
         return list(output_tensors(call_model(model, given, False)[0]))
 
     with without_trace(owners_of(model, loss_fn)):
@@ -106,6 +106,6 @@ def _said(reason: str, settings: Settings) -> str:
     )
     return (
         f"{reason.rstrip('.')}. So the model runs eagerly, and its gradients are synchronized beside its backward "
-        f"pass, as with DistributedDataParallel. What needs the graph is left out of the plan.{counted}{compiled} capture='always' "
-        "raises instead"
+        "pass, as with DistributedDataParallel. What needs the graph is left out of the "
+        f"plan.{counted}{compiled} capture='always' raises instead"
     )

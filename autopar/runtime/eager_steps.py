@@ -18,27 +18,32 @@ import torch.distributed as dist
 import torch.fx
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
+from autopar.ir.batch import call_model
+from autopar.ir.capture import find_loss
 from autopar.ir.outline import opaque, run_backward, run_forward, take_gradient
-from autopar.runtime.eager import loss_of, owners_of
+from autopar.runtime.eager import owners_of
 from autopar.runtime.process_group import Group
 
 See = Callable[[str, torch.Tensor], None]
 """Is shown each of a rank's own gradients, by name."""
 
 
-def scalar_loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
-    """The model's loss on a batch, for gradients to begin from. Raises `SignatureError` where it is no scalar."""
+def loss_and_output(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """The model's loss on a batch, for gradients to begin from, and its output. Raises `SignatureError` where the loss
+    is no scalar."""
     with torch.enable_grad():
-        loss: Any = loss_of(model, loss_fn, batch)
+        output, target = call_model(model, batch, loss_fn is not None)
+        loss: Any = find_loss(output if loss_fn is None else loss_fn(output, target))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SignatureError(
             f"the loss must be one scalar, got {shape}: reduce it with .mean() or .sum() in the model or in loss_fn"
         )
-    return loss
+    return loss, output
 
 
 class EagerModel:
@@ -58,6 +63,9 @@ class EagerModel:
         self.loss_fn = loss_fn
         self.parameters = dict(parameters)
         self.in_pieces = in_pieces
+        self.keeps_output = False
+        """Whether the next steps' outputs are wanted."""
+        self._outputs: list[Any] = []
         self._see: See | None = None
         self._losses: list[torch.Tensor] = []
         self._group = group
@@ -86,6 +94,11 @@ class EagerModel:
         finally:
             self._see, self._losses = None, []
 
+    def take_outputs(self) -> list[Any]:
+        """What the model has returned since this was called last, where that was wanted."""
+        found, self._outputs = self._outputs, []
+        return found
+
     def unused(self) -> frozenset[str]:
         """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended."""
         self._settle()
@@ -101,7 +114,9 @@ class EagerModel:
         """The forward pass, for gradients to begin from. Raises `SignatureError` where its loss is no scalar, and
         `CaptureError` where it writes to parameters that other ranks have, too."""
         written = {n: p._version for n, p in self.parameters.items()}
-        loss = scalar_loss(self.model, self.loss_fn, batch)
+        loss, output = loss_and_output(self.model, self.loss_fn, batch)
+        if self.keeps_output:
+            self._outputs.append(pytree.tree_map(_detached, output))
         if self._group.world_size > 1:
             for name, p in self.parameters.items():
                 if p._version != written[name]:
@@ -248,6 +263,10 @@ class EagerStep(nn.Module):
         gives = tuple(n for n in nodes if any(u not in own for u in n.users))
         graph.output(tuple(copies[n] for n in gives))
         return _Piece(torch.fx.GraphModule(self.written, graph), tuple(takes), gives)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _reads(part: _Piece | torch.fx.Node) -> Sequence[torch.fx.Node]:

@@ -26,11 +26,20 @@ class CollectiveOrder:
         self._plan = plan
         self._hashes: dict[Moments, str] = {}
         """Of each step that a plan has, by what its groups do in it."""
+        self._with_outputs: dict[Moments, str] = {}
+        """Of steps that return the model's output, where they have an order of their own."""
 
-    def check(self, program: StepProgram, graph: TrainingGraph) -> None:
+    def check(self, program: StepProgram, graph: TrainingGraph, outputs: bool = False) -> None:
         """Raises `PlanMismatchError` where ranks, or batches of different shapes, would issue different collectives, or
-        where ranks compute different things on batches of one shape."""
+        where ranks compute different things on batches of one shape. `outputs`: whether the step returns the model's
+        output; where this gives another order, ranks compare that one, too."""
         moments = program.moments
+        if outputs and self._hashes.get(moments, program.order_hash) != program.order_hash:
+            if moments not in self._with_outputs:
+                self._rendezvous.agree(f"steps with outputs {len(self._with_outputs)}", program.order_hash)
+                self._with_outputs[moments] = program.order_hash
+            if self._with_outputs[moments] == program.order_hash:
+                return
         if moments not in self._hashes:
             if not self._hashes:
                 self._rendezvous.agree("plan", self._plan.digest)
@@ -44,6 +53,10 @@ class CollectiveOrder:
                 "this batch leads to another order of collectives than the first one: ranks would exchange the wrong "
                 "tensors. Does the model's structure depend on the batch?"
             )
+
+    def is_its_own(self, program: StepProgram) -> bool:
+        """Whether a step that returns the model's output issues its collectives in another order than without."""
+        return program.order_hash != self._hashes.get(program.moments)
 
     def _same_step(self, graph: TrainingGraph) -> None:
         """Compares what ranks compute: on batches of one shape every operator and constant, else which operators

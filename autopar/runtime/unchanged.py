@@ -27,9 +27,10 @@ class Unchanged:
         optimizer: Optimizer | None = None,
         eager: bool = False,
     ) -> None:
-        """`eager`: whether the model itself runs in each step, hooks on its gradients with it. `owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
+        """`owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
         of buffers that the program runs on, in which those are replaced that the model replaces. `optimizer`: where
-        the program runs it, and gradients are not left on the parameters."""
+        the program runs it, and gradients are not left on the parameters. `eager`: whether the model itself runs in
+        each step, and the hooks on its gradients with it."""
         self._buffers = buffers
         self._optimizer = optimizer
         self._eager = eager
@@ -78,9 +79,10 @@ class Unchanged:
         return bool(p._post_accumulate_grad_hooks or (p._backward_hooks and not self._eager))
 
     def _take_over(self, name: str, buffer: torch.Tensor | None, mine: torch.Tensor) -> None:
-        if buffer is None or (
-            not self._eager and (buffer.shape, buffer.dtype, buffer.device) != (mine.shape, mine.dtype, mine.device)
-        ):
+        fits = self._eager or (
+            buffer is not None and (buffer.shape, buffer.dtype, buffer.device) == (mine.shape, mine.dtype, mine.device)
+        )
+        if buffer is None or not fits:
             found = "nothing" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
             raise PlanMismatchError(
                 f"buffer '{name}' was replaced by one that the captured step does not fit: {found} in place of "
