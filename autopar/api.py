@@ -18,6 +18,7 @@ from autopar.planning import Planner, Progress, Training
 from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_gradient_program import EagerGradientProgram
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
 from autopar.runtime.module import SyncedModule
@@ -259,7 +260,8 @@ def optimize(
         graph = training.graph(plan.recompute)
     context = training.context(group.world_size, late_parameters)
     if optimizer is None:
-        gradients = GradientProgram(model, plan, group, settings, context)
+        of = EagerGradientProgram if training.eager else GradientProgram
+        gradients = of(model, plan, group, settings, context)
         gradients.adopt(graph, training.batch)
         return SyncedModule(gradients)
     program = Program(model, plan, group, optimizer, settings, context)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import InfeasibleError
+from autopar.errors import CaptureError, InfeasibleError, SignatureError
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
 from autopar.ir.build import training_graph
 from autopar.ir.capture import Mode
@@ -52,10 +52,21 @@ class Training:
 
         Raises `SignatureError` where the batch cannot be used, and `OptimizerError` where `acts_on` is needed."""
         batch = example_batch(model) if example_inputs is None else example_inputs
+        self._refused: CaptureError | None = None
+        """Why the model cannot be captured, where that is known beforehand."""
+        may_run = settings.capture != "always"
         if mode == "module":  # which is given no target
-            self.batch = module_batch(model, inputs_and_target(batch, settings.loss_fn is not None)[0])
+            inputs = inputs_and_target(batch, settings.loss_fn is not None)[0]
+            try:
+                self.batch = module_batch(model, inputs)
+            except SignatureError:
+                raise
+            except CaptureError as e:
+                self.batch, self._refused = flatten(inputs), e
         else:
-            self.batch = flatten(batch)
+            self.batch = flatten(batch, needs_tensor=not may_run)
+            if not self.batch.tensors:
+                self._refused = CaptureError(f"the batch, a {type(batch).__name__}, shows no tensors to a graph")
         self.model = model
         self.settings = settings
         self.optimizer = optimizer
@@ -84,6 +95,8 @@ class Training:
         `CaptureError`."""
         if self._outline is not None:
             return self._outline
+        if self._refused is not None:
+            raise self._refused
         if recompute not in self._graphs:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.errors import SignatureError
+from autopar.errors import CaptureError, SignatureError
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments, all by keyword; raises `SignatureError` where they do not fit the model's `forward`."""
+    """A call's arguments, all by keyword. Raises `SignatureError` where they do not fit the model's `forward`, and
+    `CaptureError` where it takes some by position only."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -126,7 +127,7 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise SignatureError(
+            raise CaptureError(
                 f"{type(model).__name__}.forward takes '{name}' by position only, which cannot be captured: give its "
                 "inputs names"
             )

@@ -134,7 +134,7 @@ class BaseProgram:
             trained = {p.name: self._parameters[p.name] for p in graph.parameters}
             model = EagerModel(self.model, self.settings.loss_fn, trained, graph.joint.in_pieces, self._group)
             self._outlined = compiled = replace(compiled, eager=model, batch=batch)
-        for name in self.needed:
+        for name in self.needed if self._outlined is None else self.synchronizing[:1]:
             self.written(compiled, name)
         if self._outlined is None:
             key = signature_key(

@@ -65,6 +65,8 @@ class EagerModel:
         self.in_pieces = in_pieces
         self.keeps_output = False
         """Whether the next steps' outputs are wanted."""
+        self.written: set[str] = set()
+        """Parameters that the last forward pass has written to."""
         self._outputs: list[Any] = []
         self._see: See | None = None
         self._losses: list[torch.Tensor] = []
@@ -99,6 +101,10 @@ class EagerModel:
         found, self._outputs = self._outputs, []
         return found
 
+    def reach(self, name: str) -> None:
+        """Notes that a parameter has got a gradient on this rank."""
+        self._reached.add(name)
+
     def unused(self) -> frozenset[str]:
         """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended."""
         self._settle()
@@ -117,14 +123,13 @@ class EagerModel:
         loss, output = loss_and_output(self.model, self.loss_fn, batch)
         if self.keeps_output:
             self._outputs.append(pytree.tree_map(_detached, output))
-        if self._group.world_size > 1:
-            for name, p in self.parameters.items():
-                if p._version != written[name]:
-                    raise CaptureError(
-                        f"the model writes to its parameter '{name}' in its forward pass, as Embedding(max_norm=...) "
-                        "does: each rank would write something else, for its own batch, and ranks would drift apart. "
-                        "Change the parameter between steps, under torch.no_grad()"
-                    )
+        self.written = {n for n, p in self.parameters.items() if p._version != written[n]}
+        if self.written and self._group.world_size > 1:
+            raise CaptureError(
+                f"the model writes to its parameter '{min(self.written)}' in its forward pass, as "
+                "Embedding(max_norm=...) does: each rank would write something else, for its own batch, and ranks "
+                "would drift apart. Change the parameter between steps, under torch.no_grad()"
+            )
         if self._see is not None:
             self._losses.append(loss.detach())
         return loss
@@ -140,7 +145,7 @@ class EagerModel:
                 assert gradient is not None
                 with torch.no_grad():
                     gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-                    self._reached.add(name)
+                    self.reach(name)
                     if self._see is not None:
                         self._see(name, gradient)
                     take(name, gradient)
@@ -229,7 +234,7 @@ class EagerStep(nn.Module):
         """Behind each part, the values that nobody reads any more."""
 
     def forward(self, *arguments: Any) -> Any:
-        return _Run(self, arguments).result()
+        return Run(self, arguments).result()
 
     def _last_uses(self) -> list[list[torch.fx.Node]]:
         kept: set[torch.fx.Node] = set()
@@ -273,7 +278,7 @@ def _reads(part: _Piece | torch.fx.Node) -> Sequence[torch.fx.Node]:
     return part.takes if isinstance(part, _Piece) else part.all_input_nodes
 
 
-class _Run:
+class Run:
     """One run of a step."""
 
     def __init__(self, step: EagerStep, arguments: Sequence[Any]) -> None:
@@ -288,6 +293,7 @@ class _Run:
         self.begun: torch.Tensor | None = None
 
     def result(self) -> Any:
+        """Runs to the end."""
         self.advance()
         assert self.at == len(self.of.parts), "a step ends behind the backward pass"
         return torch.fx.node.map_arg(self.of.results, lambda n: self.values[n])
@@ -329,13 +335,15 @@ class _Run:
 
     def _backward(self, tangent: torch.Tensor) -> None:
         loss, self.begun = self.begun, None
-        assert loss is not None
+        if loss is None:  # the user's own backward pass is under way
+            return
         if bool(tangent.count_nonzero()) and loss.requires_grad:  # else the loss may be no number
-            with self.of.model.watched(self._take):
+            with self.of.model.watched(self.take):
                 loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
         self.ended = True
 
-    def _take(self, name: str, gradient: torch.Tensor) -> None:
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """Takes a gradient that is complete, and runs on."""
         if name in self.taken:
             raise CaptureError(
                 f"parameter '{name}' has got a second gradient in one backward pass, after its first one was sent, "

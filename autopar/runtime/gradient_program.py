@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.ir.batch import Batch, flatten
+from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.capture import output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
@@ -51,6 +51,10 @@ class GradientProgram(BaseProgram):
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._proof: SynchronizedOnce | None = None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output, given its inputs as the model takes them."""
+        return self.run(bind(self.model, args, kwargs))
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs

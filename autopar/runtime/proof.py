@@ -89,7 +89,7 @@ class Proof:
             compared = gradients.keys() & states.keys()
             if of.eager is not None:  # what no rank has a gradient of is left as it was
                 still = [n for n in compared if of.probes[n].piece.name in of.eager.unused()]
-                compared -= set(still)
+                compared -= {*still, *(n for n in compared if of.probes[n].piece.name in of.eager.written)}
                 found += [Difference(f"the updated '{n}'", math.inf) for n in still if not before[n].equal(after[n])]
             known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}
             found += comparison.updates(before, after, known, gradients)
