@@ -24,7 +24,8 @@ from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.eager import owners_of
-from autopar.runtime.eager_steps import EagerModel, EagerStep
+from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder

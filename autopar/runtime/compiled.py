@@ -16,7 +16,7 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compute import Compiler
-from autopar.runtime.eager_steps import EagerModel
+from autopar.runtime.eager_model import EagerModel
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import Moments
 

@@ -16,7 +16,8 @@ from autopar.runtime.base_program import BaseProgram
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager_gradients import EagerGradients
-from autopar.runtime.eager_steps import EagerModel, Run
+from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.eager_steps import Run
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.local_proof import SynchronizedOnce
 from autopar.runtime.process_group import Group
@@ -91,7 +92,7 @@ class EagerGradientProgram(BaseProgram):
             self._earlier_weight += weight
             self._earlier_count += 1
             return {}
-        run.ended = True
+        run.end()
         found = dict(zip(model.parameters, run.result(), strict=True))
         if self.settings.check == "always" or (self.settings.check == "first" and not self._steps):
             self._compare(c, own, weight, found)

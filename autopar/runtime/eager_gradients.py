@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import AutoparWarning
 from autopar.ir.capture import output_tensors
 from autopar.runtime.eager_steps import Run
 
 if TYPE_CHECKING:
-    from autopar.runtime.eager_steps import EagerModel
+    from autopar.runtime.eager_model import EagerModel
 
 Guard = contextlib.AbstractContextManager[None]
 Begin = Callable[[float], Run | None]
@@ -55,17 +54,14 @@ class EagerGradients:
         self._begin = begin
         self._end = end
         self._alive: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        self._accumulators: list[Any] = []
         self._run: Run | None = None
         self._weight = 0.0
         self._is_open = False
         self._before: dict[str, torch.Tensor | None] = {}
         self._own: dict[str, torch.Tensor] = {}
-        for name, p in model.parameters.items():
-            node = get_gradient_edge(p).node  # it lives, with its hooks, for as long as it is held
+        for name, node in model.accumulators.items():
             node.register_prehook(lambda _: self._open())
             node.register_hook(lambda *_, name=name: self._complete(name))
-            self._accumulators.append(node)
 
     def forward(self, weight: float, call: Callable[[], Any]) -> Any:
         """Calls the model; `weight`: how much the batch counts."""
@@ -99,16 +95,16 @@ class EagerGradients:
                 self._run.advance()
 
     def _complete(self, name: str) -> None:
-        p = self._model.parameters[name]
-        if not self._is_open or p.grad is None:
+        if not self._is_open:
+            return
+        if self._weight == 0 and self._run is not None:
+            self._model.parameters[name].grad = None  # of a batch that counts as nothing, it may be no number
             return
         with self._guarded():
-            gradient, p.grad = p.grad.detach(), None
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            if self._weight == 0 and self._run is not None:
-                return  # of a batch that counts as nothing, it may be no number
+            gradient = self._model.own_gradient(name)
+            if gradient is None:
+                return
             self._own[name] = self._own[name] + gradient if name in self._own else gradient
-            self._model.reach(name)
             if self._run is not None:
                 self._run.take(name, gradient)
 

@@ -17,7 +17,7 @@ from autopar.ir.outline import Seen, look, outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace
-from autopar.runtime.eager_steps import loss_and_output
+from autopar.runtime.eager_model import loss_and_output
 from autopar.runtime.process_group import Group, Rendezvous
 
 

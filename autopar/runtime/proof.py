@@ -29,7 +29,7 @@ from autopar.ops.updates import Observer
 from autopar.runtime.blame import blame, blame_tracing, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
-from autopar.runtime.eager_steps import EagerModel
+from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed

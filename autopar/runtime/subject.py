@@ -17,7 +17,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.group import Group as SyncGroup
 from autopar.ops.updates import Observer
 from autopar.runtime.eager import owners_of
-from autopar.runtime.eager_steps import EagerModel
+from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
 
