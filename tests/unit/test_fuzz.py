@@ -18,6 +18,7 @@ from autopar.ir.passes import Capture, Pass
 from autopar.runtime.process_group import Group
 from benchmarks.faults import FAULTS, LEADS_TO
 from benchmarks.fuzz.case import Case
+from benchmarks.fuzz.compare import _unmoved, judge
 from benchmarks.fuzz.draft import Draft, Rejected
 from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome, merged
@@ -27,6 +28,7 @@ from benchmarks.fuzz.report import Tally
 from benchmarks.fuzz.script import script
 from benchmarks.fuzz.shrink import pruned, shrink
 from benchmarks.fuzz.source import build, render
+from benchmarks.fuzz.training import Record, eager
 from benchmarks.fuzz.twists import ALONE as ALL_ALONE
 from benchmarks.fuzz.twists import TOGETHER, Twist, average, hook, python_state, resumed
 from benchmarks.fuzz.workers import Told
@@ -120,6 +122,45 @@ def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.
 
     monkeypatch.setattr(OptimizerPart, "_apply", forgets)
     assert run_case(case, ALONE).kind == "disproved"
+
+
+NARROW = replace(CASE, dtype="bfloat16", optimizer="torch.optim.SGD(grouped(parameters, 1, 0.3), foreach=False)")
+CHAOS = replace(
+    NARROW,
+    init=("self.p1 = nn.Parameter(torch.full((2, 3), 0.75, dtype=DTYPE))", *CASE.init[2:]),
+    forward=("h = F.layer_norm(F.linear(x, self.p1), (2,))", "h4 = F.linear(h, self.p3[:, :2])"),
+)
+"""Normalizes two values that are equal, up to a rounding."""
+
+
+def test_what_one_rounding_between_steps_moves_by_far_is_no_finding() -> None:
+    built = build(CHAOS)
+    expected, rounded = eager(built), eager(built, rounding=9)
+    assert (rounded.gradients[0]["p1"] - expected.gradients[0]["p1"]).abs().max() > 0.5
+    assert judge(built, rounded, expected, buffers=True) is None
+
+
+def test_what_rounding_does_not_move_is_a_finding_all_the_same() -> None:
+    built = build(NARROW)
+    for found in (eager(built), eager(built, rounding=9)):
+        found.parameters = [{**p, "p3": found.parameters[0]["p3"]} for p in found.parameters]
+        seen = judge(built, found, eager(built), buffers=True)
+        assert seen is not None and "p3" in seen.where
+    found = eager(built)
+    found.gradients[1]["p3"] *= 1.5
+    assert judge(built, found, eager(built), buffers=True) is not None
+
+
+def test_a_gradient_that_is_rounding_alone_moves_nothing_that_is_missed() -> None:
+    def record(*values: float) -> Record:
+        return Record(
+            losses=[torch.tensor(1.0)] * 3,
+            parameters=[{"p": torch.tensor([0.75 + v], dtype=torch.float64)} for v in values],
+        )
+
+    exact, expected = record(0.0, 4e-15, 2e-14), record(4e-7, 4e-6, 4e-7)  # there, and almost back
+    assert _unmoved(record(0.0, 0.0, -4e-6), [expected], exact) is None
+    assert _unmoved(record(0.0, 0.0, 0.0), [record(1e-4, 2e-4, 3e-4)], record(1e-4, 2e-4, 3e-4)) is not None
 
 
 def test_pruning_leaves_out_what_nothing_reads() -> None:
