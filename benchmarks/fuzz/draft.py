@@ -19,6 +19,8 @@ from torch import nn
 from benchmarks.fuzz import prelude
 
 SAMPLES = (7, 5)
+_CONFIRMED = 5
+"""Further inputs on which samples must not be mixed."""
 _MOST_ELEMENTS = 4000
 _TAME, _WILD = 3.0, 1e4
 _ASSIGNED = re.compile(r"^(h\d+) = ")
@@ -146,8 +148,8 @@ class Draft:
         value = self._spaces[0][name]
         self.variables[name] = Variable(name, (None, *value.shape[1:]), value.is_floating_point())
 
-    def replay(self) -> None:
-        """Begins anew with what was kept."""
+    def replay(self, seed: int = 0) -> None:
+        """Begins anew with what was kept, on the inputs of a seed."""
         self._spaces = []
         whole: Tree = {}
         for samples in SAMPLES:
@@ -155,7 +157,7 @@ class Draft:
             model.c0 = 0.75
             space: dict[str, Any] = {**vars(prelude), "torch": torch, "F": F, "self": model}
             for name, expression in self.inputs:
-                drawn = eval(expression, {**vars(prelude), "torch": torch, "n": samples, "seed": 0})
+                drawn = eval(expression, {**vars(prelude), "torch": torch, "n": samples, "seed": seed})
                 space[name] = whole[name][-samples:].clone() if name in whole else drawn
             whole = whole or {n: space[n].clone() for n, _ in self.inputs}
             for line in [*self.init, *self.lines]:
@@ -202,6 +204,20 @@ class Draft:
             self.buffers = {n: s for n, s in self.buffers.items() if any(f'"{n}"' in x for x in self.init)}
             self.replay()
             raise
+
+    def confirm(self) -> None:
+        """Raises `Rejected` where samples that must not be mixed are mixed on other inputs than those that statements
+        were tried on: a maximum may hide there what reads one sample for all."""
+        for seed in range(1, _CONFIRMED + 1) if self.rowwise else ():
+            try:
+                self.replay(1000 * seed)
+            except (RuntimeError, IndexError, ValueError) as e:
+                raise Rejected(str(e)) from e
+            for name in [n for n, v in self.variables.items() if v.floating]:
+                first, second = (s[name] for s in self._spaces)
+                if not _rowwise(first, second, self._shape(first, second)):
+                    raise Rejected("mixes samples of other inputs")
+        self.replay()
 
     def drop_pending(self) -> None:
         """Forgets parameters that were drawn for what was rejected."""

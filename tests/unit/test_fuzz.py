@@ -241,3 +241,20 @@ def test_a_draft_rejects_what_mixes_samples() -> None:
         with pytest.raises(Rejected):
             draft.keep([mixing])
     assert draft.lines == ["h1 = x * 0.5"]
+
+
+def test_a_draft_is_looked_at_on_other_inputs_too() -> None:
+    """The first row of `h1` is 0 on the inputs that statements are tried on, as others are."""
+    draft = Draft(random.Random(0), rowwise=True, dtype="float64")
+    draft.input("x", "values((n, 3), seed)")
+    draft.keep(["h1 = F.relu(x[:, 1])"])
+    draft.confirm()
+    draft.keep(["h2 = x + h1[0]"])
+    with pytest.raises(Rejected, match="of other inputs"):
+        draft.confirm()
+
+
+@pytest.mark.parametrize(("line", "kind"), [("h1 = x * (1 + RANK)", "equal"), ("x = x * (1 + RANK)", "wrong")])
+def test_ranks_that_differ_in_what_nothing_reads_need_not_be_refused(line: str, kind: str) -> None:
+    case = replace(CASE, samples=((4,), (4,)), must_refuse=True, forward=(line, *CASE.forward))
+    assert run_case(case, ALONE).kind == kind
