@@ -92,12 +92,14 @@ class BaseProgram:
         known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
         if known is not None:
             return known
+        return self.adopt(self._captured(batch), batch)
+
+    def _captured(self, batch: Batch) -> TrainingGraph:
         s = self.settings
         with self._traceable():
-            graph = training_graph(
+            return training_graph(
                 self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
             )
-        return self.adopt(graph, batch)
 
     def adopt(self, graph: TrainingGraph, batch: Any) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
@@ -106,7 +108,7 @@ class BaseProgram:
         assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         program = lower_plan(self.plan.groups, graph, self._context)
-        self._order.check(program, graph)
+        self._order.check(program, graph, (batch, self._captured))
         compiled = self._lowered(graph, program, batch)
         for name in self.needed:
             self.written(compiled, name)
