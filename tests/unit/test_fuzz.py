@@ -243,6 +243,15 @@ def test_a_draft_rejects_what_mixes_samples() -> None:
     assert draft.lines == ["h1 = x * 0.5"]
 
 
+def test_a_draft_rejects_a_write_behind_which_views_may_not_be_looked_at() -> None:
+    draft = Draft(random.Random(0), rowwise=True, dtype="float64")
+    draft.input("x", "values((n, 4), seed)")
+    draft.keep(["h1 = x * parameter((4,), 1)", "h2 = h1.split(2, 1)[0]"])
+    with pytest.raises(Rejected):
+        draft.keep(["h1.mul_(2)"])
+    assert draft.shape("h1 + 1") == (None, 4)
+
+
 @pytest.mark.parametrize("mixing", ["h2 = x + h1[0]", "h2 = x * 0 + (x * 0 + torch.arange(3)).diagonal()"])
 def test_a_draft_is_looked_at_on_other_inputs_too(mixing: str) -> None:
     """The first row of `h1` is 0 on the inputs that statements are tried on, as others are; a diagonal is shorter where
