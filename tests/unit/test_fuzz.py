@@ -90,7 +90,7 @@ def test_a_planted_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(passes, "BEHIND", (*passes.BEHIND, Pass("planted", "is wrong", wrong_sigmoid)))
     found = run_case(CASE, ALONE)
     assert found.kind == "disproved" and "the gradient of" in found.said
-    small = shrink(CASE, found, lambda case: run_case(case, ALONE), 20.0)
+    small = shrink(CASE, found, lambda case: run_case(case, ALONE), 300.0)
     assert run_case(small, ALONE).kind == "disproved"
     assert len(small.forward) <= 2 and "torch.sigmoid" in " ".join(small.forward) and small.steps == 1
     assert "SGD" in small.optimizer and len(small.init) < len(CASE.init)
