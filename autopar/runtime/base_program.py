@@ -105,9 +105,16 @@ class BaseProgram:
         known = self._compiled.find(signature_key(self.model, batch, (self._hooks.key(), outputs)))
         if known is not None:
             return known
+        graph = self._captured(batch, outputs)
+        try:
+            return self.adopt(graph, batch, outputs)
+        except PlanError as e:
+            raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not self.settings.outputs else e from None
+
+    def _captured(self, batch: Batch, outputs: bool = False) -> TrainingGraph:
         s = self.settings
         with self._traceable():
-            graph = training_graph(
+            return training_graph(
                 self.model,
                 leaves(batch),
                 s.loss_fn,
@@ -117,10 +124,6 @@ class BaseProgram:
                 s.passes,
                 outputs,
             )
-        try:
-            return self.adopt(graph, batch, outputs)
-        except PlanError as e:
-            raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not s.outputs else e from None
 
     def adopt(self, graph: TrainingGraph, batch: Any, outputs: bool | None = None) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
@@ -129,7 +132,7 @@ class BaseProgram:
         assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         program = lower_plan(self.plan.groups, graph, self._context)
-        self._order.check(program, graph, graph.joint is not None and graph.joint.has_outputs)
+        self._order.check(program, graph, graph.joint is not None and graph.joint.has_outputs, (batch, self._captured))
         compiled = self._lowered(graph, program, batch)
         if isinstance(graph.joint, Outline):
             trained = {p.name: self._parameters[p.name] for p in graph.parameters}
