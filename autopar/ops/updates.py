@@ -150,6 +150,8 @@ class Step(nn.Module):
         self.device = device
         self.observer: Observer | None = None
         """Is shown each fragment's synchronized gradient before the update; for verification."""
+        self.unclipped: Observer | None = None
+        """Is shown the same before it is clipped."""
 
     def forward(
         self, gradients: torch.Tensor | Sequence[torch.Tensor | Product], clip: torch.Tensor | None = None
@@ -161,15 +163,15 @@ class Step(nn.Module):
             views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
         else:
             views = of_fragments(parts, gradients)
+        if self.unclipped is not None:
+            _show(self.unclipped, parts, views)
         if clip is not None and views:
             tensors = [v for v in views if isinstance(v, torch.Tensor)]
             assert len(tensors) == len(views), "gradients that are clipped are whole"
             # Out of place: with one rank, two parameters may have one and the same gradient tensor.
             views = list(torch._foreach_mul(tensors, clip.to(tensors[0].dtype)))
         if self.observer is not None:
-            for fragment, view in zip(parts, views, strict=True):
-                formed = view if isinstance(view, torch.Tensor) else view()
-                self.observer(fragment, formed.to_dense() if formed.is_sparse else formed)
+            _show(self.observer, parts, views)
         if views:
             for fragment in parts:
                 fragment.read()
@@ -183,6 +185,12 @@ class Step(nn.Module):
         if len(parts) == 1 and parts[0].tensor.is_contiguous():
             return parts[0].tensor.detach().view(-1)
         return pack([f.tensor.detach() for f in parts], self.sent_as)
+
+
+def _show(observer: Observer, parts: Sequence[Fragment], views: Sequence[Formed]) -> None:
+    for fragment, view in zip(parts, views, strict=True):
+        formed = view if isinstance(view, torch.Tensor) else view()
+        observer(fragment, formed.to_dense() if formed.is_sparse else formed)
 
 
 class Received(nn.Module):

@@ -40,6 +40,8 @@ class Observers:
     """The proof's, of the same where that is the global mean's gradient."""
     own: Observer | None = None
     """The proof's, of a rank's own gradients elsewhere."""
+    elsewhere: Observer | None = None
+    """The proof's, of what the optimizer updates with there, before it is clipped."""
 
     def watch(self, graph: torch.fx.GraphModule) -> None:
         """Has the modules of a graph show them."""
@@ -48,7 +50,9 @@ class Observers:
             if isinstance(m, Look):
                 m.observer = self.own
             elif isinstance(m, Step):
-                m.observer = self.users if _group(name) in looked else self._both()
+                is_looked = _group(name) in looked
+                m.observer = self.users if is_looked else self._both()
+                m.unclipped = self.elsewhere if is_looked else None
 
     def _both(self) -> Observer | None:
         if self.users is None or self.updates is None:

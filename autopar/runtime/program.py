@@ -97,6 +97,7 @@ class Program(BaseProgram):
             gathered=self.gathered,
             random=lambda: self._random,
             snapshot=self._snapshot,
+            state=self._states.of,
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
         self._observers = Observers()
@@ -139,7 +140,7 @@ class Program(BaseProgram):
             self._meaning.settle([c.weight for c in compiled], batches)
         originals = [batch] if micro_batches is None else list(micro_batches)
         run = partial(self._run, compiled, batches, originals)
-        if self._proofs.is_due(self._has_stepped):
+        if self._proofs.is_due(self._has_stepped, compiled[-1].program.groups if self._is_timed else ()):
             shares = self._shares_of(compiled, batches, originals)
             loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
             for c in captures:
@@ -255,9 +256,9 @@ class Program(BaseProgram):
         self._watch()
 
     @contextmanager
-    def _also_observed(self, updates: Observer, own: Observer, alone: bool) -> Iterator[None]:
+    def _also_observed(self, proof: Observers, alone: bool) -> Iterator[None]:
         before = self._observers
-        self._observers = Observers(None if alone else before.users, updates, own)
+        self._observers = replace(proof, users=None if alone else before.users)
         self._watch()
         try:
             yield
