@@ -102,7 +102,7 @@ class Program(BaseProgram):
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
         self._observers = Observers()
         self._is_timed = any(g.timing for g in plan.groups)
-        self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
+        self._times = StepTimes(plan.own_prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
