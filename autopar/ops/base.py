@@ -98,6 +98,10 @@ class Operation(ABC):
         """Bytes that it keeps from step to step, besides the optimizer's."""
         return 0
 
+    def state_key(self) -> str | None:
+        """What the tensor is called within its group that it keeps from step to step, where it keeps one."""
+        return None
+
     def captured_elements(self, call: Call, rank: int) -> int:
         """Elements that a rank holds of its value, with the batch that was captured."""
         return call.held_elements(rank)

@@ -19,7 +19,6 @@ from autopar.ops.base import Call
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Partial, Replicate, Varying
-from autopar.ops.state import State
 from autopar.runtime.differences import FLOOR, TOLERANCE, Difference, Held, Row, times, tolerance_of
 from autopar.runtime.probes import Seen
 from autopar.runtime.subject import Subject, summed
@@ -114,7 +113,8 @@ class Feedback:
         """What can be compared of a group's states, on this rank."""
         found = []
         for call in self.of.calls:
-            if call.group is not group or not isinstance(call.op, State):
+            key = call.op.state_key()
+            if call.group is not group or key is None:
                 continue
             layout, of_numbers = call.layout, call.torch_dtype.is_floating_point or call.torch_dtype.is_complex
             whole = not isinstance(layout, Partial) or layout.of == REPLICATE
@@ -122,7 +122,7 @@ class Feedback:
                 rank = self.of.group.rank
                 begin = sum(call.held_elements(r) for r in range(rank)) if call.is_sharded else 0
                 parts = fragments(group, dict(self.of.parameters), begin, begin + call.held_elements(rank))
-                found.append(_Kept(call, self.of.state(call, call.op.key), parts))
+                found.append(_Kept(call, self.of.state(call, key), parts))
         return found
 
     def _look(self) -> dict[Call, dict[str, Row]]:
