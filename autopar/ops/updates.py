@@ -69,6 +69,11 @@ class Update(Operation):
         """What is packed, to be sent; one tensor is sent as it is."""
         return call.held_bytes(setting.world_size) if self.sent and len(call.members) > 1 else 0
 
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """Gradients in the parameters' dtype, where they came in another one; and those that are clipped."""
+        copies = (call.inputs[0].dtype != call.owner_group.dtype) + (len(call.inputs) > 1)
+        return copies * call.held_bytes(setting.world_size)
+
     def write(self, site: Site, call: Call) -> Any:
         group, held = call.owner_group, call.held_elements(site.rank)
         if held == 0 and not (self.sent and call.sizes):

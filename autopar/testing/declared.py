@@ -14,7 +14,7 @@ import torch.fx
 
 from autopar.backends.exchange import Exchange, _latest
 from autopar.ops.base import Call
-from autopar.ops.collectives import Collective, served_bytes, wire_bytes
+from autopar.ops.collectives import collective_of, served_bytes, wire_bytes
 from autopar.ops.links import Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.ops.values import Setting
@@ -67,9 +67,10 @@ def traffic_differences(calls: Sequence[Call], world_size: int, servers: int) ->
     """Where the phases of a collective put something else on the links than its ranks send and receive."""
     found, links = [], CountedLinks(world_size, servers)
     for call in calls:
-        if not isinstance(call.op, Collective):
+        if not call.is_pending:
             continue
-        put = sum((traffic for _, traffic in call.op.phases(call, links)), np.zeros(2 * (world_size + servers)))
+        phases = collective_of(call).phases(call, links)
+        put = sum((traffic for _, traffic in phases), np.zeros(2 * (world_size + servers)))
         sent, received = wire_bytes(call, world_size)
         served = (served_bytes(call, world_size) + [0] * servers)[:servers]
         said = np.array([*sent, *served, *received, *served], float)
@@ -132,7 +133,8 @@ def memory_differences(program: Program, batch: Any, setting: Setting) -> list[s
         seen = max(accumulate((size for at, size in events if first <= at <= last), initial=0))
         made = call.op.allocates(call, setting)
         own = 0 if made is None else made if isinstance(made, int) else int(made[program.rank])
-        declared = own + call.op.passing_bytes(call, setting)
+        passing = call.op.passing_bytes(call, setting)
+        declared = own + (passing if isinstance(passing, int) else int(passing[program.rank]))
         if seen > (1 + MORE) * declared + MORE_BYTES:
             found.append(
                 f"'{call.op.name}' takes {seen} bytes at a time, and declares {own} that it allocates and "
