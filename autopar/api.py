@@ -64,13 +64,19 @@ def plan(
     capture: Capture = "auto",
     passes: Passes = EVERY,
     progress: Progress | None = None,
+    plan: Plan | None = None,
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
 
     `example_inputs`: one rank's batch. `mode`: "step" for `optimize` with an optimizer, "module" for without.
-    `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. The other arguments are those of
-    `optimize`.
+    `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. `plan`: one that was edited, instead
+    of either: it is priced as it is, and labelled as its groups are, whatever `fidelity` says. The other arguments are
+    those of `optimize`.
     """
+    if plan is not None and strategy is not None:
+        raise SpecError(
+            f"strategy is {strategy!r}, and plan is given: a plan that is priced as it is takes no strategy"
+        )
     _check_choices(
         mode=mode,
         fidelity=fidelity,
@@ -84,7 +90,9 @@ def plan(
     )
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     training.settle()
-    planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
+    planner = Planner(
+        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, given=plan
+    )
     return planner.plan(training, cluster)
 
 

@@ -137,10 +137,14 @@ class Planner:
     time_budget_s: float = 10.0
     seed: int = 0
     progress: Progress | None = None
+    given: Plan | None = None
+    """A plan that is priced as it is."""
 
     def plan(self, training: Training, cluster: ClusterSpec) -> Plan:
-        """A plan that keeps all activations; where none fits, one that computes some of them again, or most. Raises
-        `InfeasibleError` where none of these fits."""
+        """The plan that is given, priced; or one that keeps all activations; where none fits, one that computes some of
+        them again, or most. Raises `InfeasibleError` where none of these fits."""
+        if self.given is not None:
+            return self._plan(training, cluster, self.given.recompute)
         rewrites = training.mode == "step" and not training.eager
         first: tuple[Recompute, ...] = ("none", "selective") if rewrites else ()
         for recompute in first:
@@ -149,16 +153,19 @@ class Planner:
         return self._plan(training, cluster, "full" if first else "none")
 
     def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute) -> Plan:
-        from autopar.search import Budget, build_plan, search
+        from autopar.search import Budget, build_plan, price, search
 
         graph, settings = training.graph(recompute), training.settings
-        context = training.context(cluster.world_size, self.late_parameters)
+        late = self.given is not None and any(g.options.get("late") for g in self.given.groups)
+        context = training.context(cluster.world_size, self.late_parameters or late)
         nodes = None
         if isinstance(graph.joint, Outline):
             nodes = graph.joint.seconds
         elif self.measure_compute:
             nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn, settings.compiler)
         cost_model = training.cost_model(cluster, self.calibration, nodes)
+        if self.given is not None:
+            return price(self.given, graph, cluster, context, cost_model=cost_model)
         if self.strategy is not None:
             return build_plan(self.strategy, graph, cluster, context, fidelity=self.fidelity, cost_model=cost_model)
         return search(

@@ -69,6 +69,11 @@ class Update(Operation):
         """What is packed, to be sent; one tensor is sent as it is."""
         return call.held_bytes(setting.world_size) if self.sent and len(call.members) > 1 else 0
 
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """Gradients in the parameters' dtype, where they came in another one; and those that are clipped."""
+        copies = (call.inputs[0].dtype != call.owner_group.dtype) + (len(call.inputs) > 1)
+        return copies * call.held_bytes(setting.world_size)
+
     def write(self, site: Site, call: Call) -> Any:
         group, held = call.owner_group, call.held_elements(site.rank)
         if held == 0 and not (self.sent and call.sizes):
@@ -150,6 +155,8 @@ class Step(nn.Module):
         self.device = device
         self.observer: Observer | None = None
         """Is shown each fragment's synchronized gradient before the update; for verification."""
+        self.unclipped: Observer | None = None
+        """Is shown the same before it is clipped."""
 
     def forward(
         self, gradients: torch.Tensor | Sequence[torch.Tensor | Product], clip: torch.Tensor | None = None
@@ -161,15 +168,15 @@ class Step(nn.Module):
             views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
         else:
             views = of_fragments(parts, gradients)
+        if self.unclipped is not None:
+            _show(self.unclipped, parts, views)
         if clip is not None and views:
             tensors = [v for v in views if isinstance(v, torch.Tensor)]
             assert len(tensors) == len(views), "gradients that are clipped are whole"
             # Out of place: with one rank, two parameters may have one and the same gradient tensor.
             views = list(torch._foreach_mul(tensors, clip.to(tensors[0].dtype)))
         if self.observer is not None:
-            for fragment, view in zip(parts, views, strict=True):
-                formed = view if isinstance(view, torch.Tensor) else view()
-                self.observer(fragment, formed.to_dense() if formed.is_sparse else formed)
+            _show(self.observer, parts, views)
         if views:
             for fragment in parts:
                 fragment.read()
@@ -183,6 +190,12 @@ class Step(nn.Module):
         if len(parts) == 1 and parts[0].tensor.is_contiguous():
             return parts[0].tensor.detach().view(-1)
         return pack([f.tensor.detach() for f in parts], self.sent_as)
+
+
+def _show(observer: Observer, parts: Sequence[Fragment], views: Sequence[Formed]) -> None:
+    for fragment, view in zip(parts, views, strict=True):
+        formed = view if isinstance(view, torch.Tensor) else view()
+        observer(fragment, formed.to_dense() if formed.is_sparse else formed)
 
 
 class Received(nn.Module):

@@ -94,7 +94,7 @@ class Comparison:
         ranks of what they have of their `own`. By all ranks together."""
         of, seen_of = self.of, self.expected.seen
         fit = torch.zeros(2, dtype=torch.float64)
-        rows = {n: _Row(len(p.indices)) for n, p in of.probes.items()}
+        rows = {n: Row(len(p.indices)) for n, p in of.probes.items()}
         for fragment, which, seen in held:
             name = str(fragment.piece)
             reference = seen_of[name].elements[which]
@@ -171,11 +171,16 @@ class Comparison:
         return [Difference(f"the updated '{n}'", t) for n, t in off.items()]
 
 
-class _Row:
+class Row:
     """What ranks have seen of one member's gradient, added up."""
 
     def __init__(self, elements: int) -> None:
         self.flat = torch.zeros(2 + PROJECTIONS + 2 * elements, dtype=torch.float64)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sampled elements, added up over the ranks that hold them."""
+        return self.flat[2 + PROJECTIONS :].chunk(2)[0]
 
     def add(self, fragment: Fragment, which: torch.Tensor, seen: Seen) -> None:
         """Adds what a rank has seen of a part of it."""

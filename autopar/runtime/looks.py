@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
@@ -41,6 +41,8 @@ class Observers:
     """The proof's, of the same where that is the global mean's gradient."""
     own: Observer | None = None
     """The proof's, of a rank's own gradients elsewhere."""
+    elsewhere: Observer | None = None
+    """The proof's, of what the optimizer updates with there, before it is clipped."""
 
     def watch(self, graph: nn.Module) -> None:
         """Has the modules of a graph show them."""
@@ -49,7 +51,9 @@ class Observers:
             if isinstance(m, Look):
                 m.observer = self.own
             elif isinstance(m, Step):
-                m.observer = self.users if _group(name) in looked else both(self.updates, self.users)
+                is_looked = _group(name) in looked
+                m.observer = self.users if is_looked else both(self.updates, self.users)
+                m.unclipped = self.elsewhere if is_looked else None
 
 
 class Looking:
@@ -70,10 +74,10 @@ class Looking:
         self._observers.watch(graph)
 
     @contextmanager
-    def also(self, updates: Observer | None, own: Observer | None, alone: bool) -> Iterator[None]:
+    def also(self, proof: Observers, alone: bool) -> Iterator[None]:
         """While it is open, shows gradients to the proof's observers: in place of the user's, or besides."""
         before = self._observers
-        self._observers = Observers(None if alone else before.users, updates, own)
+        self._observers = replace(proof, users=None if alone else before.users)
         self._watch()
         try:
             yield

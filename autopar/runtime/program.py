@@ -107,10 +107,11 @@ class Program(BaseProgram):
             gathered=self.gathered,
             random=lambda: self._random,
             snapshot=self._snapshot,
+            state=self._states.of,
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
         self._is_timed = any(g.timing for g in plan.groups)
-        self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
+        self._times = StepTimes(plan.own_prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -204,7 +205,7 @@ class Program(BaseProgram):
         run: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         """Runs a step, and compares it, or what was captured for it, where that is due."""
-        if self._proofs.is_due(self._has_stepped):
+        if self._proofs.is_due(self._has_stepped, compiled[-1].program.groups if self._is_timed else ()):
             shares = self._shares_of(compiled, batches, given)
             loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
             for c in captures:

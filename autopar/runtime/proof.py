@@ -3,9 +3,9 @@
 Compared are the loss, every synchronized gradient (by probes, summed over ranks with the weights that the definition of
 the gradient asks for), the updated values (against a copy of the optimizer on the sampled elements), and the buffers.
 Of groups that are compressed or delayed, or that each rank updates alone, the sum of the ranks' own gradients is
-compared instead. First on a trial with slightly perturbed parameters, since zeros hide errors, after which everything
-is put back; then on the step itself. What looks wrong is judged by how far rounding moves the eager result itself,
-before it is refused.
+compared instead, and what the first two update with and keep must add up to it (`autopar.runtime.feedback`). First on a
+trial with slightly perturbed parameters, since zeros hide errors, after which everything is put back; then on the step
+itself. What looks wrong is judged by how far rounding moves the eager result itself, before it is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from autopar.ir.batch import Batch
 from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
-from autopar.runtime.blame import blame, blame_tracing, first_difference
+from autopar.runtime.blame import blame, blame_feedback, blame_tracing, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
 from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.feedback import KIND, Feedback
+from autopar.runtime.looks import Observers
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
@@ -72,7 +74,8 @@ class Proof:
         begin = of.snapshot()
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         own: list[tuple[Fragment, torch.Tensor, Seen]] = []
-        with of.observed(self._into(held), self._into(own), bool(how)):
+        feedback = Feedback(of)
+        with of.observed(Observers(None, self._into(held), self._into(own), feedback.see), bool(how)):
             if of.eager is None:
                 loss = of.run()
             else:
@@ -82,7 +85,7 @@ class Proof:
         assert expected is not None
         comparison = Comparison(of, expected, self.tolerance)
         gradients, found = comparison.gradients(held, own)
-        found += [comparison.loss(loss), *comparison.buffers()]
+        found += [comparison.loss(loss), *comparison.buffers(), *feedback.differences(own)]
         if states is not None:
             # Later, the user's optimizer has the state of the parameters that this rank updates as a whole.
             whole = {f.name for f, _, _ in held if f.whole}
@@ -193,6 +196,8 @@ class Proof:
         if not wrong or not math.isfinite(comparison.expected.loss):
             end()
             return
+        if all(n.startswith(KIND) for n in wrong):  # own gradients are right
+            raise VerificationError(blame_feedback(wrong, how, self._strategies(wrong)))
         if of.eager is not None:
             raise VerificationError(blame(wrong, how, ""))
         with of.gathered():
@@ -203,6 +208,11 @@ class Proof:
         if by_tracing:
             raise TracingError(blame_tracing(wrong, how, line or ""))
         raise VerificationError(blame(wrong, how, where))
+
+    def _strategies(self, wrong: Iterable[str]) -> list[str]:
+        """Those of the groups in which something does not add up."""
+        named = {f"{KIND} '{m.slice}'": g.spec.strategy for g in self.of.groups for m in g.members}
+        return sorted({named[n] for n in wrong})
 
     def _where(self) -> str:
         of, joint = self.of, self.of.graph.joint
@@ -227,7 +237,8 @@ class Proof:
 
     def _on_any_rank(self, found: Sequence[Difference]) -> dict[str, float]:
         """The largest difference of each kind on any rank. What only some ranks can name goes by a common name."""
-        named = ["the loss", *(f"{what} '{n}'" for n in self.of.probes for what in ("the gradient of", "the updated"))]
+        kinds = ("the gradient of", "the updated", KIND)
+        named = ["the loss", *(f"{what} '{n}'" for n in self.of.probes for what in kinds)]
         common = ["the clipping of gradients, or a gradient that was not captured", "a buffer"]
         most = dict.fromkeys([*named, *common], 0.0)
         for d in found:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import Batch
+from autopar.ops.group import Group
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import loss_of
@@ -17,6 +18,8 @@ from autopar.runtime.own_state import check_own_state
 from autopar.runtime.probes import probes
 from autopar.runtime.proof import Proof, fits
 from autopar.runtime.subject import Subject
+
+_SYNCHRONIZING = ("synchronize", "delayed")
 
 
 class StepProofs:
@@ -35,10 +38,16 @@ class StepProofs:
         self._subject = subject
         self._parameters = parameters
         self._is_spread = is_spread
+        self._looked: set[int] = set()
+        """Groups of which a step was compared in which they synchronize."""
+        self._told: set[int] = set()
 
-    def is_due(self, has_stepped: bool) -> bool:
-        """Whether all ranks compare the next step."""
-        return self._check == "always" or (self._check == "first" and not has_stepped)
+    def is_due(self, has_stepped: bool, timed: Sequence[Group]) -> bool:
+        """Whether all ranks compare the next step. `timed`: what groups do in it, where steps differ; the first step in
+        which a group synchronizes is compared, too."""
+        if self._check != "first" or not has_stepped:
+            return self._check != "never"
+        return any(g.index not in self._looked for g in timed if g.moment.doing in _SYNCHRONIZING)
 
     def step(
         self,
@@ -55,6 +64,8 @@ class StepProofs:
             graph=last.graph,
             parameters={p.name: self._parameters[p.name] for p in last.graph.parameters},
             groups=last.program.groups,
+            calls=last.program.calls,
+            told=self._told,
             probes=probes(last.program.groups),
             shared_buffers=last.shared_buffers,
             arguments=lambda buffers: [
@@ -64,6 +75,7 @@ class StepProofs:
             run=run,
             eager=last.eager,
         )
+        self._looked |= {g.index for g in last.program.groups if g.moment.doing in _SYNCHRONIZING}
         for c in compiled:
             c.proved = True
         if not fits(subject):
@@ -90,6 +102,8 @@ class StepProofs:
             graph=c.graph,
             parameters=trained,
             groups=(),
+            calls=(),
+            told=self._told,
             probes={},
             shared_buffers=(),
             arguments=lambda b: [],
