@@ -20,6 +20,7 @@ from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
+from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
@@ -91,6 +92,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    loss_scale: LossScaling | None = None,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -141,6 +143,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    loss_scale: LossScaling | None = None,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -175,6 +178,9 @@ def optimize(
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
+        loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
+            `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
+            all ranks, and lowers the scale.
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
@@ -205,6 +211,11 @@ def optimize(
         fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on, check=check
     )
     _check_unwrapped(model)
+    scaler = scaler_of(loss_scale)
+    if scaler is not None and optimizer is None:
+        raise SpecError(
+            "loss_scale needs the optimizer: without one, use torch.amp.GradScaler in your own loop, as without autopar"
+        )
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
     if compile:
@@ -221,12 +232,12 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {compile=}, {outputs=}, passes {passes.said}"
+    said += f", {compile=}, {outputs=}, loss scale {scaler and scaler.state_dict()}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
     kept = outputs and mode == "step"
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler, kept)
+    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler, scaler, kept)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)

@@ -73,7 +73,8 @@ class Training:
     def context(self, world_size: int, late_parameters: bool) -> Context:
         """What strategies may depend on."""
         clip, updates = self.settings.clip_grad_norm, self.mode == "step"
-        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters)
+        is_scaled = self.settings.scaler is not None
+        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters, is_scaled)
 
     def cost_model(
         self, cluster: ClusterSpec, calibration: Calibration | None, nodes: dict[str, float] | None = None

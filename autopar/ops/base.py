@@ -258,6 +258,8 @@ class Site(ABC):
     shards: dict[str, torch.Tensor]
     """This rank's rows of the parameters that are sharded between steps."""
     max_norm: float | None = None
+    loss_scale: Any = None
+    """The scale that the loss was multiplied with (`ops.gradients.LossScale`); `None` where it was not."""
 
     @abstractmethod
     def value_of(self, call: Call) -> Any:

@@ -2,6 +2,7 @@
 
     model, optimizer    in PyTorch's own form
     loss_fn             the loss function's, where it is a module with parameters or buffers
+    loss_scale          of `torch.amp.GradScaler`, where the loss is scaled
     random              the random streams, by rank
     steps               how many steps were taken
     state               what strategies keep from step to step, where they do
@@ -22,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparWarning, SpecError
-from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
+from autopar.runtime.checkpoint_checks import check_module, check_scale, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
 from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.pieces import Piece
@@ -69,6 +71,8 @@ class Owner:
     """Parameters of which each rank updates a replica of its own, that is averaged from time to time."""
     apart: bool
     """Whether they differ now."""
+    scaler: GradScaler | None = None
+    """Keeps the scale of the loss, where it is scaled."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Read:
     streams: list[torch.Tensor] | None
     states: Mapping[str, Mapping[str, torch.Tensor]]
     steps: int
+    loss_scale: Mapping[str, Any] | None
     digest: str
 
 
@@ -139,6 +144,8 @@ def hand_out(owner: Owner, read: Read, state: State, take: Take = cut_out) -> No
     if read.streams is not None:
         owner.random.load(read.streams)
     owner.states.load(read.states)
+    if owner.scaler is not None and read.loss_scale is not None:
+        owner.scaler.load_state_dict(dict(read.loss_scale))
 
 
 def _averaged(owner: Owner, module: nn.Module) -> dict[str, Any]:
@@ -173,6 +180,8 @@ def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[s
         "held": json.dumps(held),
         "steps": owner.steps,
     }
+    if owner.scaler is not None:
+        written["loss_scale"] = owner.scaler.state_dict()
     if owner.loss_fn is not None and (loss := _averaged(owner, owner.loss_fn)):
         written["loss_fn"] = loss
     return written
@@ -228,6 +237,9 @@ def read_checked(owner: Owner, state: Any) -> Read:
     if type(steps) is not int or steps < 0:
         raise SpecError(f"the checkpoint's 'steps' is {steps!r}; expected a whole number, not negative")
     owner.states.check(states)
+    scale = state.get("loss_scale")
+    if owner.scaler is not None and scale is not None:
+        check_scale(owner.scaler, scale)
     what = {
         "model": state["model"],
         "loss_fn": loss,
@@ -235,8 +247,9 @@ def read_checked(owner: Owner, state: Any) -> Read:
         "state": found,
         "states": states,
         "steps": steps,
+        "loss_scale": scale,
     }
-    return Read(state["model"], loss, groups, found, streams, states, steps, digest(what))
+    return Read(state["model"], loss, groups, found, streams, states, steps, scale, digest(what))
 
 
 def _saved_names(owner: Owner, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:

@@ -261,6 +261,8 @@ def in_pytorchs_form(
         "held": json.dumps(held),
         "steps": index.steps,
     }
+    if index.loss_scale is not None:
+        found["loss_scale"] = dict(index.loss_scale)
     if index.loss_fn is not None:
         loss = {key: of_module(key, value) for key, value in index.loss_fn.items()}
         found["loss_fn"] = with_versions(loss, index.versions["loss_fn"])

@@ -132,6 +132,7 @@ def _finish(
             groups=tuple(StoredGroup(**group) for group in content.groups),
             state=state,
         ),
+        loss_scale=None if owner.scaler is None else owner.scaler.state_dict(),
         random=tuple(tuple(one["random"]) for one in said),
         tensors=tensors,
         files=files,

@@ -50,6 +50,8 @@ class GradientProgram(BaseProgram):
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._proof: SynchronizedOnce | None = None
+        self._compared = False
+        """Whether synchronized gradients were compared with what the ranks' own add up to."""
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
@@ -90,7 +92,7 @@ class GradientProgram(BaseProgram):
             return c.graphs["backward"](*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
         scalars = [torch.tensor(float(x), dtype=torch.float64, device=tangents[0].device) for x in numbers]
-        proof, expected = self._proof if self.settings.check == "always" or not self._steps else None, {}
+        proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
             local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]
             expected = proof.expected(
@@ -105,7 +107,7 @@ class GradientProgram(BaseProgram):
             else:
                 gradients = c.graphs["backward"](*saved, *tangents, *scalars)
         if proof is not None:
-            proof.compare(expected, gradients[: len(names)])
+            self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
         return gradients  # type: ignore[no-any-return]

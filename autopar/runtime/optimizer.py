@@ -58,13 +58,15 @@ def context_for(
     clip_grad_norm: float | None,
     updates: bool,
     late_parameters: bool = False,
+    is_scaled: bool = False,
 ) -> Context:
-    """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet."""
+    """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet.
+    `is_scaled`: whether the loss is, so that all gradients are looked at before the first is updated with."""
     return Context(
         world_size,
         has_optimizer=updates,
         elementwise_update=scope == "element",
-        clips=clip_grad_norm is not None,
+        clips=clip_grad_norm is not None or is_scaled,
         sparse_update=leaves_zeros_alone(optimizer),
         late_parameters=late_parameters and updates,
     )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.backends import collectives
@@ -30,6 +31,7 @@ from autopar.runtime.gradient_norm import GradientNorms, StepNorm
 from autopar.runtime.local_proof import copies
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
+from autopar.runtime.loss_scale import LossScale, check_scaled
 from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
 from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
@@ -78,11 +80,21 @@ class Program(BaseProgram):
         self._same_settings = SameSettings(optimizer, group, self._device)
         self._parts: dict[int, OptimizerPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
+        self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
+        if self._scale is not None:
+            check_scaled(self._parameters, plan, self._context)
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
         self._runs = StepRuns(
-            group, self._device, self._buffers, self._meaning, self._same_settings, self._arguments, self.written
+            group,
+            self._device,
+            self._buffers,
+            self._meaning,
+            self._same_settings,
+            self._arguments,
+            self.written,
+            self._scale,
         )
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
@@ -91,7 +103,7 @@ class Program(BaseProgram):
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._looking = Looking(self._graphs)
-        self._norms = GradientNorms(settings.clip_grad_norm is not None, group, self._device, self._looking)
+        self._norms = GradientNorms(self._context.clips, group, self._device, self._looking)
         subject = partial(
             Subject,
             model=model,
@@ -101,6 +113,7 @@ class Program(BaseProgram):
             optimizer=optimizer,
             shows_updates=lambda: self._context.elementwise_update and not self._loaded,
             max_norm=settings.clip_grad_norm,
+            scale=self._scale,
             observed=self._looking.also,
             gathered=self.gathered,
             random=lambda: self._random,
@@ -114,6 +127,11 @@ class Program(BaseProgram):
     def graph_module(self) -> torch.fx.GraphModule:
         """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`."""
         return next(iter(self._compiled)).graphs["step"]
+
+    @property
+    def loss_scaler(self) -> GradScaler | None:
+        """What keeps the scale of the loss: `get_scale()` says it. `None` where the loss is not scaled."""
+        return self.settings.scaler
 
     @property
     def step_time_s(self) -> float | None:
@@ -162,7 +180,7 @@ class Program(BaseProgram):
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
-        check_batches(batches, self._device, is_first=not self._has_stepped)
+        check_batches(batches, self._device, not self._has_stepped, is_scaled=self._scale is not None)
         captures = [self.compile_for(b, outputs) for b in batches]
         compiled = captures
         if self._is_timed:
@@ -175,7 +193,10 @@ class Program(BaseProgram):
         norm = self._norms.of(compiled[-1], len(batches) > 1) if grad_norm else None
         self._same_settings.ask(self._shared_wishes(outputs, compiled[-1], norm))
         with self._norms.taken(norm):
-            loss = self._proved(captures, compiled, batches, originals, run)
+            shares = partial(self._shares_of, compiled, batches, originals)
+            loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, not self._has_stepped)
+        if self._scale is not None:
+            self._scale.update()
         self._steps += 1
         self._has_stepped = True
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
@@ -190,27 +211,6 @@ class Program(BaseProgram):
         in_order = outputs and self._order.is_its_own(last.program)
         asked = {"outputs=True": in_order, "grad_norm=True": norm is not None and norm.is_shared}
         return ", ".join(k for k, is_so in asked.items() if is_so)
-
-    def _proved(
-        self,
-        captures: list[Compiled],
-        compiled: list[Compiled],
-        batches: list[Batch],
-        originals: list[Any],
-        run: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """Runs a step, and compares it, or what was captured for it, where that is due."""
-        if self._proofs.is_due(self._has_stepped):
-            shares = self._shares_of(compiled, batches, originals)
-            loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
-            for c in captures:
-                c.proved = True
-        else:
-            for c, b in zip(captures, batches, strict=True):
-                self._proofs.capture(c, b)
-            with self._times.one():
-                loss = run()
-        return loss
 
     def synchronize(self) -> None:
         """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
@@ -301,6 +301,7 @@ class Program(BaseProgram):
             self._states.pieces(),
             self._steps,
             local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
+            scaler=self.settings.scaler,
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )
 
@@ -333,6 +334,7 @@ class Program(BaseProgram):
     def _target(self) -> Target:
         return replace(
             super()._target(),
+            loss_scale=self._scale,
             shards=self._sharded.shards,
             part=self._part,
             deferred=self._deferred.of,

@@ -10,6 +10,7 @@ from torch import nn
 from autopar.ir.batch import Batch
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
+from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager import loss_of
 from autopar.runtime.local_proof import prove_locally
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
@@ -35,6 +36,28 @@ class StepProofs:
         self._subject = subject
         self._parameters = parameters
         self._is_spread = is_spread
+
+    def run(
+        self,
+        captures: Sequence[Compiled],
+        compiled: Sequence[Compiled],
+        batches: Sequence[Batch],
+        shares: Callable[[], Sequence[float]],
+        run: Callable[[], torch.Tensor],
+        times: StepTimes,
+        is_first: bool,
+    ) -> torch.Tensor:
+        """Runs a step, and compares it, or what was captured for it, where that is due. `captures`: of the batches;
+        `compiled`: what is run of them in this step. `shares`: of each micro-batch in the global batch."""
+        if self.is_due(not is_first):
+            loss = self.step(compiled, batches, shares(), run, is_first)
+            for c in captures:
+                c.proved = True
+            return loss
+        for c, b in zip(captures, batches, strict=True):
+            self.capture(c, b)
+        with times.one():
+            return run()
 
     def is_due(self, has_stepped: bool) -> bool:
         """Whether all ranks compare the next step."""

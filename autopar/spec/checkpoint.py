@@ -102,6 +102,8 @@ class CheckpointIndex(JsonFile):
     """`model.state_dict()`."""
     loss_fn: dict[str, Any] | None
     optimizer: StoredOptimizer
+    loss_scale: dict[str, float | int] | None = None
+    """`GradScaler.state_dict()`, where the loss was scaled."""
     random: tuple[tuple[str, ...], ...]
     """By rank: the states of its generators, in base64."""
     tensors: dict[str, StoredTensor]
