@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
 from torch import nn
@@ -20,6 +20,7 @@ from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
+from autopar.runtime.joint_optimizer import joined
 from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
@@ -47,7 +48,7 @@ def plan(
     *,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     mode: Mode = "step",
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
@@ -74,7 +75,7 @@ def plan(
     )
     kept = outputs and mode == "step"
     settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, outputs=kept)
-    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
+    training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
     return planner.plan(training, cluster)
 
@@ -84,7 +85,7 @@ def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
     plan: Plan | None = None,
@@ -135,7 +136,7 @@ def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
     plan: Plan | None = None,
@@ -168,7 +169,8 @@ def optimize(
         cluster_spec: what to plan for; by default the plan's cluster, or what `ClusterSpec.detect()` sees.
         example_inputs: one batch of this rank: a dict of keyword inputs, a tuple of positional inputs, or a tensor;
             by default the model's own (`example_input_array`, Hugging Face's `dummy_inputs`).
-        optimizer: of this model's parameters. Its settings may change between steps, as learning-rate schedulers do.
+        optimizer: of this model's parameters, or a list of several, each of its own ones. Its settings may change
+            between steps, as learning-rate schedulers do.
         loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss. Without
             `optimizer`, the loss is computed outside, and neither it nor `late_parameters` has an effect.
         plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
@@ -184,7 +186,8 @@ def optimize(
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
-        unused_parameters: "error", or "freeze" those that get no gradient.
+        unused_parameters: "error", or "freeze" those that get no gradient, and those that the optimizer does not hold,
+            as another program trains them.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
             whose update depends on nothing else.
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
@@ -211,7 +214,7 @@ def optimize(
         fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on, check=check
     )
     _check_unwrapped(model)
-    scaler = scaler_of(loss_scale)
+    optimizer, scaler = joined(optimizer), scaler_of(loss_scale)
     if scaler is not None and optimizer is None:
         raise SpecError(
             "loss_scale needs the optimizer: without one, use torch.amp.GradScaler in your own loop, as without autopar"
@@ -221,7 +224,7 @@ def optimize(
     if compile:
         check_compiler(next(iter(parameters.values())).device)
     if optimizer is not None:
-        check_optimizer(optimizer, parameters)
+        check_optimizer(optimizer, parameters, may_leave=unused_parameters == "freeze")
     plan = plan or _plan_from_environment()
     if plan is not None:
         plan.check_world_size(group.world_size)

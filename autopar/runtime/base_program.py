@@ -24,7 +24,7 @@ from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.eager import owners_of
 from autopar.runtime.module_hooks import ModuleHooks
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizer import OptimizerPart, updated_by
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
@@ -63,6 +63,7 @@ class BaseProgram:
         self.model = model
         self.plan = plan
         self.settings = settings
+        self._optimizer = optimizer
         self._group = group
         self._context = context.on(plan.cluster.cluster)
         self._check_fidelity()
@@ -105,6 +106,7 @@ class BaseProgram:
                 self.plan.recompute,
                 s.passes,
                 outputs,
+                updated_by(self._optimizer),
             )
         try:
             return self.adopt(graph, batch, outputs)

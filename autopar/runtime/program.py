@@ -28,11 +28,12 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.gradient_norm import GradientNorms, StepNorm
+from autopar.runtime.joint_optimizer import each_of
 from autopar.runtime.local_proof import copies
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
-from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
+from autopar.runtime.optimizer import JointPart, OptimizerPart, ParameterGroups, part_of
 from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
@@ -78,7 +79,7 @@ class Program(BaseProgram):
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
-        self._parts: dict[int, OptimizerPart] = {}
+        self._parts: dict[int, OptimizerPart | JointPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
@@ -199,7 +200,8 @@ class Program(BaseProgram):
             self._scale.update()
         self._steps += 1
         self._has_stepped = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
+        for one in each_of(self.optimizer):
+            one._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         found = self._runs.take_outputs()
         if not outputs and norm is None:
             return loss
@@ -347,9 +349,9 @@ class Program(BaseProgram):
         with self._sharded.traceable(), self._deferred.traceable():
             yield
 
-    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
+    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart | JointPart:
         if index not in self._parts:
-            self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
+            self._parts[index] = part_of(self.optimizer, parts, self._parameters)
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]

@@ -127,7 +127,9 @@ class Proof:
             own[probe.piece.name].append((n, probe))
         trained = set(map(id, of.parameters.values()))
         everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
-        watched = {**of.parameters, **{n: p for n, p in everything.items() if id(p) not in trained}}
+        updated = {id(p) for g in of.optimizer.param_groups for p in g["params"]}  # others are as if they were frozen
+        others = {n: p for n, p in everything.items() if id(p) in updated and id(p) not in trained}
+        watched = {**of.parameters, **others}
         strangers: set[str] = set()
         loss = torch.zeros(1, dtype=torch.float64)
         factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())

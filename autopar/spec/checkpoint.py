@@ -75,6 +75,8 @@ class StoredOptimizer(Record):
     groups: tuple[StoredGroup, ...]
     state: dict[str, dict[str, Any]]
     """By parameter."""
+    each: tuple[Count, ...] = ()
+    """Of several optimizers, how many of the groups are whose; empty of one."""
 
 
 class CheckpointIndex(JsonFile):
