@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
 from torch import nn
@@ -21,6 +21,8 @@ from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_gradient_program import EagerGradientProgram
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
+from autopar.runtime.joint_optimizer import joined
+from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
@@ -48,7 +50,7 @@ def plan(
     *,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     mode: Mode = "step",
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
@@ -88,7 +90,7 @@ def plan(
     settings = Settings(
         loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, capture=capture, outputs=kept
     )
-    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
+    training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     training.settle()
     planner = Planner(
         strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, given=plan
@@ -101,7 +103,7 @@ def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
     plan: Plan | None = None,
@@ -109,6 +111,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    loss_scale: LossScaling | None = None,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -153,7 +156,7 @@ def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
     plan: Plan | None = None,
@@ -161,6 +164,7 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    loss_scale: LossScaling | None = None,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -186,7 +190,8 @@ def optimize(
         cluster_spec: what to plan for; by default the plan's cluster, or what `ClusterSpec.detect()` sees.
         example_inputs: one batch of this rank: a dict of keyword inputs, a tuple of positional inputs, or a tensor;
             by default the model's own (`example_input_array`, Hugging Face's `dummy_inputs`).
-        optimizer: of this model's parameters. Its settings may change between steps, as learning-rate schedulers do.
+        optimizer: of this model's parameters, or a list of several, each of its own ones. Its settings may change
+            between steps, as learning-rate schedulers do.
         loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss. Without
             `optimizer`, the loss is computed outside, and neither it nor `late_parameters` has an effect.
         plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
@@ -196,10 +201,14 @@ def optimize(
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
+        loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
+            `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
+            all ranks, and lowers the scale.
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
-        unused_parameters: "error", or "freeze" those that get no gradient.
+        unused_parameters: "error", or "freeze" those that get no gradient, and those that the optimizer does not hold,
+            as another program trains them.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
             whose update depends on nothing else.
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
@@ -233,12 +242,17 @@ def optimize(
         capture=capture,
     )
     _check_unwrapped(model)
+    optimizer, scaler = joined(optimizer), scaler_of(loss_scale)
+    if scaler is not None and optimizer is None:
+        raise SpecError(
+            "loss_scale needs the optimizer: without one, use torch.amp.GradScaler in your own loop, as without autopar"
+        )
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
     if compile:
         check_compiler(next(iter(parameters.values())).device)
     if optimizer is not None:
-        check_optimizer(optimizer, parameters)
+        check_optimizer(optimizer, parameters, may_leave=unused_parameters == "freeze")
     plan = plan or _plan_from_environment()
     if plan is not None:
         plan.check_world_size(group.world_size)
@@ -249,12 +263,14 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {capture=}, {compile=}, {outputs=}, passes {passes.said}"
+    said += f", {capture=}, {compile=}, {outputs=}, loss scale {scaler and scaler.state_dict()}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
     kept = outputs and mode == "step"
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler, kept)
+    settings = Settings(
+        own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler, scaler, kept
+    )
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     training.settle(group)

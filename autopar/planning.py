@@ -19,7 +19,8 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager_look import settled
-from autopar.runtime.optimizer import Scope, context_for, optimizer_scope
+from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updated_by
 from autopar.runtime.process_group import Group
 from autopar.runtime.profile import node_seconds
 from autopar.spec.calibration import Calibration
@@ -101,14 +102,23 @@ class Training:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes
             self._graphs[recompute] = training_graph(
-                self.model, self.batch, loss_fn, self.mode, unused, recompute, passes, self.settings.outputs
+                self.model,
+                self.batch,
+                loss_fn,
+                self.mode,
+                unused,
+                recompute,
+                passes,
+                self.settings.outputs,
+                updated_by(self.optimizer),
             )
         return self._graphs[recompute]
 
     def context(self, world_size: int, late_parameters: bool) -> Context:
         """What strategies may depend on."""
         clip, updates = self.settings.clip_grad_norm, self.mode == "step"
-        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters)
+        is_scaled = self.settings.scaler is not None
+        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters, is_scaled)
 
     def cost_model(
         self, cluster: ClusterSpec, calibration: Calibration | None, nodes: dict[str, float] | None = None
@@ -119,10 +129,15 @@ class Training:
 
         if calibration is not None:
             calibration.check_cluster(cluster.fingerprint)
-        of = self.optimizer
+        each = () if self.optimizer is None else each_of(self.optimizer)
+        of = max(each, key=_elements, default=None)
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
         measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
         return cost_model_for(updates, measured_s, calibration)
+
+
+def _elements(optimizer: Optimizer) -> int:
+    return sum(p.numel() for g in optimizer.param_groups for p in g["params"])
 
 
 @dataclass(frozen=True)

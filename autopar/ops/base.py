@@ -261,6 +261,8 @@ class Site(ABC):
     shards: dict[str, torch.Tensor]
     """This rank's rows of the parameters that are sharded between steps."""
     max_norm: float | None = None
+    loss_scale: Any = None
+    """The scale that the loss was multiplied with (`ops.gradients.LossScale`); `None` where it was not."""
 
     @abstractmethod
     def value_of(self, call: Call) -> Any:
@@ -395,6 +397,4 @@ class Site(ABC):
 
     def message(self, call: Call) -> list[Any]:
         """A flat value of parts for each rank, and how much of it goes to and comes from each."""
-        value = self.value_of(call)
-        assert isinstance(value, list), "a message is a flat value, with what goes to and comes from each rank"
-        return value
+        return list(self.value_of(call))

@@ -83,7 +83,8 @@ class Update(Operation):
             pieces = own_rows(group, site.shards, site.rank, site.world_size)
         else:
             pieces = fragments(group, site.parameters, begin, begin + held)
-        module = Step(site.part(group.index, pieces), call.torch_dtype if self.sent else None, site.device)
+        sent_as, may_skip = call.torch_dtype if self.sent else None, site.loss_scale is not None
+        module = Step(site.part(group.index, pieces), sent_as, site.device, may_skip)
         return site.call_module(f"update_{group.index}", module, tuple(map(site.value_of, call.inputs)))
 
 
@@ -148,8 +149,12 @@ class OptimizerPart(Protocol):
 class Step(nn.Module):
     """Runs the optimizer on the fragments that this rank holds; returns them packed, to be sent, where asked to."""
 
-    def __init__(self, part: OptimizerPart, sent_as: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self, part: OptimizerPart, sent_as: torch.dtype | None, device: torch.device, may_skip: bool = False
+    ) -> None:
+        """`may_skip`: whether nothing is updated where the coefficient is not finite."""
         super().__init__()
+        self.may_skip = may_skip
         self.part = part
         self.sent_as = sent_as
         self.device = device
@@ -164,7 +169,9 @@ class Step(nn.Module):
         """`gradients`: the flat value this rank holds, or one for each parameter."""
         parts = self.part.fragments
         views: list[Formed]
-        if isinstance(gradients, torch.Tensor):
+        if self.may_skip and clip is not None and not clip.isfinite():
+            views = []
+        elif isinstance(gradients, torch.Tensor):
             views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
         else:
             views = of_fragments(parts, gradients)
@@ -176,7 +183,7 @@ class Step(nn.Module):
             # Out of place: with one rank, two parameters may have one and the same gradient tensor.
             views = list(torch._foreach_mul(tensors, clip.to(tensors[0].dtype)))
         if self.observer is not None:
-            _show(self.observer, parts, views)
+            _show(self.observer, parts if views else (), views)
         if views:
             for fragment in parts:
                 fragment.read()

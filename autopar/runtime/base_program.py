@@ -27,7 +27,7 @@ from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizer import OptimizerPart, updated_by
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
@@ -68,6 +68,7 @@ class BaseProgram:
         self.model = model
         self.plan = plan
         self.settings = settings
+        self._optimizer = optimizer
         self._group = group
         self._context = context.on(plan.cluster.cluster)
         self._check_fidelity()
@@ -123,6 +124,7 @@ class BaseProgram:
                 self.plan.recompute,
                 s.passes,
                 outputs,
+                updated_by(self._optimizer),
             )
 
     def adopt(self, graph: TrainingGraph, batch: Any, outputs: bool | None = None) -> Compiled:

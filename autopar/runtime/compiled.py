@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.fx
+from torch.amp import GradScaler
 
 from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import BatchWeight
@@ -46,6 +47,8 @@ class Settings:
     capture: Capture = "auto"
     compiler: Compiler | None = None
     """What compiles the compute between communication; `None` runs operators one by one."""
+    scaler: GradScaler | None = None
+    """Keeps the scale of the loss; `None`: it is not scaled."""
     outputs: bool = False
     """Whether every step keeps the model's output; else those that are asked for it."""
 

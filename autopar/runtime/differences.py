@@ -44,6 +44,11 @@ class Expected:
     strangers: list[str] = field(default_factory=list)
     """Parameters with a gradient that the captured graph has none for."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no gradient holds infinities or NaN."""
+        return all(bool(seen.norm.isfinite()) for seen in self.seen.values())
+
 
 @dataclass(frozen=True)
 class Difference:

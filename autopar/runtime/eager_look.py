@@ -18,6 +18,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace
 from autopar.runtime.eager_model import loss_and_output
+from autopar.runtime.optimizer import updated_by
 from autopar.runtime.process_group import Group, Rendezvous
 
 
@@ -48,11 +49,18 @@ def settled(
             raise CaptureError(reason) from e  # it says more of what is wrong
 
     seen = rendezvous.from_rank_0("order of gradients", looked)
+    fingerprint = model_fingerprint(model, settings.loss_fn)
+    if optimizer is not None:  # others are trained elsewhere, by another program
+        held, named = updated_by(optimizer) or set(), named_parameters(model, settings.loss_fn)
+        table = [
+            p.model_copy(update={"trainable": p.trainable and named[p.name] in held}) for p in fingerprint.parameters
+        ]
+        fingerprint = fingerprint.model_copy(update={"parameters": tuple(table)})
     buffers = [b for owner in owners_of(model, settings.loss_fn).values() for b in owner.buffers()]
     size = sum(b.numel() * b.element_size() for b in buffers)
     if settings.capture == "auto" and group.rank == 0:
         warnings.warn(_said(reason, settings), AutoparWarning, stacklevel=4)
-    return outline(model_fingerprint(model, settings.loss_fn), batch, Seen.loads(seen), size)
+    return outline(fingerprint, batch, Seen.loads(seen), size)
 
 
 def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> Seen:

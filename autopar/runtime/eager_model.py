@@ -67,7 +67,10 @@ class EagerModel:
         self._see: See | None = None
         self._losses: list[torch.Tensor] = []
         self._group = group
-        self._tables = _buffer_tables(owners_of(model, loss_fn))
+        owners = owners_of(model, loss_fn)
+        self._everything = [p for owner in owners.values() for p in owner.parameters()]
+        """Those that other programs train, too."""
+        self._tables = _buffer_tables(owners)
         self._reached: set[str] = set()
         """Parameters that have got a gradient on this rank, in this step so far."""
         self._versions: dict[str, tuple[int, int]] = {}
@@ -138,15 +141,15 @@ class EagerModel:
     def begin_from(self, loss: torch.Tensor, tangent: torch.Tensor, take: See) -> None:
         """The backward pass; each gradient is handed to `take` once it is complete. What lies on the parameters as
         gradients meanwhile stays there."""
-        before = [p.grad for p in self.parameters.values()]
-        for p in self.parameters.values():
+        before = [p.grad for p in self._everything]
+        for p in self._everything:
             p.grad = None
         self._take = take
         try:
             loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
         finally:
             self._take = None
-            for p, gradient in zip(self.parameters.values(), before, strict=True):
+            for p, gradient in zip(self._everything, before, strict=True):
                 p.grad = gradient
 
     def own_gradient(self, name: str) -> torch.Tensor | None:

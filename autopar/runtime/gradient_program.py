@@ -51,6 +51,8 @@ class GradientProgram(BaseProgram):
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._proof: SynchronizedOnce | None = None
+        self._compared = False
+        """Whether synchronized gradients were compared with what the ranks' own add up to."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, given its inputs as the model takes them."""
@@ -95,7 +97,7 @@ class GradientProgram(BaseProgram):
             return c.graphs["backward"](*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
         scalars = [torch.tensor(float(x), dtype=torch.float64, device=tangents[0].device) for x in numbers]
-        proof, expected = self._proof if self.settings.check == "always" or not self._steps else None, {}
+        proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
             local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]
             expected = proof.expected(
@@ -110,7 +112,7 @@ class GradientProgram(BaseProgram):
             else:
                 gradients = c.graphs["backward"](*saved, *tangents, *scalars)
         if proof is not None:
-            proof.compare(expected, gradients[: len(names)])
+            self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
         return gradients  # type: ignore[no-any-return]

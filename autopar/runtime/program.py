@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.backends import collectives
@@ -28,10 +29,12 @@ from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.gradient_norm import GradientNorms, StepNorm
+from autopar.runtime.joint_optimizer import each_of
 from autopar.runtime.local_proof import copies
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
-from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
+from autopar.runtime.loss_scale import LossScale, check_scaled
+from autopar.runtime.optimizer import JointPart, OptimizerPart, ParameterGroups, part_of
 from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
@@ -78,13 +81,23 @@ class Program(BaseProgram):
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
-        self._parts: dict[int, OptimizerPart] = {}
+        self._parts: dict[int, OptimizerPart | JointPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
+        self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
+        if self._scale is not None:
+            check_scaled(self._parameters, plan, self._context)
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
         self._runs = StepRuns(
-            group, self._device, self._buffers, self._meaning, self._same_settings, self._arguments, self.written
+            group,
+            self._device,
+            self._buffers,
+            self._meaning,
+            self._same_settings,
+            self._arguments,
+            self.written,
+            self._scale,
         )
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
@@ -93,7 +106,7 @@ class Program(BaseProgram):
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._looking = Looking(self._graphs)
-        self._norms = GradientNorms(settings.clip_grad_norm is not None, group, self._device, self._looking)
+        self._norms = GradientNorms(self._context.clips, group, self._device, self._looking)
         subject = partial(
             Subject,
             model=model,
@@ -103,6 +116,7 @@ class Program(BaseProgram):
             optimizer=optimizer,
             shows_updates=lambda: self._context.elementwise_update and not self._loaded,
             max_norm=settings.clip_grad_norm,
+            scale=self._scale,
             observed=self._looking.also,
             gathered=self.gathered,
             random=lambda: self._random,
@@ -115,10 +129,15 @@ class Program(BaseProgram):
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
-        """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`. Where
-        the model runs eagerly, what is done between its own passes."""
+        """The rewritten step, for the first batch signature: `print(program.graph_module.code)`; of a model that runs
+        eagerly, what is done between its passes."""
         step = (self._outlined or next(iter(self._compiled))).graphs["step"]
         return cast(torch.fx.GraphModule, step.written if isinstance(step, EagerStep) else step)
+
+    @property
+    def loss_scaler(self) -> GradScaler | None:
+        """What keeps the scale of the loss: `get_scale()` says it. `None` where the loss is not scaled."""
+        return self.settings.scaler
 
     @property
     def step_time_s(self) -> float | None:
@@ -168,7 +187,7 @@ class Program(BaseProgram):
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
-        check_batches(batches, self._device, not self._has_stepped, self._eager is not None)
+        check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
         captures = [self.compile_for(b, outputs) for b in batches]
         compiled = captures
         if self._is_timed:
@@ -180,10 +199,14 @@ class Program(BaseProgram):
         norm = self._norms.of(compiled[-1], len(batches) > 1) if grad_norm else None
         self._same_settings.ask(self._shared_wishes(outputs, compiled[-1], norm))
         with self._norms.taken(norm):
-            loss = self._proved(captures, compiled, batches, given, run)
-        self._steps += 1
-        self._has_stepped = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
+            shares, is_first = partial(self._shares_of, compiled, batches, given), not self._has_stepped
+            timed = compiled[-1].program.groups if self._is_timed else ()
+            loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, is_first, timed)
+        if self._scale is not None:
+            self._scale.update()
+        self._steps, self._has_stepped = self._steps + 1, True
+        for one in each_of(self.optimizer):
+            one._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         found = self._runs.take_outputs()
         if not outputs and norm is None:
             return loss
@@ -195,27 +218,6 @@ class Program(BaseProgram):
         in_order = outputs and self._order.is_its_own(last.program)
         asked = {"outputs=True": in_order, "grad_norm=True": norm is not None and norm.is_shared}
         return ", ".join(k for k, is_so in asked.items() if is_so)
-
-    def _proved(
-        self,
-        captures: list[Compiled],
-        compiled: list[Compiled],
-        batches: list[Batch],
-        given: list[Any],
-        run: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """Runs a step, and compares it, or what was captured for it, where that is due."""
-        if self._proofs.is_due(self._has_stepped, compiled[-1].program.groups if self._is_timed else ()):
-            shares = self._shares_of(compiled, batches, given)
-            loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
-            for c in captures:
-                c.proved = True
-        else:
-            for c, b in zip(captures, batches, strict=True):
-                self._proofs.capture(c, b)
-            with self._times.one():
-                loss = run()
-        return loss
 
     def synchronize(self) -> None:
         """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
@@ -306,6 +308,7 @@ class Program(BaseProgram):
             self._states.pieces(),
             self._steps,
             local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
+            scaler=self.settings.scaler,
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )
 
@@ -338,6 +341,7 @@ class Program(BaseProgram):
     def _target(self) -> Target:
         return replace(
             super()._target(),
+            loss_scale=self._scale,
             shards=self._sharded.shards,
             part=self._part,
             deferred=self._deferred.of,
@@ -350,10 +354,10 @@ class Program(BaseProgram):
         with self._sharded.traceable(), self._deferred.traceable():
             yield
 
-    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
+    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart | JointPart:
         if index not in self._parts:
             unused = frozenset if self._eager is None else self._eager.unused
-            self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters, unused)
+            self._parts[index] = part_of(self.optimizer, parts, self._parameters, unused)
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]

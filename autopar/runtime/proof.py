@@ -32,11 +32,14 @@ from autopar.runtime.eager import backward, loss_of, without_trace
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.feedback import KIND, Feedback
 from autopar.runtime.looks import Observers
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
 from autopar.runtime.tracing import tracing_fault
 
+_LOWERED, _MOST_LOWERED = 1 / 16, 8
+"""By what the scale of the loss is lowered in a trial, and how often at most."""
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
 ROUNDING = 16.0
@@ -57,13 +60,25 @@ class Proof:
 
     def trial(self) -> None:
         """Compares on perturbed parameters, and puts everything back."""
-        put_back = self.of.snapshot()
+        put_back, scale = self.of.snapshot(), self.of.scale
+        state = None if scale is None else scale.state()
         try:
             with self.of.gathered():
                 perturb(self.of.parameters, PERTURBATION)
+                self._lower_scale()
             self.step("with slightly perturbed parameters")
         finally:
             put_back()
+            if scale is not None and state is not None:
+                scale.load(state)
+
+    def _lower_scale(self) -> None:
+        """Lowers the scale of the loss until the eager gradients are finite, so that there is something to compare."""
+        for _ in range(_MOST_LOWERED if self.of.scale is not None else 0):
+            if self._eagerly().is_finite:
+                return
+            assert self.of.scale is not None
+            self.of.scale.lower(_LOWERED)
 
     def step(self, how: str = "") -> torch.Tensor:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
@@ -84,6 +99,12 @@ class Proof:
             after = self._values()
         assert expected is not None
         comparison = Comparison(of, expected, self.tolerance)
+        if of.scale is not None and self._overflows(expected, of.scale):
+            found = [comparison.loss(loss), *comparison.buffers()]
+            if of.scale.skipped:
+                found += [Difference(f"the updated '{n}'", math.inf) for n in before if not _same(before[n], after[n])]
+            self._judge(found, comparison, how, begin)
+            return loss
         gradients, found = comparison.gradients(held, own)
         found += [comparison.loss(loss), *comparison.buffers(), *feedback.differences(own)]
         if states is not None:
@@ -99,6 +120,11 @@ class Proof:
         self._judge(found, comparison, how, begin)
         return loss
 
+    def _overflows(self, expected: Expected, scale: LossScale) -> bool:
+        """Whether gradients that are scaled have left what their dtype can hold, in the step or on any rank's model."""
+        mine = torch.tensor(float(scale.skipped or not expected.is_finite))
+        return bool(largest(mine, self.of.group))
+
     def _into(self, held: list[tuple[Fragment, torch.Tensor, Seen]]) -> Observer:
         def see(fragment: Fragment, gradient: torch.Tensor) -> None:
             held.append((fragment, *self.of.probes[str(fragment.piece)].of_fragment(fragment, gradient)))
@@ -113,6 +139,8 @@ class Proof:
         assert self.of.graph.joint is not None
         narrow = self.of.graph.joint.outputs[0].meta["val"].dtype.itemsize < EXACT_BYTES
         factor = self.shares[0] if narrow and self.of.group.world_size > 1 else 1.0
+        if self.of.scale is not None:
+            factor /= self.of.scale.factor
 
         def see(name: str, gradient: torch.Tensor) -> None:
             for n, probe in own[name]:
@@ -150,13 +178,17 @@ class Proof:
         flats, own = self._probed()
         trained = set(map(id, of.parameters.values()))
         everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
-        watched = {**of.parameters, **{n: p for n, p in everything.items() if id(p) not in trained}}
+        updated = {id(p) for g in of.optimizer.param_groups for p in g["params"]}  # others are as if they were frozen
+        others = {n: p for n, p in everything.items() if id(p) in updated and id(p) not in trained}
+        watched = {**of.parameters, **others}
         strangers: set[str] = set()
         loss = torch.zeros(1, dtype=torch.float64)
+        factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())
         with of.random(), without_trace(of.owners) as buffers, torch.enable_grad():
             for batch, share in zip(self.batches, self.shares, strict=True):
 
                 def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
+                    gradient = gradient if factor == 1 else gradient / factor
                     for n, probe in own.get(name, ()):
                         flats[n] += share * probe.see(gradient).flat()
                     if name not in own and bool(gradient.count_nonzero()):
@@ -167,7 +199,7 @@ class Proof:
                 _check_unwritten(given)
                 if share:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
-                    backward(one, watched, take)
+                    backward(one if factor == 1 else one * factor, watched, take)
         return self._summed(loss, flats, buffers, sorted(strangers))
 
     def _values(self) -> dict[str, torch.Tensor]:
@@ -302,6 +334,10 @@ def _check_unwritten(given: Sequence[torch.Tensor]) -> None:
             "written to; "
             "write to a copy of the input"
         )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _of_gradient(what: str) -> str:

@@ -11,6 +11,7 @@ from autopar.ir.batch import Batch
 from autopar.ops.group import Group
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
+from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager import loss_of
 from autopar.runtime.local_proof import prove_locally
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
@@ -41,6 +42,30 @@ class StepProofs:
         self._looked: set[int] = set()
         """Groups of which a step was compared in which they synchronize."""
         self._told: set[int] = set()
+
+    def run(
+        self,
+        captures: Sequence[Compiled],
+        compiled: Sequence[Compiled],
+        batches: Sequence[Batch],
+        shares: Callable[[], Sequence[float]],
+        run: Callable[[], torch.Tensor],
+        times: StepTimes,
+        is_first: bool,
+        timed: Sequence[Group],
+    ) -> torch.Tensor:
+        """Runs a step, and compares it, or what was captured for it, where that is due. `captures`: of the batches;
+        `compiled`: what is run of them in this step. `shares`: of each micro-batch in the global batch. `timed`: what
+        groups do in it, where steps differ."""
+        if self.is_due(not is_first, timed):
+            loss = self.step(compiled, batches, shares(), run, is_first)
+            for c in captures:
+                c.proved = True
+            return loss
+        for c, b in zip(captures, batches, strict=True):
+            self.capture(c, b)
+        with times.one():
+            return run()
 
     def is_due(self, has_stepped: bool, timed: Sequence[Group]) -> bool:
         """Whether all ranks compare the next step. `timed`: what groups do in it, where steps differ; the first step in

@@ -13,6 +13,7 @@ from autopar.ir.batch import Batch
 from autopar.ops.parts import added
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.loss_meaning import LossMeaning
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.outputs import fill
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
@@ -32,6 +33,7 @@ class StepRuns:
         same_settings: SameSettings,
         arguments: Callable[[Compiled, tuple[torch.Tensor, ...]], list[torch.Tensor]],
         written: Callable[[Compiled, str], torch.fx.GraphModule],
+        scale: LossScale | None = None,
     ) -> None:
         """`arguments`: of a capture's graphs, less the tangents, from a batch's tensors. `written`: one of a capture's
         graphs, by its name."""
@@ -42,6 +44,7 @@ class StepRuns:
         self._same_settings = same_settings
         self._arguments = arguments
         self._written = written
+        self._scale = scale
         self._outputs: list[Any] = []
 
     def take_outputs(self) -> list[Any]:
@@ -53,7 +56,7 @@ class StepRuns:
         arguments, step = self._arguments(compiled, batch.tensors), self._written(compiled, "step")
         self._outputs = []
         if self._group.world_size == 1:
-            return self._kept(compiled, step(*arguments, compiled.tangent(1.0, self._device))).detach()
+            return self._kept(compiled, step(*arguments, self._seed(compiled, 1.0))).detach()
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self._group.world_size), torch.ones_like(weight)
@@ -78,10 +81,14 @@ class StepRuns:
         earlier.clear()
         share = shares[-1]
         arguments, step = self._arguments(last, batches[-1].tensors), self._written(last, "last micro-batch")
-        found = self._kept(last, step(*arguments, last.tangent(float(share), self._device), *ordered, share, loss))
+        found = self._kept(last, step(*arguments, self._seed(last, float(share)), *ordered, share, loss))
         if self._group.name is None:
             found = loss + loss_share(found, share)
         return found.to(last.loss_dtype)
+
+    def _seed(self, c: Compiled, share: float) -> torch.Tensor:
+        """What the backward pass of a batch with this share of the global batch starts from."""
+        return c.tangent(share * (1.0 if self._scale is None else self._scale.factor), self._device)
 
     def _kept(self, c: Compiled, found: Any) -> torch.Tensor:
         """The loss that a step's graph has returned; keeps the output that it may have returned, too."""
@@ -96,7 +103,7 @@ class StepRuns:
     def _accumulate(self, c: Compiled, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
         """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
         passes = self._written(c, "earlier micro-batch")
-        tangent = c.tangent(seed, self._device)
+        tangent = self._seed(c, seed)
         loss, outputs, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
         if c.eager is not None:
             self._outputs += c.eager.take_outputs()

@@ -12,6 +12,7 @@ from autopar.errors import PlanError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops import parts
 from autopar.ops.base import Call
+from autopar.runtime.loss_scale import Scaled
 from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.writer import NARROW, Target, Writer
 from autopar.strategies.lowering import StepProgram
@@ -112,12 +113,21 @@ class StepWriter(Writer):
         if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
             self.scale = self.share
             shape = tuple(self.tangent.meta["val"].shape)
-            self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
+            self.copies[self.tangent] = self._scaled(self.call(one_or_none, (self.share, shape, dtype)), False)
+            if self.loss_scale is not None:
+                self.scale = self.call(torch.mul, (self.share, self.target.world_size))
+        elif self.loss_scale is not None:
+            self.copies[self.tangent] = self._scaled(self.share, True)
         else:
             self.copies[self.tangent] = self.share
             if self.tangent.meta["val"].dim() == 0:
                 self.share.meta["val"] = self.tangent.meta["val"]
         return total
+
+    def _scaled(self, seed: torch.fx.Node, by_ranks: bool) -> torch.fx.Node:
+        if self.loss_scale is None:
+            return seed
+        return self.call_module("loss_scale", Scaled(self.loss_scale, by_ranks), (seed,))
 
 
 class LocalWriter(Writer):

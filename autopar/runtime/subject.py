@@ -19,6 +19,7 @@ from autopar.ops.group import Group as SyncGroup
 from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.looks import Observers
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
 
@@ -44,6 +45,8 @@ class Subject:
     shows_updates: Callable[[], bool]
     """Whether the optimizer updates each element for itself, from a state that it holds."""
     max_norm: float | None
+    scale: LossScale | None
+    """Of the loss, where it is scaled."""
     arguments: Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]
     """Of the joint graph, on the last micro-batch; given the buffers."""
     run: Callable[[], torch.Tensor]

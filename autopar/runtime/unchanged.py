@@ -7,12 +7,14 @@ are trained written into its plan; so what would make it compute something else 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from itertools import product
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError, PlanMismatchError
+from autopar.runtime.joint_optimizer import each_of
 
 _AGAIN = "Call autopar.optimize again, with the model as it is now"
 
@@ -34,14 +36,18 @@ class Unchanged:
         self._buffers = buffers
         self._optimizer = optimizer
         self._eager = eager
-        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool, str]] = []
+        self._optimizers = () if optimizer is None else each_of(optimizer)
+        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool | None, str]] = []
+        """Where each is held, whether it is trained (`None`: elsewhere, by another program), and its name."""
         self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        held = None if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
         for prefix, owner in owners.items():
             for path, module in owner.named_modules(remove_duplicate=False):
                 start = prefix + (path + "." if path else "")
                 for key, p in module._parameters.items():
                     if p is not None:
-                        self._parameters.append((module._parameters, key, p, p.requires_grad, start + key))
+                        trains = None if p.requires_grad and held is not None and p not in held else p.requires_grad
+                        self._parameters.append((module._parameters, key, p, trains, start + key))
                 for key, b in module._buffers.items():
                     if b is not None and start + key in buffers:
                         self._held.append((module._buffers, key, start + key))
@@ -52,7 +58,7 @@ class Unchanged:
         that the model has replaced are taken over."""
         hooks = self._optimizer is not None
         for table, key, p, trains, name in self._parameters:
-            if table.get(key) is not p or p.requires_grad is not trains:
+            if table.get(key) is not p or (trains is not None and p.requires_grad is not trains):
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
             if hooks and self._is_hooked(p):
                 self._refuse_hooks()
@@ -60,10 +66,8 @@ class Unchanged:
             buffer, mine = held.get(key), self._buffers[name]
             if buffer is not mine:
                 self._take_over(name, buffer, mine)
-        if self._optimizer is not None and (
-            self._optimizer._optimizer_step_pre_hooks
-            or self._optimizer._optimizer_step_post_hooks
-            or "step" in vars(self._optimizer)
+        if any(
+            o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or "step" in vars(o) for o in self._optimizers
         ):
             self._refuse_hooks()
 
@@ -99,13 +103,13 @@ class Unchanged:
                     f"parameter '{name}' has a hook on its gradient, which a step that runs as one program would not "
                     "call: remove it, or leave the optimizer out of optimize() and step it yourself, where hooks run"
                 )
-        for when in ("pre", "post"):
-            if getattr(self._optimizer, f"_optimizer_step_{when}_hooks"):
+        for one, when in product(self._optimizers, ("pre", "post")):
+            if getattr(one, f"_optimizer_step_{when}_hooks"):
                 raise OptimizerError(
                     f"the optimizer has a step {when}-hook, which a step that runs as one program would not call: "
                     "remove it and call what it does around program.step(), or leave the optimizer out of optimize()"
                 )
-        if _is_wrapped(self._optimizer):
+        if any(map(_is_wrapped, self._optimizers)):
             raise OptimizerError(
                 "the optimizer's step() was replaced by another function, which a step that runs as one program would "
                 "not call: call what it does around program.step(), override step() in a class of your own, or leave "
