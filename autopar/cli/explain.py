@@ -66,15 +66,15 @@ def command(
 
 
 def _kept(plan: Plan) -> Fidelity | None:
-    """What the plan's groups promise, by their strategies; `None` where one of these is not known here."""
-    from autopar.errors import PlanError
+    """What the groups of a plan promise; `None` where a strategy, or the cluster, is not known here."""
+    from autopar.errors import SpecError
     from autopar.ops.context import Context
     from autopar.strategies.lowering import fidelity_of
 
     try:
         context = Context(plan.cluster.world_size, late_parameters=True).on(plan.cluster.cluster)
         return fidelity_of(plan.groups, context)
-    except PlanError:
+    except SpecError:
         return None
 
 

@@ -15,7 +15,7 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
 from autopar.ops.group import Group
-from autopar.ops.products import Product
+from autopar.ops.products import Product, piece_bytes
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 UPDATE_START = 1.0
@@ -70,9 +70,10 @@ class Update(Operation):
         return call.held_bytes(setting.world_size) if self.sent and len(call.members) > 1 else 0
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
-        """Gradients in the parameters' dtype, where they came in another one; and those that are clipped."""
+        """Gradients in the parameters' dtype, where they came in another one; those that are clipped; and a piece of
+        those that are formed as they are used."""
         copies = (call.inputs[0].dtype != call.owner_group.dtype) + (len(call.inputs) > 1)
-        return copies * call.held_bytes(setting.world_size)
+        return copies * call.held_bytes(setting.world_size) + piece_bytes(call.inputs[0], setting)
 
     def write(self, site: Site, call: Call) -> Any:
         group, held = call.owner_group, call.held_elements(site.rank)

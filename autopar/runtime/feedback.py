@@ -22,6 +22,7 @@ from autopar.ops.layouts import REPLICATE, Partial, Replicate, Varying
 from autopar.runtime.differences import FLOOR, TOLERANCE, Difference, Held, Row, times, tolerance_of
 from autopar.runtime.probes import Seen
 from autopar.runtime.subject import Subject, summed
+from autopar.strategies.timing import HELD
 
 KIND = "what is updated with and kept of"
 """What its differences begin with."""
@@ -48,6 +49,11 @@ class _Kept:
     def is_residual(self) -> bool:
         """Whether each rank has its own part of a sum, which is what a residual is."""
         return isinstance(self.call.layout, Partial)
+
+    @property
+    def is_own_residual(self) -> bool:
+        """Whether a strategy keeps it, and not who delays gradients."""
+        return self.is_residual and not str(self.call.op.state_key()).startswith(HELD)
 
 
 class Feedback:
@@ -96,7 +102,8 @@ class Feedback:
             {n: t.off(chosen, max(t.size, floor) * tolerance) for n, t in terms.items()} for chosen in _choices(kept)
         ]
         best = min(tried, key=lambda off: max(off.values(), default=0.0))
-        if max(best.values(), default=0.0) > 1 and not any(k.is_residual for k in kept):
+        loses = group.label not in ("exact", "rounded")
+        if max(best.values(), default=0.0) > 1 and loses and not any(k.is_own_residual for k in kept):
             return self._unseen(
                 group, "it keeps no residual, a state of its elements of which ranks have parts of a sum"
             )

@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +18,8 @@ from autopar.runtime.writer import CALL
 
 STUCK = 3
 """The exit status of a rank that has ended so."""
+LINGER_S = 3.0
+"""Between a rank's last words and its end, so that ranks that wait for it say where they are, not that it is gone."""
 
 
 class Deadline:
@@ -41,6 +44,7 @@ class Deadline:
 
     def _end(self) -> None:
         self._last_words(f"did not end within {self.seconds:g} s: it {place(sys._current_frames()[self._watched])}")
+        time.sleep(LINGER_S)
         os._exit(STUCK)
 
 

@@ -17,7 +17,7 @@ from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of, served_bytes, wire_bytes
 from autopar.ops.links import Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups
-from autopar.ops.values import Setting
+from autopar.ops.values import Bytes, Setting
 from autopar.runtime.program import Program
 from autopar.runtime.writer import CALL
 
@@ -125,22 +125,30 @@ def memory_differences(program: Program, batch: Any, setting: Setting) -> list[s
         compiled.graphs["step"] = graph
     inner: Any = profiler.profiler
     events = sorted((e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]")
-    found = []
+    found, spare = [], dict[int, int]()
     for index, (first, last) in allocating.spans.items():
         call = allocating.calls[index]
+        seen = max(accumulate((size for at, size in events if first <= at <= last), initial=0))
+        own, passing = (
+            _of_rank(b, program.rank) for b in (call.op.allocates(call, setting), call.op.passing_bytes(call, setting))
+        )
+        spare[index] = max(0, own - seen)
+        # What is formed only as it is used was declared by whoever forms it.
+        declared = own + passing + sum(spare.get(i.index, 0) for i in call.inputs)
         if call.expected or any(i.expected for i in call.inputs):
             continue  # the batch decides how much it is
-        seen = max(accumulate((size for at, size in events if first <= at <= last), initial=0))
-        made = call.op.allocates(call, setting)
-        own = 0 if made is None else made if isinstance(made, int) else int(made[program.rank])
-        passing = call.op.passing_bytes(call, setting)
-        declared = own + (passing if isinstance(passing, int) else int(passing[program.rank]))
         if seen > (1 + MORE) * declared + MORE_BYTES:
             found.append(
-                f"'{call.op.name}' takes {seen} bytes at a time, and declares {own} that it allocates and "
-                f"{declared - own} in passing"
+                f"'{call.op.name}' takes {seen} bytes at a time, and declares {own} that it allocates and {passing} in "
+                "passing"
             )
     return list(dict.fromkeys(found))
+
+
+def _of_rank(declared: Bytes | None, rank: int) -> int:
+    if declared is None:
+        return 0
+    return declared if isinstance(declared, int) else int(declared[rank])
 
 
 def _at_once(self: Exchange) -> Exchange:

@@ -136,7 +136,8 @@ def refusals(rank: int, n: int) -> list[str]:
 
 def passes(rank: int, n: int) -> None:
     """Right programs, of which every step is compared."""
-    for groups, clip in ((RIGHT[0], None), (RIGHT[0], 0.05), (RIGHT[1], None)):
+    every = ((RIGHT[0], None), (RIGHT[0], 0.05), (RIGHT[1], None))
+    for groups, clip in {1: every[2:], 2: every, 3: every[:1]}[n]:
         made = program(rank, n, groups, check="always", clip_grad_norm=clip)
         made.step(batch(0, rank))
         made.step(micro_batches=[batch(10 + k, rank) for k in range(1 + rank)])
@@ -149,9 +150,13 @@ def passes(rank: int, n: int) -> None:
 
 def unseen(rank: int, n: int) -> None:
     """A compressor without a residual."""
-    groups = [{"strategy": s} for s in ("unkept_signs", "all_reduce", "right_signs")]
+    groups: Sequence[Timing] = [
+        {"strategy": "unkept_signs"},
+        {"strategy": "unkept_signs", "delay": 1},
+        {"strategy": "right_signs"},
+    ]
     made = program(rank, n, groups, check="always")
-    for step in range(2):
+    for step in range(3):
         made.step(batch(step, rank))
 
 
