@@ -24,6 +24,7 @@ from autopar.runtime.one_pass import How, Ran
 from autopar.runtime.outputs import fill, output_template
 from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
+from autopar.runtime.random import RandomStream
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
@@ -50,6 +51,15 @@ class GradientProgram(BaseProgram):
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._proof: SynchronizedOnce | None = None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._earlier_count > 0
+
+    def use_pytorch_generator(self) -> None:
+        """Has random operators draw from PyTorch's own generator on every rank, as they do with one rank."""
+        self._random = RandomStream(0, 1)
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
