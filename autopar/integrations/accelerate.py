@@ -76,12 +76,15 @@ class AutoparAccelerator(Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         trains = not evaluation_mode and any(p.requires_grad for p in model.parameters())
-        if self.num_processes == 1 or not trains or getattr(model, "_is_accelerate_prepared", False):
+        if self.num_processes == 1 or not trains or isinstance(model, DropIn):
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         check_unwrapped(model)
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        del prepared._is_accelerate_prepared  # the wrapper is, as with DistributedDataParallel
-        wrapped = DropIn(prepared, self.autopar.cluster, self.autopar.options, self.autopar.weight)
+        if getattr(model, "_is_accelerate_prepared", False):  # for evaluation, so that nothing synchronizes it yet
+            self._models.append(model)
+        else:
+            model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        del model._is_accelerate_prepared  # the wrapper is, as with DistributedDataParallel
+        wrapped = DropIn(model, self.autopar.cluster, self.autopar.options, self.autopar.weight)
         wrapped._is_accelerate_prepared = True
         self._models[-1] = wrapped
         return wrapped
@@ -127,8 +130,9 @@ def _check(accelerator: Accelerator) -> None:
             "and pass compile=True to use(), which compiles what autopar captures"
         )
     handler = accelerator.ddp_handler
-    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+    hook = DDPCommunicationHookType.NO if handler is None else DDPCommunicationHookType(handler.comm_hook)
+    if hook != DDPCommunicationHookType.NO:
         raise SpecError(
-            f"DistributedDataParallelKwargs has the communication hook {handler.comm_hook.value}: leave it out; "
+            f"DistributedDataParallelKwargs has the communication hook {hook.value}: leave it out; "
             'fidelity="rounded", passed to use(), allows 16 bits on the wire'
         )

@@ -18,6 +18,13 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 
 
+def by_keyword(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by keyword. PEFT's models, which take `*args`, hand them to the model that they are made of.
+    Raises `SignatureError` where they do not fit."""
+    base = getattr(model, "get_base_model", None)
+    return bind(base() if args and callable(base) else model, args, kwargs)
+
+
 class DropIn(nn.Module):
     """A model whose `backward()` leaves synchronized gradients. It is captured and planned with its first batch.
 
@@ -47,10 +54,11 @@ class DropIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
             return self.module(*args, **kwargs)
+        inputs = by_keyword(self.module, args, kwargs)
         if not self._synced:
-            self._synced.append(self._captured(bind(self.module, args, kwargs)))
+            self._synced.append(self._captured(inputs))
             self._synced[0].program.synchronizes = self._synchronizes
-        return self._synced[0](*args, **kwargs)
+        return self._synced[0](**inputs)
 
     @contextlib.contextmanager
     def no_sync(self, synchronizes: bool = False) -> Iterator[None]:
