@@ -85,7 +85,7 @@ class AutoparAccelerator(Accelerator):
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
         del model._is_accelerate_prepared  # the wrapper is, as with DistributedDataParallel
         wrapped = DropIn(model, self.autopar.cluster, self.autopar.options, self.autopar.weight)
-        wrapped._is_accelerate_prepared = True
+        vars(wrapped)["_is_accelerate_prepared"] = True
         self._models[-1] = wrapped
         return wrapped
 
@@ -126,8 +126,8 @@ def _check(accelerator: Accelerator) -> None:
         )
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise SpecError(
-            f"accelerate is set to compile models with {accelerator.state.dynamo_plugin.backend.value}: leave that out, "
-            "and pass compile=True to use(), which compiles what autopar captures"
+            f"accelerate is set to compile models with {accelerator.state.dynamo_plugin.backend.value}: leave that "
+            "out, and pass compile=True to use(), which compiles what autopar captures"
         )
     handler = accelerator.ddp_handler
     hook = DDPCommunicationHookType.NO if handler is None else DDPCommunicationHookType(handler.comm_hook)

@@ -106,7 +106,7 @@ class CapturedCalls:
 
     def _captured(self, module: nn.Module, inputs: dict[str, Any]) -> SyncedModule:
         options = {"unused_parameters": "freeze", **self._options}  # those that the step uses by itself are averaged
-        made = optimize(module, self._cluster, example_inputs=inputs, weight=equal, **options)
+        made: SyncedModule = optimize(module, self._cluster, example_inputs=inputs, weight=equal, **options)
         made.program.use_pytorch_generator()
         made.program.synchronizes = self._synchronizes
         return made
@@ -170,7 +170,7 @@ class _FirstPass:
             allowed = 64 * torch.finfo(gradient.dtype).eps * max([float(g.abs().max()) for g in own], default=0.0)
             if float(rest.abs().max()) > allowed:
                 raise VerificationError(
-                    f"parameter '{names.get(key, '?')}' has a gradient that no captured module made: training_step uses "
-                    "it by itself, and calls a module that has it too, so that the one part is synchronized and the "
+                    f"parameter '{names.get(key, '?')}' has a gradient that no captured module made: training_step "
+                    "uses it by itself, and calls a module that has it too, so that one part is synchronized and the "
                     "other is not. Use it in the forward of one module, which training_step calls"
                 )

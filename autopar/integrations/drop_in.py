@@ -36,7 +36,7 @@ class DropIn(nn.Module):
     def __init__(
         self, model: nn.Module, cluster: ClusterSpec | None, options: Mapping[str, Any], weight: Weight = samples
     ) -> None:
-        """`options`: further arguments of `autopar.optimize`. By all ranks together: the model takes rank 0's values."""
+        """By all ranks together: the model takes rank 0's values. `options`: more arguments of `autopar.optimize`."""
         super().__init__()
         self.module = model
         self._cluster, self._options, self._weight = cluster, dict(options), weight
@@ -48,7 +48,7 @@ class DropIn(nn.Module):
     def plan(self) -> Plan:
         """What was chosen. Raises `PlanMismatchError` before the first batch."""
         if not self._synced:
-            raise PlanMismatchError("there is no plan before the first training batch, which the model is captured with")
+            raise PlanMismatchError("there is no plan before the first training batch, on which the model is captured")
         return self._synced[0].plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,9 @@ class DropIn(nn.Module):
         return self.module.load_state_dict(state_dict, strict)
 
     def _captured(self, inputs: dict[str, Any]) -> SyncedModule:
-        made = optimize(self.module, self._cluster, example_inputs=inputs, weight=self._share, **self._options)
+        made: SyncedModule = optimize(
+            self.module, self._cluster, example_inputs=inputs, weight=self._share, **self._options
+        )
         made.program.use_pytorch_generator()
         return made
 

@@ -16,16 +16,14 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from autopar.api import PLAN_VARIABLE
 from autopar.errors import SpecError
 from autopar.integrations.calls import CapturedCalls
-from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
+from autopar.integrations.ranks import Weight, equal, samples, share, sums
 from autopar.spec.cluster import ClusterSpec
 
 _OF_DDP = (
@@ -41,7 +39,7 @@ _OF_DDP = (
 
 
 class AutoparStrategy(DDPStrategy):
-    """Trains on several processes, started as `DDPStrategy` starts them, with gradients synchronized by autopar's plans.
+    """Trains on several processes, started as `DDPStrategy` starts them; autopar's plans synchronize their gradients.
 
     The loss that `training_step` returns counts on each rank by the samples of its batch, or as `weight` says, in
     automatic optimization: where it is a mean over them, gradients are those of one process on all ranks' batches.
@@ -55,7 +53,7 @@ class AutoparStrategy(DDPStrategy):
             cluster: what to plan for; by default what `ClusterSpec.detect()` sees.
             weight: from a batch, as `training_step` is given it, to how much its loss counts.
             options: further arguments of `autopar.optimize`, such as `fidelity` or `compile`, and those of
-                `DDPStrategy` that say where processes run: `process_group_backend`, `timeout`, `start_method` and others.
+                `DDPStrategy` that say how processes run: `process_group_backend`, `timeout`, `start_method`.
         """
         super().__init__(**{name: options.pop(name) for name in _OF_DDP if name in options})
         hooks = [name for name in options if name.startswith("ddp_comm") or name == "model_averaging_period"]
@@ -67,7 +65,7 @@ class AutoparStrategy(DDPStrategy):
         self._calls: CapturedCalls | None = None
         self._own, self._share = 0.0, 1.0
 
-    def _setup_model(self, model: nn.Module) -> nn.Module:
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         if getattr(model, "_compiler_ctx", None):
             raise SpecError(
                 "the LightningModule was compiled with torch.compile: pass it as it was, and compile=True to the "
@@ -104,7 +102,7 @@ class AutoparStrategy(DDPStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         scaled = closure_loss if self._share == 1.0 else closure_loss * self._share
-        return super().backward(scaled, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().backward(scaled, optimizer, *args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         if self._calls is not None:

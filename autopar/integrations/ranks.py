@@ -36,7 +36,7 @@ def sums(numbers: Sequence[float], device: torch.device) -> list[float]:
     """The sum over the ranks of each number, by all ranks together."""
     found = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(found)
-    return found.tolist()  # type: ignore[no-any-return]
+    return found.tolist()
 
 
 def share(own: float, total: float) -> float:

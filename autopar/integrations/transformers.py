@@ -43,9 +43,10 @@ def use(trainer: Trainer, cluster: ClusterSpec | None = None, **options: Any) ->
         raise SpecError("a Trainer's batches count by their labels: weight= has no place there")
     if not isinstance(trainer, AutoparTrainer):
         trainer.__class__ = type(f"Autopar{type(trainer).__name__}", (AutoparTrainer, type(trainer)), {})
-    trainer.autopar_options = (cluster, options)
-    trainer.adopt_accelerator()
-    return trainer
+    adopted: Any = trainer
+    adopted.autopar_options = (cluster, options)
+    adopted.adopt_accelerator()
+    return adopted
 
 
 class AutoparTrainer(Trainer):
@@ -77,12 +78,12 @@ class AutoparTrainer(Trainer):
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if not isinstance(model, DropIn) or self._weights is None:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+            return super().training_step(model, inputs, num_items_in_batch)
         items = _Watched.of(num_items_in_batch) if isinstance(num_items_in_batch, torch.Tensor) else None
         self._weights.next(model, items)
         with self._own_items(), self._weights.watching():
             loss = super().training_step(model, inputs, num_items_in_batch if items is None else items)
-        return loss * self._weights.now  # type: ignore[no-any-return]
+        return loss * self._weights.now
 
     @contextlib.contextmanager
     def _own_items(self) -> Iterator[None]:
@@ -106,8 +107,8 @@ class _StepWeights:
     """What this rank's losses are multiplied with in one optimizer step, whose gradients accumulate."""
 
     def __init__(self, of_step: float, of_batches: list[float]) -> None:
-        """`of_step`: for losses that are divided by the labels of all the rank's micro-batches. `of_batches`: for losses
-        that are means over their own micro-batch."""
+        """`of_step`: for losses that are divided by the labels of all this rank's micro-batches. `of_batches`: for
+        losses that are means over their own micro-batch."""
         self._of_step, self._of_batches = of_step, of_batches
         self._at = -1
         self._model: DropIn | None = None

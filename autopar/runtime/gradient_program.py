@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd import _unsafe_preserve_version_counter
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, flatten
@@ -159,8 +158,9 @@ class GradientProgram(BaseProgram):
                 return list(output_tensors(self.model(**own.rebuild(own.copied()))))
 
         check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
+        held = (*self._parameters.values(), *self._buffers.values())
         # All is put back, so that what an earlier call of this step has saved for its backward pass is still valid.
-        with _unsafe_preserve_version_counter((*self._parameters.values(), *self._buffers.values())):
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(held):
             prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
         c.proved = True
 

@@ -45,8 +45,9 @@ def lora(rank: int) -> Any:
 
 def accelerator(how: str, accumulates: int, **options: Any) -> Any:
     """As accelerate makes it, or with autopar's plans."""
-    import autopar.integrations.accelerate as integration
     from accelerate import Accelerator, DataLoaderConfiguration
+
+    import autopar.integrations.accelerate as integration
 
     config = DataLoaderConfiguration(use_seedable_sampler=False)
     made = Accelerator(cpu=True, gradient_accumulation_steps=accumulates, dataloader_config=config)
@@ -54,7 +55,7 @@ def accelerator(how: str, accumulates: int, **options: Any) -> Any:
 
 
 def trained(how: str, model: nn.Module, sizes: Sizes, rank: int, n: int, accumulates: int = 1) -> Any:
-    """The accelerator, the prepared model, the optimizer and the losses, after a loop as accelerate's users write it."""
+    """The accelerator, the prepared model, the optimizer and the losses, after a loop as accelerate's users have it."""
     run = accelerator(how, accumulates)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     prepared, optimizer = run.prepare(model, optimizer)
@@ -127,13 +128,13 @@ def saved_and_loaded(rank: int, n: int) -> bool:
 
 def says(rank: int) -> dict[str, str]:
     """What is refused, and how."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedDataParallelKwargs
     from torch.nn.parallel import DistributedDataParallel
 
     import autopar
     import autopar.integrations.accelerate as integration
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DistributedDataParallelKwargs
 
     prepared = Accelerator(cpu=True)
     wrapped = prepared.prepare(net(rank))

@@ -12,7 +12,7 @@ from tests.gloo.ranks import run_worlds
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from tests.gloo.accelerated import everything  # noqa: E402
+from tests.gloo.accelerated import everything
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.gloo.ranks import run_worlds
 pytest.importorskip("lightning")
 pytest.importorskip("peft")
 
-from tests.gloo.lightnings import everything  # noqa: E402
+from tests.gloo.lightnings import everything
 
 
 @pytest.fixture(scope="module")

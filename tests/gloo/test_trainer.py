@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from tests.gloo.trainer import everything  # noqa: E402
+from tests.gloo.trainer import everything
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.gloo.frameworks import Tokens, flat, quiet, said
 
-GPT2 = {"vocab_size": 30, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-BERT = {
+GPT2: dict[str, Any] = {"vocab_size": 30, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+BERT: dict[str, Any] = {
     "vocab_size": 30,
     "hidden_size": 8,
     "num_hidden_layers": 1,
@@ -30,7 +30,7 @@ def gpt2(dropout: float = 0.0) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    rates = {f"{where}_pdrop": dropout for where in ("embd", "resid", "attn")}
+    rates: dict[str, Any] = {f"{where}_pdrop": dropout for where in ("embd", "resid", "attn")}
     return GPT2LMHeadModel(GPT2Config(**GPT2, **rates))
 
 
@@ -64,8 +64,9 @@ class Scored(nn.Module):
 
 def trained(how: str, model: Any, n: int, data: Any, base: Any = None, resume: str | None = None, **args: Any) -> Any:
     """A Trainer, after training. `how`: under "autopar", or under what Trainer takes by itself."""
-    import autopar.integrations.transformers as integration
     from transformers import Trainer, TrainingArguments
+
+    import autopar.integrations.transformers as integration
 
     given: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(prefix="autopar-test-"),
@@ -81,7 +82,9 @@ def trained(how: str, model: Any, n: int, data: Any, base: Any = None, resume: s
     }
     settings = TrainingArguments(**(given | args))
     trainer = (base or Trainer)(model=model, args=settings, train_dataset=data, eval_dataset=Tokens(12))
-    trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if "Print" not in type(c).__name__]
+    trainer.callback_handler.callbacks = [
+        c for c in trainer.callback_handler.callbacks if "Print" not in type(c).__name__
+    ]
     if how == "autopar":
         integration.use(trainer)
     trainer.train(resume_from_checkpoint=resume)
@@ -98,8 +101,10 @@ def mine() -> Any:
     """A Trainer's class with a loss of its own, a mean over the micro-batch."""
     from transformers import Trainer
 
-    class Mine(Trainer):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+    class Mine(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
+        ) -> Any:
             labels = inputs.pop("labels")
             return nn.functional.cross_entropy(model(**inputs).flatten(0, 1), labels.flatten())
 
@@ -149,10 +154,10 @@ def even(how: str, resumes: bool = False) -> list[list[float]]:
 
 def everything(rank: int, n: int) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, PartialState
+    from transformers import Trainer
 
     import autopar
     import autopar.integrations.transformers as integration
-    from transformers import Trainer
 
     quiet()
     if n == 1:
@@ -162,13 +167,14 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         if dist.is_initialized():  # by accelerate
             dist.destroy_process_group()
         return found
-    left = Trainer(model=Scored(), args=trained_args())
+    left: Any = Trainer(model=Scored(), args=trained_args())
+    stranger: Any = Scored()
     return {
         "ddp": even("ddp"),
         "autopar": even("autopar", resumes=True),
         "uneven": uneven("autopar", 2),
         "given to optimize": said(lambda: autopar.optimize(left)),
-        "no trainer": said(lambda: integration.use(Scored())),
+        "no trainer": said(lambda: integration.use(stranger)),
     }
 
 
