@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from autopar.errors import CaptureError, PlanMismatchError, SpecError, did_you_mean
+from autopar.errors import PlanMismatchError, SpecError, did_you_mean
 from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
@@ -27,6 +26,7 @@ from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
+from autopar.runtime.wrapped import check_unwrapped
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
@@ -241,7 +241,7 @@ def optimize(
         check=check,
         capture=capture,
     )
-    _check_unwrapped(model)
+    check_unwrapped(model)
     optimizer, scaler = joined(optimizer), scaler_of(loss_scale)
     if scaler is not None and optimizer is None:
         raise SpecError(
@@ -300,16 +300,6 @@ def _check_choices(**given: str | None) -> None:
         if value is not None and value not in choices:
             known = ", ".join(map(repr, choices))
             raise SpecError(f"{name} is {value!r}, expected one of {known}{did_you_mean(str(value), choices)}")
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    """Raises `CaptureError` where the model is wrapped already, by something else that synchronizes gradients."""
-    wrapper = type(model).__name__
-    if isinstance(model, DistributedDataParallel) or wrapper in ("FullyShardedDataParallel", "SyncedModule"):
-        raise CaptureError(
-            f"the model is wrapped in {wrapper} already, which synchronizes gradients itself: pass the model that is "
-            "wrapped, model.module"
-        )
 
 
 def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:

@@ -170,6 +170,10 @@ class BaseProgram:
         """The model, where it runs eagerly."""
         return None if self._outlined is None else self._outlined.eager
 
+    def use_pytorch_generator(self) -> None:
+        """Has random operators draw from PyTorch's own generator on every rank, as they do with one rank."""
+        self._random = RandomStream(0, 1)
+
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
 

@@ -44,6 +44,11 @@ class EagerGradientProgram(BaseProgram):
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._gradients: EagerGradients | None = None
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._earlier_count > 0
+
     def adopt(self, graph: TrainingGraph, batch: Any, outputs: bool | None = None) -> Compiled:
         compiled = super().adopt(graph, batch, outputs)
         assert compiled.eager is not None

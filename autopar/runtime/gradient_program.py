@@ -58,6 +58,11 @@ class GradientProgram(BaseProgram):
         """The model's output, given its inputs as the model takes them."""
         return self.run(bind(self.model, args, kwargs))
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._earlier_count > 0
+
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
         that require one."""
@@ -155,7 +160,10 @@ class GradientProgram(BaseProgram):
                 return list(output_tensors(self.model(**own.rebuild(own.copied()))))
 
         check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
-        prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
+        held = (*self._parameters.values(), *self._buffers.values())
+        # All is put back, so that what an earlier call of this step has saved for its backward pass is still valid.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(held):
+            prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
         c.proved = True
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:

@@ -150,10 +150,11 @@ def take_from_rank_0(tensors: Iterable[torch.Tensor], group: Group, what: str) -
     with torch.no_grad(), group.guard(what):
         for tensor in tensors:
             own = once(tensor)
-            value = own.contiguous()
+            value = own.clone(memory_format=torch.contiguous_format)
             with may_fail():
                 dist.broadcast(value, group_src=0, group=group.pg)
-            own.copy_(value)
+            if not torch.equal(own, value):  # what is equal may be saved for a backward pass, which a copy would void
+                own.copy_(value)
 
 
 class Rendezvous:

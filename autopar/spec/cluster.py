@@ -13,6 +13,8 @@ devices in the order of the description.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,11 +96,13 @@ class ClusterSpec(ClusterParts):
         return cls(hosts=(detect.local(n_ranks),))
 
     @classmethod
-    def detect(cls) -> ClusterSpec:
+    def detect(cls, environment: Mapping[str, str] | None = None) -> ClusterSpec:
         """The cluster that this process is part of: under torchrun the job's hosts and ranks, else this machine with
         its GPUs, or as one CPU rank. It sees this host only and takes the others for equal. Figures that hosts report
-        of themselves may differ a little between them: let all ranks use rank 0's (`to_yaml`, `loads`)."""
-        return cls(hosts=(detect.detect(),))
+        of themselves may differ a little between them: let all ranks use rank 0's (`to_yaml`, `loads`).
+
+        `environment`: torchrun's variables, where this process has them from elsewhere than its environment."""
+        return cls(hosts=(detect.detect(os.environ if environment is None else environment),))
 
     @property
     def all_hosts(self) -> tuple[Host, ...]:

@@ -22,6 +22,7 @@ ORDER = [
     "runtime",
     "planning",
     "api",
+    "integrations",
     "calibration",
     "verification",
     "lab",

@@ -43,6 +43,17 @@ def test_the_capture_of_optimize_serves_the_first_batch() -> None:
     assert len(list(module.program._compiled)) == 2
 
 
+def test_two_calls_in_a_step_may_differ_in_size() -> None:
+    """The second one is captured, and proved on perturbed parameters, while the first one waits for its backward."""
+    net = _net()
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+    for model in (module, eager):
+        (model(X[:, :3]).sum() * model(X[:2, :3]).square().sum()).backward()
+    for a, b in zip(net.parameters(), eager.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
+
+
 class ScaledLoss(nn.Module):
     """A loss with a parameter of its own, which a drop-in module does not see."""
 

@@ -1,0 +1,116 @@
+"""A model that takes `DistributedDataParallel`'s place in a framework, which has no batch to show when it wraps one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import optimize
+from autopar.errors import PlanMismatchError
+from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
+from autopar.ir.batch import bind, flatten
+from autopar.runtime.eager_gradient_program import EagerGradientProgram
+from autopar.runtime.module import SyncedModule
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import Plan
+
+
+def by_keyword(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by keyword. PEFT's models, which take `*args`, hand them to the model that they are made of.
+    Raises `SignatureError` where they do not fit."""
+    base = getattr(model, "get_base_model", None)
+    return bind(base() if args and callable(base) else model, args, kwargs)
+
+
+class DropIn(nn.Module):
+    """A model whose `backward()` leaves synchronized gradients. It is captured and planned with its first batch.
+
+    Each rank's loss counts by `weight`. Within a step that accumulates gradients, the ranks' micro-batches are
+    weighted one by one, as one process that runs the same loop on all ranks' samples would have it. Its random numbers
+    are those of PyTorch's own generator, whose state the frameworks keep in their checkpoints.
+    """
+
+    def __init__(
+        self, model: nn.Module, cluster: ClusterSpec | None, options: Mapping[str, Any], weight: Weight = samples
+    ) -> None:
+        """By all ranks together: the model takes rank 0's values. `options`: more arguments of `autopar.optimize`."""
+        super().__init__()
+        self.module = model
+        self._cluster, self._options, self._weight = cluster, dict(options), weight
+        self._synced: list[SyncedModule] = []  # in a list, as it is no part of the model
+        self._synchronizes = True
+        make_equal([*model.parameters(), *model.buffers()])
+
+    @property
+    def plan(self) -> Plan:
+        """What was chosen. Raises `PlanMismatchError` before the first batch."""
+        if not self._synced:
+            raise PlanMismatchError("there is no plan before the first training batch, on which the model is captured")
+        return self._synced[0].plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.module(*args, **kwargs)
+        inputs = by_keyword(self.module, args, kwargs)
+        if not self._synced:
+            self._synced.append(self._captured(inputs))
+            self._synced[0].program.synchronizes = self._synchronizes
+        return self._synced[0](**inputs)
+
+    @contextlib.contextmanager
+    def no_sync(self, synchronizes: bool = False) -> Iterator[None]:
+        """Within it, `backward()` keeps gradients on this rank, to be synchronized with those of the next `backward()`
+        outside; with `synchronizes`, it sends them, though this stands within another `no_sync()`."""
+        before = self._synchronizes
+        self._set_synchronizes(synchronizes)
+        try:
+            yield
+        finally:
+            self._set_synchronizes(before)
+
+    def reads(self, inputs: dict[str, Any], name: str) -> bool:
+        """Whether what the model computes depends on one of its inputs, a tensor, in a batch that it has seen; of a
+        model that runs eagerly, whether it takes such an input."""
+        if isinstance(self._synced[0].program, EagerGradientProgram):
+            return True
+        tensors = flatten(inputs).tensors
+        joint = self._synced[0].program.compile_for(inputs).joint
+        nodes = joint.module.graph.find_nodes(op="placeholder")
+        read = {key for (kind, key), n in zip(joint.inputs, nodes, strict=True) if kind == "batch" and n.users}
+        return any(t is inputs[name] and i in read for i, t in enumerate(tensors))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own, as one process would have it."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the model's own, or what was saved of it within `DistributedDataParallel`."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
+        names = dict(self.module.state_dict())
+        if state_dict and not names.keys() & state_dict.keys():
+            state_dict = {n.removeprefix("module."): v for n, v in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict)
+
+    def _captured(self, inputs: dict[str, Any]) -> SyncedModule:
+        made: SyncedModule = optimize(
+            self.module, self._cluster, example_inputs=inputs, weight=self._share, **self._options
+        )
+        made.program.use_pytorch_generator()
+        return made
+
+    def _share(self, inputs: Any) -> float:
+        """How much this batch counts. Where gradients accumulate, its part of what all ranks' micro-batches have."""
+        own, program = self._weight(inputs), self._synced[0].program
+        if self._weight is equal or (program.synchronizes and not program.accumulates):
+            return own
+        return share(own, *sums([own], next(self.module.parameters()).device))
+
+    def _set_synchronizes(self, value: bool) -> None:
+        self._synchronizes = value
+        for synced in self._synced:
+            synced.program.synchronizes = value

@@ -1,0 +1,53 @@
+"""What `optimize` is given that is no model, or a model that something else synchronizes: what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autopar.errors import CaptureError
+
+_WRAPPERS = ("FullyShardedDataParallel", "SyncedModule", "DropIn", "DeepSpeedEngine")
+"""By their names, as they may not be installed, or import this."""
+_FRAMEWORKS = {
+    ("transformers", "Trainer"): "call autopar.integrations.transformers.use(trainer) before trainer.train()",
+    ("accelerate", "Accelerator"): "call autopar.integrations.accelerate.use(accelerator) before accelerator.prepare()",
+    ("lightning", "Trainer"): 'import autopar.integrations.lightning, and make it with strategy="autopar"',
+    ("pytorch_lightning", "Trainer"): "import Trainer from lightning.pytorch instead of pytorch_lightning, import "
+    'autopar.integrations.lightning, and make it with strategy="autopar"',
+}
+
+
+def check_unwrapped(model: Any) -> None:
+    """Raises `CaptureError`, which says what to do, where `model` is a framework's trainer, or is wrapped by something
+    that synchronizes gradients itself."""
+    classes = [(c.__module__.split(".")[0], c.__name__) for c in type(model).__mro__]
+    todo = next((_FRAMEWORKS[c] for c in classes if c in _FRAMEWORKS), None)
+    if todo is not None:
+        raise CaptureError(f"optimize() takes a model, and this is a {type(model).__name__}: {todo}")
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"optimize() takes a model, a torch.nn.Module, and this is a {type(model).__name__}")
+    wrapper = next((n for _, n in classes if n in _WRAPPERS), None)
+    if wrapper is not None or isinstance(model, DistributedDataParallel | DataParallel):
+        raise CaptureError(
+            f"the model is wrapped in {wrapper or type(model).__name__} already, which synchronizes gradients itself: "
+            "pass the model that is wrapped, model.module"
+        )
+    if any(name == "FSDPModule" for _, name in classes):
+        raise CaptureError(
+            "fully_shard() was called on the model, which synchronizes gradients itself: pass the model without it; "
+            "plans shard parameters where memory is short"
+        )
+    if any(c in (("lightning", "LightningModule"), ("pytorch_lightning", "LightningModule")) for c in classes):
+        _check_lightning_module(model)
+
+
+def _check_lightning_module(model: nn.Module) -> None:
+    """Raises `CaptureError` where a LightningModule has nothing to capture but its `training_step`."""
+    if type(model).forward.__module__.split(".")[0] in ("lightning", "pytorch_lightning", "torch"):
+        raise CaptureError(
+            f"{type(model).__name__} is a LightningModule without a forward of its own, and its training_step is the "
+            'Trainer\'s to call: import autopar.integrations.lightning, and make a Trainer with strategy="autopar"'
+        )

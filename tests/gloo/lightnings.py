@@ -1,0 +1,149 @@
+"""What the tests of Lightning run, in one process and on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tests.gloo.frameworks import EVEN, UNEVEN, Sizes, flat, loader, quiet, said
+
+
+class Lit(pl.LightningModule):
+    """Trained in one of several ways: with a forward, with parts, with parameters of its own, by hand."""
+
+    def __init__(self, way: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.way = way
+        self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Dropout(dropout), nn.Tanh(), nn.Linear(5, 5))
+        self.decoder = nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.never = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.automatic_optimization = way != "by hand"
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.decoder(self.encoder(x))
+        return y
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        if self.way == "parts":
+            output = self.decoder(self.encoder(x)) * self.scale
+        elif self.way == "beside":
+            output = self(x) + F.linear(self.encoder(x), self.decoder.weight)
+        else:
+            output = self(x) * self.scale
+        loss = F.mse_loss(output, y)
+        self.log("loss", loss, sync_dist=True)
+        self.losses.append(float(loss))
+        if self.way == "by hand":
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("validation", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Lora(Lit):
+    """PEFT within a LightningModule."""
+
+    def __init__(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().__init__("forward")
+        config = LoraConfig(r=2, target_modules=["0", "3"], init_lora_weights=False)
+        self.encoder = get_peft_model(self.encoder, config)  # type: ignore[assignment]
+
+
+class Headless(pl.LightningModule):
+    """One without a forward of its own."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        return None
+
+
+def trained(strategy: Any, way: str, sizes: Sizes, n: int, rank: int, accumulates: int = 1, **given: Any) -> Any:
+    """The Trainer and the LightningModule, trained."""
+    torch.manual_seed(rank)  # ranks begin unequal: they take rank 0's values
+    module = (Lora() if way == "LoRA" else Lit(way, given.pop("dropout", 0.0))).double()
+    torch.manual_seed(5)
+    path, epochs = given.pop("ckpt_path", None), given.pop("max_epochs", 2)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=n,
+        strategy=strategy,
+        max_epochs=epochs,
+        precision="64-true",
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulates,
+        gradient_clip_val=None if way == "by hand" else 0.3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+        **given,
+    )
+    trainer.fit(module, loader(sizes, rank, n), loader(EVEN[:1], rank, n), ckpt_path=path)
+    return trainer, module
+
+
+def resumed(rank: int, n: int) -> bool:
+    """Whether a run that goes on from a checkpoint of one epoch ends as one of two epochs does."""
+    folder = [tempfile.mkdtemp(prefix="autopar-test-") if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    path = folder[0] + "/half.ckpt"
+    whole = trained("autopar", "forward", EVEN, n, rank)[1]
+    trained("autopar", "forward", EVEN, n, rank, max_epochs=1)[0].save_checkpoint(path)
+    rest = trained("autopar", "forward", EVEN, n, rank, ckpt_path=path)[1]
+    return flat(whole) == flat(rest)
+
+
+def says(rank: int, n: int) -> dict[str, str]:
+    """What is refused, and how."""
+    import autopar
+    from autopar.integrations.lightning import AutoparStrategy
+
+    compiled = Lit("parts")
+    compiled.encoder.compile()
+
+    def fit(module: Any) -> None:
+        trainer = pl.Trainer(accelerator="cpu", devices=n, strategy="autopar", logger=False, enable_checkpointing=False)
+        trainer.fit(module, loader(EVEN, rank, n))
+
+    return {
+        "beside": said(lambda: trained("autopar", "beside", EVEN, n, rank)),
+        "compiled": said(lambda: fit(compiled)),
+        "a module without a forward": said(lambda: autopar.optimize(Headless())),
+        "a trainer": said(lambda: autopar.optimize(pl.Trainer(logger=False))),  # type: ignore[call-overload]
+        "hook": said(lambda: AutoparStrategy(ddp_comm_hook=print)),
+    }
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    importlib.import_module("autopar.integrations.lightning")  # registers "autopar"
+    quiet()
+    one = n == 1
+    strategy = "auto" if one else "autopar"
+    ways = {"forward": 1, "parts": 2, "by hand": 1, "LoRA": 2}
+    found: dict[str, Any] = {w: flat(trained(strategy, w, UNEVEN, n, rank, k)[1]) for w, k in ways.items()}
+    if one:
+        return found
+    for kind in ("ddp_find_unused_parameters_true", "autopar"):
+        trainer, module = trained(kind, "forward", EVEN, n, rank, 2, dropout=0.2)
+        logged = {k: float(v) for k, v in trainer.callback_metrics.items()}
+        found[f"even {kind[:3]}"] = [*flat(module), *module.losses, logged["loss"], logged["validation"]]
+    return found | {"resumed": resumed(rank, n), "says": says(rank, n)}

@@ -1,0 +1,184 @@
+"""What the tests of Hugging Face's Trainer run, in one process and on two ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.gloo.frameworks import Tokens, flat, quiet, said
+
+GPT2: dict[str, Any] = {"vocab_size": 30, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+BERT: dict[str, Any] = {
+    "vocab_size": 30,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 8,
+    "num_labels": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def gpt2(dropout: float = 0.0) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    rates: dict[str, Any] = {f"{where}_pdrop": dropout for where in ("embd", "resid", "attn")}
+    return GPT2LMHeadModel(GPT2Config(**GPT2, **rates))
+
+
+def bert() -> Any:
+    """Its loss ignores `num_items_in_batch`, which Trainer takes it to be divided by."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**BERT))
+
+
+def lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0))
+
+
+class Scored(nn.Module):
+    """A model of one's own, whose loss `Mine` computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(30, 8)
+        self.out = nn.Linear(8, 30)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **kwargs: Any) -> torch.Tensor:
+        scores: torch.Tensor = self.out(torch.tanh(self.embed(input_ids)))
+        return scores
+
+
+def trained(how: str, model: Any, n: int, data: Any, base: Any = None, resume: str | None = None, **args: Any) -> Any:
+    """A Trainer, after training. `how`: under "autopar", or under what Trainer takes by itself."""
+    from transformers import Trainer, TrainingArguments
+
+    import autopar.integrations.transformers as integration
+
+    given: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(prefix="autopar-test-"),
+        "per_device_train_batch_size": 8 // n,
+        "per_device_eval_batch_size": 8 // n,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    settings = TrainingArguments(**(given | args))
+    trainer = (base or Trainer)(model=model, args=settings, train_dataset=data, eval_dataset=Tokens(12))
+    trainer.callback_handler.callbacks = [
+        c for c in trainer.callback_handler.callbacks if "Print" not in type(c).__name__
+    ]
+    if how == "autopar":
+        integration.use(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def history(trainer: Any) -> list[float]:
+    """The losses, of training and evaluation, and the norms of the gradients."""
+    keys = ("loss", "grad_norm", "eval_loss")
+    return [float(line[k]) for line in trainer.state.log_history for k in keys if k in line]
+
+
+def mine() -> Any:
+    """A Trainer's class with a loss of its own, a mean over the micro-batch."""
+    from transformers import Trainer
+
+    class Mine(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            return nn.functional.cross_entropy(model(**inputs).flatten(0, 1), labels.flatten())
+
+    return Mine
+
+
+def uneven(how: str, n: int) -> dict[str, Any]:
+    """Runs whose last batch the ranks share unevenly, and whose labels they share unevenly in each, accumulated."""
+    args: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "accelerator_config": {"even_batches": False},
+        "max_grad_norm": 0.5,
+    }
+    runs = {
+        "LoRA, smoothed labels": trained(how, lora(), n, Tokens(22), label_smoothing_factor=0.1, **args),
+        "ignores the items": trained(how, bert(), n, Tokens(22, 3), **args),
+        "a loss of one's own": trained(how, Scored(), n, Tokens(22), mine(), **args),
+    }
+    return {name: [flat(t.model), history(t)] for name, t in runs.items()}
+
+
+def even(how: str, resumes: bool = False) -> list[list[float]]:
+    """A run with dropout, tied weights, accumulation, clipping, evaluation and checkpoints; or from its checkpoint."""
+    folder = [tempfile.mkdtemp(prefix="autopar-test-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    args: dict[str, Any] = {
+        "output_dir": folder[0],
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "max_grad_norm": 0.3,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    trainer = trained(how, gpt2(0.1), 2, Tokens(40), **args)
+    first = [flat(trainer.model), history(trainer)]
+    if not resumes:
+        return first
+    again = trained(how, gpt2(0.1), 2, Tokens(40), resume=str(Path(folder[0]) / "checkpoint-2"), **args)
+    assert again.model.lm_head.weight is again.model.transformer.wte.weight
+    return [*first, flat(again.model), history(again)]
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers import Trainer
+
+    import autopar
+    import autopar.integrations.transformers as integration
+
+    quiet()
+    if n == 1:
+        found = uneven("one", 1)
+        AcceleratorState._reset_state(True)
+        PartialState._reset_state()
+        if dist.is_initialized():  # by accelerate
+            dist.destroy_process_group()
+        return found
+    left: Any = Trainer(model=Scored(), args=trained_args())
+    stranger: Any = Scored()
+    return {
+        "ddp": even("ddp"),
+        "autopar": even("autopar", resumes=True),
+        "uneven": uneven("autopar", 2),
+        "given to optimize": said(lambda: autopar.optimize(left)),
+        "no trainer": said(lambda: integration.use(stranger)),
+    }
+
+
+def trained_args() -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(output_dir=tempfile.mkdtemp(prefix="autopar-test-"), use_cpu=True, report_to=[])
