@@ -55,6 +55,7 @@ def plan(
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     outputs: bool = False,
+    weight: Weight | None = None,
     calibration: Calibration | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
@@ -74,7 +75,7 @@ def plan(
         mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
     )
     kept = outputs and mode == "step"
-    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, outputs=kept)
+    settings = Settings(loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, outputs=kept)
     training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
     return planner.plan(training, cluster)
@@ -185,7 +186,8 @@ def optimize(
             all ranks, and lowers the scale.
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
-        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
+        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over. A dict
+            or tuple of counts where the loss returns a dict or tuple of terms, each a mean over something else.
         unused_parameters: "error", or "freeze" those that get no gradient, and those that the optimizer does not hold,
             as another program trains them.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit

@@ -18,6 +18,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
 from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.loss_shares import example_of
 from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updated_by
 from autopar.runtime.profile import node_seconds
 from autopar.spec.calibration import Calibration
@@ -53,7 +54,7 @@ class Training:
         if mode == "module":  # which is given no target
             self.batch = module_batch(model, inputs_and_target(batch, settings.loss_fn is not None)[0])
         else:
-            self.batch = flatten(batch)
+            self.batch = flatten(example_of(settings.weight, batch))
         self.model = model
         self.settings = settings
         self.optimizer = optimizer

@@ -21,8 +21,8 @@ from autopar.strategies.timing import Moments
 
 LossFn = Callable[..., Any]
 """`loss_fn(output, target)`."""
-Weight = Callable[[Any], float]
-"""From a batch to how much it counts in the global mean."""
+Weight = Callable[[Any], float | Mapping[str, float] | Sequence[float]]
+"""From a batch to how much it counts in the global mean; of a loss of several terms, in each of them."""
 Check = Literal["first", "always", "never"]
 """Which steps are compared with the model run eagerly."""
 

@@ -59,7 +59,7 @@ class LossMeaning:
         self,
         model: nn.Module,
         loss_fn: Any,
-        given: Callable[[Any], float] | None,
+        given: Callable[[Any], Any] | None,
         rendezvous: Rendezvous,
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
@@ -78,6 +78,10 @@ class LossMeaning:
         """Whether it has been said that one weight a batch does not give the gradient of one process."""
         self._ratios: tuple[float | None, ...] = ()
         """What ranks have agreed on, of a sum of means."""
+
+    def take_as_sum(self) -> None:
+        """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
+        self.given, self.is_sum, self._settled, self._said = None, True, True, True
 
     def weigh(self, weight: BatchWeight, batch: Batch, original: Any) -> torch.Tensor:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""

@@ -33,6 +33,7 @@ from autopar.runtime.local_proof import copies
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
+from autopar.runtime.loss_shares import LossShares
 from autopar.runtime.optimizer import JointPart, OptimizerPart, ParameterGroups, part_of
 from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
@@ -87,6 +88,7 @@ class Program(BaseProgram):
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
+        self._shares = LossShares(settings.weight, group, self._device, self._meaning)
         self._runs = StepRuns(
             group,
             self._device,
@@ -175,9 +177,10 @@ class Program(BaseProgram):
         """
         if (batch is None) == (micro_batches is None):
             raise SignatureError("step takes one batch, or micro_batches=[...], not both and not neither")
-        batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
-        if not batches:
+        originals = [batch] if micro_batches is None else list(micro_batches)
+        if not originals:
             raise SignatureError("micro_batches is empty: a step needs at least one")
+        batches = [flatten(b) for b in self._shares.of(originals)]
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
@@ -189,7 +192,6 @@ class Program(BaseProgram):
             compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
-        originals = [batch] if micro_batches is None else list(micro_batches)
         run = partial(self._run, compiled, batches, originals)
         norm = self._norms.of(compiled[-1], len(batches) > 1) if grad_norm else None
         self._same_settings.ask(self._shared_wishes(outputs, compiled[-1], norm))
