@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from autopar.planning import Planner, Progress, Training
 from autopar.runtime.compiled import Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
+from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
 from autopar.runtime.joint_optimizer import joined
@@ -26,6 +28,7 @@ from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
+from autopar.runtime.sync_batch_norm import synchronize_batch_norm
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
@@ -95,6 +98,7 @@ def optimize(
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     loss_scale: LossScaling | None = None,
+    sync_batch_norm: bool = False,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -146,6 +150,7 @@ def optimize(
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     loss_scale: LossScaling | None = None,
+    sync_batch_norm: bool = False,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -184,6 +189,8 @@ def optimize(
         loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
             `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
             all ranks, and lowers the scale.
+        sync_batch_norm: has batch normalization normalize over the global batch, as one process would, where each rank
+            otherwise normalizes its own. The model's modules stay so. `torch.nn.SyncBatchNorm` always does.
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
         weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over. A dict
@@ -237,7 +244,7 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {compile=}, {outputs=}, loss scale {scaler and scaler.state_dict()}, passes {passes.said}"
+    said += f", {compile=}, {outputs=}, {sync_batch_norm=}, loss scale {_scale(scaler)}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
@@ -245,21 +252,33 @@ def optimize(
     settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler, scaler, kept)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
-    graph = training.graph("none" if plan is None else plan.recompute)
-    if plan is None:
-        planner = Planner(
-            strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+    if synchronize_batch_norm(model, group, sync_batch_norm) and (optimizer is None or measure_compute):
+        raise SpecError(
+            "batch normalization over all ranks needs the optimizer, and cannot be timed on one rank alone: leave "
+            "measure_compute out, and pass optimizer="
         )
-        plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
-        graph = training.graph(plan.recompute)
-    context = training.context(group.world_size, late_parameters)
-    if optimizer is None:
-        gradients = GradientProgram(model, plan, group, settings, context)
-        gradients.adopt(graph, training.batch)
-        return SyncedModule(gradients)
-    program = Program(model, plan, group, optimizer, settings, context)
-    program.adopt(graph, training.batch)
-    return program
+    sizes = sizes_of(training.batch.size, group, next(iter(parameters.values())).device) if mode == "step" else ()
+    with gathering(group, sizes):
+        graph = training.graph("none" if plan is None else plan.recompute)
+        if plan is None:
+            planner = Planner(
+                strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+            )
+            plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
+            graph = training.graph(plan.recompute)
+        context = training.context(group.world_size, late_parameters)
+        if optimizer is None:
+            gradients = GradientProgram(model, plan, group, settings, context)
+            gradients.adopt(graph, training.batch)
+            return SyncedModule(gradients)
+        program = Program(model, plan, group, optimizer, settings, context)
+        of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
+        program.adopt(graph, training.batch, sizes=of_all)
+        return program
+
+
+def _scale(scaler: GradScaler | None) -> str:
+    return "none" if scaler is None else str(scaler.state_dict())
 
 
 def _check_choices(**given: str | None) -> None:

@@ -66,6 +66,16 @@ class JointGraph:
     """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
 
     @property
+    def sums_over_ranks(self) -> bool:
+        """Whether ranks exchange values within the model, so that none can run it by itself."""
+        return any(str(n.target).startswith("autopar.") for n in self.module.graph.nodes)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks take each other's rows, so that all must know how many each has."""
+        return any(str(n.target).startswith("autopar.gather_rows") for n in self.module.graph.nodes)
+
+    @property
     def has_outputs(self) -> bool:
         """Whether it is of a step that returns the model's output besides its loss."""
         return self.weight is not None and len(self.outputs) > 1
