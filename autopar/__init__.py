@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.ir.passes import Pass as Pass
     from autopar.ir.passes import Passes as Passes
     from autopar.runtime.checkpoint_load import load_checkpoint as load_checkpoint
+    from autopar.runtime.gathering import gather as gather
     from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
     from autopar.runtime.step_result import StepResult as StepResult
@@ -43,6 +44,7 @@ _HOMES = {
     "SyncedModule": "autopar.runtime.module",
     "Verification": "autopar.verification",
     "calibrate": "autopar.calibration",
+    "gather": "autopar.runtime.gathering",
     "load_checkpoint": "autopar.runtime.checkpoint_load",
     "optimize": "autopar.api",
     "plan": "autopar.api",
@@ -63,6 +65,7 @@ __all__ = [
     "SyncedModule",
     "Verification",
     "calibrate",
+    "gather",
     "load_checkpoint",
     "optimize",
     "plan",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.errors import PlanMismatchError, SpecError, did_you_mean
@@ -18,6 +19,7 @@ from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_gradient_program import EagerGradientProgram
+from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
 from autopar.runtime.joint_optimizer import joined
@@ -26,6 +28,7 @@ from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
+from autopar.runtime.sync_batch_norm import synchronize_batch_norm
 from autopar.runtime.wrapped import check_unwrapped
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
@@ -57,6 +60,7 @@ def plan(
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     outputs: bool = False,
+    weight: Weight | None = None,
     calibration: Calibration | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
@@ -88,7 +92,7 @@ def plan(
     )
     kept = outputs and mode == "step"
     settings = Settings(
-        loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes, capture=capture, outputs=kept
+        loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=kept
     )
     training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     training.settle()
@@ -112,6 +116,7 @@ def optimize(
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     loss_scale: LossScaling | None = None,
+    sync_batch_norm: bool = False,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -165,6 +170,7 @@ def optimize(
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
     loss_scale: LossScaling | None = None,
+    sync_batch_norm: bool = False,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -204,9 +210,12 @@ def optimize(
         loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
             `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
             all ranks, and lowers the scale.
+        sync_batch_norm: has batch normalization normalize over the global batch, as one process would, where each rank
+            otherwise normalizes its own. The model's modules stay so. `torch.nn.SyncBatchNorm` always does.
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
-        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
+        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over. A dict
+            or tuple of counts where the loss returns a dict or tuple of terms, each a mean over something else.
         unused_parameters: "error", or "freeze" those that get no gradient, and those that the optimizer does not hold,
             as another program trains them.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
@@ -263,7 +272,8 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {capture=}, {compile=}, {outputs=}, loss scale {scaler and scaler.state_dict()}, passes {passes.said}"
+    said += f", {capture=}, {compile=}, {outputs=}, {sync_batch_norm=}"
+    said += f", loss scale {_scale(scaler)}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
@@ -273,24 +283,36 @@ def optimize(
     )
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
-    training.settle(group)
-    settings = training.settings
-    graph = training.graph("none" if plan is None else plan.recompute)
-    if plan is None:
-        planner = Planner(
-            strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+    if synchronize_batch_norm(model, group, sync_batch_norm) and (optimizer is None or measure_compute):
+        raise SpecError(
+            "batch normalization over all ranks needs the optimizer, and cannot be timed on one rank alone: leave "
+            "measure_compute out, and pass optimizer="
         )
-        plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
-        graph = training.graph(plan.recompute)
-    context = training.context(group.world_size, late_parameters)
-    if optimizer is None:
-        of = EagerGradientProgram if training.eager else GradientProgram
-        gradients = of(model, plan, group, settings, context)
-        gradients.adopt(graph, training.batch)
-        return SyncedModule(gradients)
-    program = Program(model, plan, group, optimizer, settings, context)
-    program.adopt(graph, training.batch)
-    return program
+    sizes = sizes_of(training.batch.size, group, next(iter(parameters.values())).device) if mode == "step" else ()
+    with gathering(group, sizes):
+        training.settle(group)
+        settings = training.settings
+        graph = training.graph("none" if plan is None else plan.recompute)
+        if plan is None:
+            planner = Planner(
+                strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+            )
+            plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
+            graph = training.graph(plan.recompute)
+        context = training.context(group.world_size, late_parameters)
+        if optimizer is None:
+            of = EagerGradientProgram if training.eager else GradientProgram
+            gradients = of(model, plan, group, settings, context)
+            gradients.adopt(graph, training.batch)
+            return SyncedModule(gradients)
+        program = Program(model, plan, group, optimizer, settings, context)
+        of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
+        program.adopt(graph, training.batch, sizes=of_all)
+        return program
+
+
+def _scale(scaler: GradScaler | None) -> str:
+    return "none" if scaler is None else str(scaler.state_dict())
 
 
 def _check_choices(**given: str | None) -> None:

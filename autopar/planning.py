@@ -20,6 +20,7 @@ from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager_look import settled
 from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.loss_shares import example_of
 from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updated_by
 from autopar.runtime.process_group import Group
 from autopar.runtime.profile import node_seconds
@@ -65,7 +66,7 @@ class Training:
             except CaptureError as e:
                 self.batch, self._refused = flatten(inputs), e
         else:
-            self.batch = flatten(batch, needs_tensor=not may_run)
+            self.batch = flatten(example_of(settings.weight, batch), needs_tensor=not may_run)
             if not self.batch.tensors:
                 self._refused = CaptureError(f"the batch, a {type(batch).__name__}, shows no tensors to a graph")
         self.model = model

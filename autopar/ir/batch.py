@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -70,6 +70,14 @@ class Batch:
     def copied(self) -> tuple[torch.Tensor, ...]:
         """Copies of its tensors, for a run that may write to them."""
         return tuple(t.clone() for t in self.tensors)
+
+
+class Weighted(NamedTuple):
+    """A batch, with its share in each term of a loss of several terms."""
+
+    batch: Any
+    shares: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+    """float64 scalars, by the terms' names or in their order."""
 
 
 def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
@@ -146,6 +154,8 @@ def module_batch(model: torch.nn.Module, inputs: Any) -> Batch:
 def inputs_and_target(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
     """What of a batch the model is given, and what its loss function; raises `SignatureError` for a tuple that is not
     both. A batch of one piece is both."""
+    if isinstance(batch, Weighted):
+        batch = batch.batch
     if not (has_loss_fn and isinstance(batch, (tuple, list))):
         return batch, batch
     if len(batch) != 2:
@@ -165,6 +175,7 @@ def call_model(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> tuple[A
 
 def misfit(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> SignatureError | None:
     """Says why the model's `forward` cannot be called with a batch; `None` where it can."""
+    batch = batch.batch if isinstance(batch, Weighted) else batch
     inputs = batch[0] if has_loss_fn and isinstance(batch, (tuple, list)) else batch
     by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
     by_place = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

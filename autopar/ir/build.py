@@ -49,9 +49,9 @@ def training_graph(
     """
     with _without_collector():
         joint = capture_joint(model, batch, loss_fn, mode, outputs)
-    if updated is not None:
-        known = set(updated)
-        joint = without_gradients(joint, [n for n, p in named_parameters(model, loss_fn).items() if p not in known])
+    own = named_parameters(model, loss_fn)
+    if updated is not None and not set(own.values()).isdisjoint(updated):  # else a plan is made for another's kind
+        joint = without_gradients(joint, [n for n, p in own.items() if p not in updated])
     capture = Capture(mode, batch.size, recompute)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))

@@ -18,7 +18,7 @@ import torch.fx
 from torch import nn
 
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.batch import Batch, call_model, misfit
+from autopar.ir.batch import Batch, Weighted, call_model, misfit
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
@@ -28,11 +28,13 @@ from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
+from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 
 Mode = Literal["step", "module"]
 
 _WHAT = "the model cannot be captured as one graph"
+_TERMS = "Where it has several terms, pass weight= with a count for each, or add them up"
 _MOST_OBSERVERS = 50
 """Statements that only observe which a capture leaves out before it gives up: each costs a further attempt."""
 
@@ -64,6 +66,16 @@ class JointGraph:
     """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
 
     @property
+    def sums_over_ranks(self) -> bool:
+        """Whether ranks exchange values within the model, so that none can run it by itself."""
+        return any(str(n.target).startswith("autopar.") for n in self.module.graph.nodes)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks take each other's rows, so that all must know how many each has."""
+        return any(str(n.target).startswith("autopar.gather_rows") for n in self.module.graph.nodes)
+
+    @property
     def has_outputs(self) -> bool:
         """Whether it is of a step that returns the model's output besides its loss."""
         return self.weight is not None and len(self.outputs) > 1
@@ -93,11 +105,16 @@ class _Step(nn.Module):
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:
-        output, target = call_model(self.model, self._batch.rebuild(tensors), self.loss_fn is not None)
+        batch = self._batch.rebuild(tensors)
+        output, target = call_model(self.model, batch, self.loss_fn is not None)
         if self._mode == "module":
             return tuple(output_tensors(output))
-        loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
-        return (loss, *(t.detach() for t in output_tensors(output))) if self._outputs else loss
+        loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target), batch)
+        if not self._outputs:
+            return loss
+        if not isinstance(loss, torch.Tensor):
+            raise CaptureError(f"the loss must be one scalar, got a {type(loss).__name__}: {_TERMS}")
+        return (loss, *(t.detach() for t in output_tensors(output)))
 
 
 def _module_at(module: Any, path: tuple[str, ...]) -> Any:
@@ -106,8 +123,11 @@ def _module_at(module: Any, path: tuple[str, ...]) -> Any:
     return module
 
 
-def find_loss(output: Any) -> Any:
-    """The loss in a model's output: the output itself where it is a tensor, else its `loss`."""
+def find_loss(output: Any, batch: Any = None) -> Any:
+    """The loss in a model's output: the output itself where it is a tensor, else its `loss`; of a batch that has shares
+    in several terms, the sum of these shares."""
+    if isinstance(batch, Weighted):
+        return sum_of_terms(output, batch.shares)
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -171,7 +191,7 @@ def capture_joint(
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    joint = replace(_describe(module, mode), guards=guards)
+    joint = replace(_describe(module, mode, outputs), guards=guards)
     if not outputs:
         return joint
     loss, *others = joint.outputs
@@ -276,7 +296,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
+def _describe(module: torch.fx.GraphModule, mode: Mode, has_outputs: bool) -> JointGraph:
     """Reads AOTAutograd's descriptors, the only place where they are read."""
     from torch._functorch._aot_autograd import descriptors as d
 
@@ -316,7 +336,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         elif node is not None:
             raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
     if mode == "step":
-        _check_loss(outputs[:1], bool(gradients))
+        _check_loss(outputs[:1] if has_outputs else outputs, bool(gradients))
     return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, input_gradients=of_inputs)
 
 
@@ -340,7 +360,7 @@ def _check_loss(outputs: list[Any], any_gradient: bool) -> None:
     if len(outputs) != 1 or shape is None or shape not in ((), (1,)):
         raise CaptureError(
             f"the loss must be one scalar, got {len(outputs)} output(s), the first of shape {shape}: reduce it "
-            "with .mean() or .sum() in the model or in loss_fn"
+            f"with .mean() or .sum() in the model or in loss_fn. {_TERMS}"
         )
     if not any_gradient:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")

@@ -94,21 +94,22 @@ class BaseProgram:
     def world_size(self) -> int:
         return self._group.world_size
 
-    def compile_for(self, batch: Any, outputs: bool = False) -> Compiled:
+    def compile_for(self, batch: Any, outputs: bool = False, sizes: tuple[int, ...] = ()) -> Compiled:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
-        reads is still as it was then. `outputs`: of a step that returns the model's output, too."""
+        reads is still as it was then. `outputs`: of a step that returns the model's output, too. `sizes`: of all
+        ranks' batches, where the step depends on them."""
         batch = batch if isinstance(batch, Batch) else flatten(batch, needs_tensor=self._outlined is None)
         if self._outlined is not None:
             assert self._eager is not None
             self._eager.keeps_output = outputs
             return replace(self._outlined, batch=batch)
         outputs = outputs or self.settings.outputs
-        known = self._compiled.find(signature_key(self.model, batch, (self._hooks.key(), outputs)))
+        known = self._compiled.find(signature_key(self.model, batch, (self._hooks.key(), outputs, sizes)))
         if known is not None:
             return known
         graph = self._captured(batch, outputs)
         try:
-            return self.adopt(graph, batch, outputs)
+            return self.adopt(graph, batch, outputs, sizes)
         except PlanError as e:
             raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not self.settings.outputs else e from None
 
@@ -127,7 +128,9 @@ class BaseProgram:
                 updated_by(self._optimizer),
             )
 
-    def adopt(self, graph: TrainingGraph, batch: Any, outputs: bool | None = None) -> Compiled:
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
         model, or where ranks would issue different collectives."""
         self.plan.check_model(graph.model)
@@ -144,7 +147,7 @@ class BaseProgram:
             self.written(compiled, name)
         if self._outlined is None:
             key = signature_key(
-                self.model, batch, (self._hooks.key(), self.settings.outputs if outputs is None else outputs)
+                self.model, batch, (self._hooks.key(), self.settings.outputs if outputs is None else outputs, sizes)
             )
             self._compiled.add(key, compiled.joint.guards, compiled)
         return compiled

@@ -23,8 +23,8 @@ from autopar.strategies.timing import Moments
 
 LossFn = Callable[..., Any]
 """`loss_fn(output, target)`."""
-Weight = Callable[[Any], float]
-"""From a batch to how much it counts in the global mean."""
+Weight = Callable[[Any], float | Mapping[str, float] | Sequence[float]]
+"""From a batch to how much it counts in the global mean; of a loss of several terms, in each of them."""
 Capture = Literal["auto", "always", "never"]
 """Whether the model is captured as a graph, or runs eagerly; "auto": eagerly where it cannot be captured."""
 Check = Literal["first", "always", "never"]

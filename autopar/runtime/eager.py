@@ -103,7 +103,7 @@ def _buffers(owners: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tenso
 def loss_of(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
     """The model's loss on a batch, as its program computes it."""
     output, target = call_model(model, batch, loss_fn is not None)
-    return find_loss(output if loss_fn is None else loss_fn(output, target))  # type: ignore[no-any-return]
+    return find_loss(output if loss_fn is None else loss_fn(output, target), batch)  # type: ignore[no-any-return]
 
 
 def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: Take) -> None:

@@ -20,6 +20,7 @@ from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.eager_steps import Run
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.local_proof import SynchronizedOnce
+from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import Plan
 
@@ -49,8 +50,10 @@ class EagerGradientProgram(BaseProgram):
         """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
         return self._earlier_count > 0
 
-    def adopt(self, graph: TrainingGraph, batch: Any, outputs: bool | None = None) -> Compiled:
-        compiled = super().adopt(graph, batch, outputs)
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
+        compiled = super().adopt(graph, batch, outputs, sizes)
         assert compiled.eager is not None
         self._gradients = EagerGradients(
             compiled.eager, self._begin, self._end, lambda: self._group.guard(f"backward pass {self._steps}")
@@ -68,7 +71,7 @@ class EagerGradientProgram(BaseProgram):
         if self.settings.weight is None:
             size = flatten((args, kwargs), needs_tensor=False).size
             return 1.0 if size is None else float(size)
-        return float(self.settings.weight(inspect.signature(self.model.forward).bind(*args, **kwargs).arguments))
+        return one_weight(self.settings.weight, inspect.signature(self.model.forward).bind(*args, **kwargs).arguments)
 
     def _begin(self, weight: float) -> Run | None:
         """Begins to synchronize the gradients of a backward pass."""

@@ -48,7 +48,8 @@ def settled(
                 raise
             raise CaptureError(reason) from e  # it says more of what is wrong
 
-    seen = rendezvous.from_rank_0("order of gradients", looked)
+    mine = looked()  # on all ranks, as the model may exchange values between them; what rank 0 has seen holds
+    seen = rendezvous.from_rank_0("order of gradients", lambda: mine)
     fingerprint = model_fingerprint(model, settings.loss_fn)
     if optimizer is not None:  # others are trained elsewhere, by another program
         held, named = updated_by(optimizer) or set(), named_parameters(model, settings.loss_fn)

@@ -33,7 +33,7 @@ def loss_and_output(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[torch.T
     is no scalar."""
     with torch.enable_grad():
         output, target = call_model(model, batch, loss_fn is not None)
-        loss: Any = find_loss(output if loss_fn is None else loss_fn(output, target))
+        loss: Any = find_loss(output if loss_fn is None else loss_fn(output, target), batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise SignatureError(

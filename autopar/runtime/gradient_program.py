@@ -19,6 +19,7 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
 from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
+from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.one_pass import How, Ran
 from autopar.runtime.outputs import fill, output_template
@@ -70,7 +71,7 @@ class GradientProgram(BaseProgram):
         batch = flatten(inputs)
         compiled = self.compile_for(batch)
         samples = 1 if batch.size is None else batch.size
-        weight = self.settings.weight(inputs) if self.settings.weight else samples
+        weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             self._prove(compiled, batch)
         trainable = [self._parameters[p.name] for p in compiled.graph.parameters]

@@ -28,25 +28,28 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager_steps import EagerStep
-from autopar.runtime.gradient_norm import GradientNorms, StepNorm
+from autopar.runtime.gathering import gathered_sizes, gathering
+from autopar.runtime.gradient_norm import GradientNorms
 from autopar.runtime.joint_optimizer import each_of
-from autopar.runtime.local_proof import copies
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
+from autopar.runtime.loss_shares import LossShares
 from autopar.runtime.optimizer import JointPart, OptimizerPart, ParameterGroups, part_of
 from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import Memory
+from autopar.runtime.snapshots import evaluated, snapshot
 from autopar.runtime.state import scatter_state
 from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
-from autopar.runtime.step_result import StepResult
+from autopar.runtime.step_result import Asked, StepResult
 from autopar.runtime.step_runs import StepRuns
 from autopar.runtime.step_writer import LocalWriter, StepWriter
 from autopar.runtime.subject import Subject
+from autopar.runtime.sync_batch_norm import check_loss_dtype
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
@@ -89,6 +92,7 @@ class Program(BaseProgram):
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
+        self._shares = LossShares(settings.weight, group, self._device, self._meaning)
         self._runs = StepRuns(
             group,
             self._device,
@@ -99,6 +103,8 @@ class Program(BaseProgram):
             self.written,
             self._scale,
         )
+        self._gathers = False
+        """Whether the model or its loss compares samples of all ranks."""
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._since = [0] * len(plan.groups)
@@ -178,17 +184,23 @@ class Program(BaseProgram):
         Raises `SignatureError` where the batch cannot be used, `CaptureError` where a batch of a new shape cannot be
         captured, and `CollectiveError`, naming the rank, where another rank is late or gone.
         """
-        if (batch is None) == (micro_batches is None):
-            raise SignatureError("step takes one batch, or micro_batches=[...], not both and not neither")
         given = [batch] if micro_batches is None else list(micro_batches)
-        batches = [flatten(b, needs_tensor=self._eager is None) for b in given]
-        if not batches:
-            raise SignatureError("micro_batches is empty: a step needs at least one")
+        if (batch is None) == (micro_batches is None) or not given:
+            raise SignatureError("step takes one batch, or micro_batches=[...] with at least one, and not both")
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
+        batches = [flatten(b, needs_tensor=self._eager is None) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
-        captures = [self.compile_for(b, outputs) for b in batches]
+        sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
+        with gathering(self._group, sizes):
+            return self._step(batches, given, sizes, Asked(outputs, grad_norm, micro_batches is not None))
+
+    def _step(
+        self, batches: list[Batch], given: list[Any], sizes: tuple[int, ...], asked: Asked
+    ) -> torch.Tensor | StepResult:
+        """`sizes`: of all ranks' batches, where ranks gather them."""
+        captures = [self.compile_for(b, asked.outputs, sizes) for b in batches]
         compiled = captures
         if self._is_timed:
             moments = moments_of(self.plan.groups, self._steps, self._since)
@@ -196,8 +208,8 @@ class Program(BaseProgram):
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
         run = partial(self._run, compiled, batches, given)
-        norm = self._norms.of(compiled[-1], len(batches) > 1) if grad_norm else None
-        self._same_settings.ask(self._shared_wishes(outputs, compiled[-1], norm))
+        norm = self._norms.of(compiled[-1], len(batches) > 1) if asked.grad_norm else None
+        self._same_settings.ask(asked.together(self._order.is_its_own(compiled[-1].program), norm))
         with self._norms.taken(norm):
             shares, is_first = partial(self._shares_of, compiled, batches, given), not self._has_stepped
             timed = compiled[-1].program.groups if self._is_timed else ()
@@ -207,17 +219,7 @@ class Program(BaseProgram):
         self._steps, self._has_stepped = self._steps + 1, True
         for one in each_of(self.optimizer):
             one._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
-        found = self._runs.take_outputs()
-        if not outputs and norm is None:
-            return loss
-        of_batches = (found[0] if micro_batches is None else found) if outputs else None
-        return StepResult(loss, of_batches, None if norm is None else norm.total())
-
-    def _shared_wishes(self, outputs: bool, last: Compiled, norm: StepNorm | None) -> str:
-        """What the next step is asked for that all ranks must ask for, as the arguments of a call."""
-        in_order = outputs and self._order.is_its_own(last.program)
-        asked = {"outputs=True": in_order, "grad_norm=True": norm is not None and norm.is_shared}
-        return ", ".join(k for k, is_so in asked.items() if is_so)
+        return asked.result(loss, self._runs.take_outputs(), norm)
 
     def synchronize(self) -> None:
         """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
@@ -239,6 +241,13 @@ class Program(BaseProgram):
         """
         self.synchronize()
         return self._sharded.gathered()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """While it is open, the model is whole, in evaluation mode, with buffers averaged over the ranks and without
+        gradients: `with program.evaluation(): model(x)`. Each rank may run it as often as it likes; all enter and leave
+        together."""
+        self.synchronize_buffers()
+        return evaluated(self.model, self.gathered())
 
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
@@ -332,6 +341,10 @@ class Program(BaseProgram):
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         self._sharded.spread(m.slice.name for m in program.sharded_members)
         compiled = super()._lowered(graph, program, batch)
+        check_loss_dtype(compiled)
+        if compiled.joint.gathers and not self._gathers:
+            self._gathers = True
+            self._meaning.take_as_samples()
         if not compiled.joint.has_outputs:
             return compiled
         with self._traceable():
@@ -381,20 +394,6 @@ class Program(BaseProgram):
             return self._runs.shares(compiled, batches, originals).tolist()
 
     def _snapshot(self) -> Callable[[], None]:
-        """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
-        that back."""
-        self.synchronize()
         whole = [p.detach() for n, p in self._parameters.items() if n not in self._sharded.shards]
-        put_back = [
-            copies([*self._buffers.values(), *self._sharded.shards.values(), *whole]),
-            *(part.kept_state() for part in self._parts.values()),
-            self._random.kept(),
-            self._states.kept(),
-        ]
-
-        def back() -> None:
-            self.synchronize()
-            for one in put_back:
-                one()
-
-        return back
+        tensors = [*self._buffers.values(), *self._sharded.shards.values(), *whole]
+        return snapshot(tensors, self._parts.values(), self._random, self._states, self.synchronize)

@@ -184,22 +184,24 @@ class Proof:
         strangers: set[str] = set()
         loss = torch.zeros(1, dtype=torch.float64)
         factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())
+        joined = of.graph.joint is not None and of.graph.joint.sums_over_ranks
         with of.random(), without_trace(of.owners) as buffers, torch.enable_grad():
             for batch, share in zip(self.batches, self.shares, strict=True):
 
                 def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
                     gradient = gradient if factor == 1 else gradient / factor
                     for n, probe in own.get(name, ()):
-                        flats[n] += share * probe.see(gradient).flat()
+                        flats[n] += (1.0 if joined else share) * probe.see(gradient).flat()
                     if name not in own and bool(gradient.count_nonzero()):
                         strangers.add(name)
 
                 given = batch.copied()
                 one = loss_of(of.model, of.loss_fn, batch.rebuild(given))
                 _check_unwritten(given)
-                if share:  # else the loss may be no number
+                if share or joined:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
-                    backward(one if factor == 1 else one * factor, watched, take)
+                    seed = factor * share if joined else factor  # gradients that cross ranks have each rank's share
+                    backward(one if seed == 1 else one * seed, watched, take)
         return self._summed(loss, flats, buffers, sorted(strangers))
 
     def _values(self) -> dict[str, torch.Tensor]:

@@ -118,7 +118,7 @@ class StepProofs:
 
     def capture(self, c: Compiled, batch: Batch) -> None:
         """Compares what was captured later than the first step, on this rank alone, unless that was done before."""
-        if c.proved or c.graph.eager or self._check == "never" or self._is_spread():
+        if c.proved or c.graph.eager or self._check == "never" or self._is_spread() or c.joint.sums_over_ranks:
             return
         c.proved = True
         trained = {n: self._parameters[n] for n in c.joint.gradients}

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.gradient_norm import StepNorm
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -20,3 +22,26 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     """The norm over the gradients of all parameters that the step updates with, before they are clipped: a float64
     scalar, the same on all ranks. `None` where it was not asked for."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a step is asked for."""
+
+    outputs: bool
+    grad_norm: bool
+    accumulates: bool
+    """Whether its batches were given as micro-batches."""
+
+    def together(self, own_order: bool, norm: StepNorm | None) -> str:
+        """What of it all ranks must ask for, as the arguments of a call. `own_order`: whether collectives have another
+        order where outputs are returned."""
+        asked = {"outputs=True": self.outputs and own_order, "grad_norm=True": norm is not None and norm.is_shared}
+        return ", ".join(k for k, is_so in asked.items() if is_so)
+
+    def result(self, loss: torch.Tensor, outputs: list[Any], norm: StepNorm | None) -> torch.Tensor | StepResult:
+        """What the step returns; `outputs`: of each of its batches."""
+        if not self.outputs and norm is None:
+            return loss
+        found = (outputs if self.accumulates else outputs[0]) if self.outputs else None
+        return StepResult(loss, found, None if norm is None else norm.total())
