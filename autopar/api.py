@@ -15,6 +15,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training
+from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compiled import Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
@@ -99,6 +100,7 @@ def optimize(
     seed: int = 0,
     check: Check = "first",
     compile: bool = False,
+    max_captures: int = MOST_CAPTURES,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program: ...
@@ -122,6 +124,7 @@ def optimize(
     seed: int = 0,
     check: Check = "first",
     compile: bool = False,
+    max_captures: int = MOST_CAPTURES,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> SyncedModule: ...
@@ -147,6 +150,7 @@ def optimize(
     seed: int = 0,
     check: Check = "first",
     compile: bool = False,
+    max_captures: int = MOST_CAPTURES,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
@@ -184,6 +188,8 @@ def optimize(
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
             plan is the same, unless `measure_compute` is set and times what is compiled. It takes minutes rather than
             seconds, and a C++ compiler (on GPUs, Triton).
+        max_captures: how many graphs are kept, each of batches of one signature, or of several that differ in sizes
+            alone; the one that was used longest ago is let go of, and captured again when such a batch comes back.
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
@@ -197,6 +203,8 @@ def optimize(
     _check_choices(
         fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on, check=check
     )
+    if max_captures < 1:
+        raise SpecError(f"max_captures is {max_captures}: a program keeps the graphs of at least one batch signature")
     _check_unwrapped(model)
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
@@ -218,7 +226,7 @@ def optimize(
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
+    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, max_captures, compiler)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)

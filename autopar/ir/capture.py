@@ -201,7 +201,19 @@ def _traced(
         stack.enter_context(kept_checks())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
-        return module, guards
+    _let_go(graph)
+    return module, guards
+
+
+def _let_go(graph: torch.fx.GraphModule) -> None:
+    """Takes TorchDynamo's graph apart, which is of no further use and would never be freed: its fake tensors have
+    histories, which autograd holds where Python's collector does not see it, and TorchDynamo leaves a function that
+    runs it among the globals of the module that it has traced."""
+    for node in graph.graph.nodes:
+        node.meta.clear()
+    graph.meta.clear()
+    for name in [n for n in globals() if n.startswith("__compiled_fn_")]:
+        del globals()[name]
 
 
 def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> tuple[torch.fx.GraphModule, Guards]:

@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
+from autopar.ir.leftovers import forget, forgotten_but
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -70,7 +71,7 @@ class BaseProgram:
         self._parameters = named_parameters(model, settings.loss_fn)
         self._buffers = {s + n: b for s, o in owners.items() for n, b in o.named_buffers(remove_duplicate=False)}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._compiled: Captures[Compiled] = Captures(says=group.rank == 0)
+        self._compiled = Captures[Compiled](group.rank == 0, settings.max_captures, lambda c: forget(c.every_graph))
         self._hooks = ModuleHooks(owners.values())
         self._unchanged = Unchanged(owners, self._buffers, optimizer)
         self._random = RandomStream(group.rank, group.world_size)
@@ -92,12 +93,15 @@ class BaseProgram:
         known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
         if known is not None:
             return known
-        s = self.settings
-        with self._traceable():
-            graph = training_graph(
-                self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
-            )
-        return self.adopt(graph, batch)
+        s, made = self.settings, list[torch.fx.GraphModule]()
+        with forgotten_but(made):
+            with self._traceable():
+                graph = training_graph(
+                    self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
+                )
+            compiled = self.adopt(graph, batch)
+            made += compiled.every_graph
+        return compiled
 
     def adopt(self, graph: TrainingGraph, batch: Any) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another

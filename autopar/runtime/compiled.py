@@ -14,6 +14,7 @@ from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compute import Compiler
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import Moments
@@ -39,6 +40,8 @@ class Settings:
     check: Check = "never"
     passes: Passes = EVERY
     """That rewrite what was captured."""
+    max_captures: int = MOST_CAPTURES
+    """Graphs of so many batch signatures are kept; those that were used longest ago go first."""
     compiler: Compiler | None = None
     """What compiles the compute between communication; `None` runs operators one by one."""
 
@@ -64,6 +67,11 @@ class Compiled:
     """The same capture, lowered for steps in which some groups do not synchronize."""
     proved: bool = False
     """Whether it was compared with the model run eagerly."""
+
+    @property
+    def every_graph(self) -> list[torch.fx.GraphModule]:
+        """What was captured, and all that was written from it."""
+        return [self.joint.module, *(g for c in (self, *self.others.values()) for g in c.graphs.values())]
 
     @property
     def joint(self) -> JointGraph:
