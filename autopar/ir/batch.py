@@ -26,6 +26,12 @@ class Signature:
     """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; the value itself for
     anything else."""
 
+    @property
+    def of_any_size(self) -> Signature:
+        """The same of all batches that differ in the sizes of contiguous tensors alone."""
+        general = [(len(x[0]), x[1]) if _is_tensor_key(x) and len(x) == 2 else x for x in self.leaves]
+        return replace(self, leaves=tuple(general))
+
     def __str__(self) -> str:
         parts = [
             f"{tuple(x[0])} {str(x[1]).removeprefix('torch.')}" if _is_tensor_key(x) else repr(x) for x in self.leaves
@@ -57,6 +63,11 @@ class Batch:
         """Samples in the batch: dimension 0 of its first tensor that has one."""
         return next((int(t.shape[0]) for t in self.tensors if t.dim() > 0), None)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its tensors."""
+        return shapes_of(self.tensors)
+
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
@@ -70,6 +81,11 @@ class Batch:
     def copied(self) -> tuple[torch.Tensor, ...]:
         """Copies of its tensors, for a run that may write to them."""
         return tuple(t.clone() for t in self.tensors)
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of tensors."""
+    return tuple(tuple(t.shape) for t in tensors)
 
 
 def flatten(batch: Any) -> Batch:

@@ -22,6 +22,7 @@ from autopar.ir.heads import find_heads
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
 from autopar.ir.passes import EVERY, Capture, Passes, run_passes
+from autopar.ir.sizes import Varying, forget_symbols, size_inputs
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
@@ -37,15 +38,17 @@ def training_graph(
     unused: Unused = "error",
     recompute: Recompute = "none",
     passes: Passes = EVERY,
+    varying: Varying = frozenset(),
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
     `recompute`: what of the forward pass is computed again in the backward pass; only of a whole step. `unused`: what
     to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what eager PyTorch does
-    silently (the optimizer passes over them).
+    silently (the optimizer passes over them). `varying`: the dimensions of the batch in which others differ that the
+    graph is to serve, too; raises `StaticOnlyError` where it cannot.
     """
     with _without_collector():
-        joint = capture_joint(model, batch, loss_fn, mode)
+        joint = capture_joint(model, batch, loss_fn, mode, varying)
     capture = Capture(mode, batch.size, recompute)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
@@ -53,13 +56,19 @@ def training_graph(
     order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(order)}
     fingerprint, trainable = _trainable(fingerprint, joint, unused)
-    example = {n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"}
+    example: dict[torch.fx.Node, Any] = {
+        n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"
+    }
+    if joint.sizes is not None:
+        numbers = joint.sizes.of(batch.shapes)
+        example |= {n: numbers[i] for n, i in size_inputs(joint).items()}
     start = _backward_start(joint, inputs, position)
     parameters = tuple(_parameter(p, joint, inputs, position, example, start) for p in trainable)
     parameters = _with_readers(parameters, joint, inputs, position, example)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
     joint, done_behind = run_passes(passes.behind(), joint, capture)
     joint.module.recompile()
+    forget_symbols(joint.module.graph)
     return TrainingGraph(
         model=fingerprint,
         parameters=parameters,
@@ -134,7 +143,7 @@ def _parameter(
     joint: JointGraph,
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
-    example: dict[torch.fx.Node, torch.Tensor],
+    example: dict[torch.fx.Node, Any],
     backward_start: int,
 ) -> Parameter:
     names = [n for n in (spec.name, *spec.ties) if n in joint.gradients]
@@ -167,7 +176,7 @@ def _with_readers(
     joint: JointGraph,
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
-    example: dict[torch.fx.Node, torch.Tensor],
+    example: dict[torch.fx.Node, Any],
 ) -> tuple[Parameter, ...]:
     """The parameters, each with the head or layer that it belongs to and the table that it is, where it is nothing
     else."""

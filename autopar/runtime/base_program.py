@@ -12,11 +12,12 @@ import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, TracingError, VerificationError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
 from autopar.ir.leftovers import forget, forgotten_but
+from autopar.ir.sizes import Varying
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -29,6 +30,7 @@ from autopar.runtime.optimizer import OptimizerPart
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
+from autopar.runtime.shapes import BatchShapes
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
 from autopar.spec.plan import FIDELITIES, Plan
@@ -72,6 +74,7 @@ class BaseProgram:
         self._buffers = {s + n: b for s, o in owners.items() for n, b in o.named_buffers(remove_duplicate=False)}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._compiled = Captures[Compiled](group.rank == 0, settings.max_captures, lambda c: forget(c.every_graph))
+        self._shapes = BatchShapes(are_symbolic=settings.compiler is None)
         self._hooks = ModuleHooks(owners.values())
         self._unchanged = Unchanged(owners, self._buffers, optimizer)
         self._random = RandomStream(group.rank, group.world_size)
@@ -90,18 +93,52 @@ class BaseProgram:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
         reads is still as it was then."""
         batch = batch if isinstance(batch, Batch) else flatten(batch)
-        known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
-        if known is not None:
+        key, kind = signature_key(self.model, batch, self._hooks.key())
+        known = self._compiled.find(key, kind, batch.shapes)
+        if known is not None and self._serves(known, batch):
             return known
+        varying = self._shapes.varying(kind, batch)
+        if varying:
+            try:
+                found = self._captured(batch, varying)
+                if self._serves(found, batch):
+                    return found
+            except Exception as e:  # what is the user's to mend, the capture for these sizes alone says
+                import traceback, os
+
+                os.environ.get("SHOW") and traceback.print_exc()
+                self._shapes.give_up(kind)
+        return self._captured(batch)
+
+    def _captured(self, batch: Batch, varying: Varying = frozenset()) -> Compiled:
         s, made = self.settings, list[torch.fx.GraphModule]()
         with forgotten_but(made):
             with self._traceable():
-                graph = training_graph(
-                    self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
-                )
+                own, unused, recompute = leaves(batch), s.unused_parameters, self.plan.recompute
+                graph = training_graph(self.model, own, s.loss_fn, self.mode, unused, recompute, s.passes, varying)
             compiled = self.adopt(graph, batch)
             made += compiled.every_graph
         return compiled
+
+    def _serves(self, compiled: Compiled, batch: Batch) -> bool:
+        """Whether a capture serves a batch: one with symbols is compared with the model run eagerly at the first two
+        sizes that it meets, and let go of where it differs."""
+        sizes = compiled.joint.sizes
+        if sizes is None or self.settings.check == "never" or len(sizes.proved) > 1 or batch.shapes in sizes.proved:
+            return True
+        sizes.proved.add(batch.shapes)
+        compiled.proved = False
+        try:
+            self._prove(compiled, batch)
+        except (VerificationError, TracingError):
+            self._compiled.remove(compiled)
+            self._shapes.give_up(signature_key(self.model, batch, self._hooks.key())[1])
+            return False
+        return True
+
+    def _prove(self, compiled: Compiled, batch: Batch) -> None:
+        """Compares a capture with the model run eagerly, on this rank alone."""
+        raise NotImplementedError
 
     def adopt(self, graph: TrainingGraph, batch: Any) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
@@ -114,7 +151,11 @@ class BaseProgram:
         compiled = self._lowered(graph, program, batch)
         for name in self.needed:
             self.written(compiled, name)
-        self._compiled.add(signature_key(self.model, batch, self._hooks.key()), compiled.joint.guards, compiled)
+        key, kind = signature_key(self.model, batch, self._hooks.key())
+        sizes = compiled.joint.sizes
+        if sizes is None:
+            self._shapes.meet(kind, batch)
+        self._compiled.add(key if sizes is None else kind, compiled.joint.guards, compiled, sizes)
         return compiled
 
     def written(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:

@@ -17,6 +17,7 @@ from autopar.errors import AutoparWarning, CaptureError, SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.guards import Guards, global_state
 from autopar.ir.refusals import is_rank_0
+from autopar.ir.sizes import Shapes, Sizes
 
 Compiled = TypeVar("Compiled")
 
@@ -34,6 +35,7 @@ layers."""
 class _Entry(Generic[Compiled]):
     key: Hashable
     guards: Guards | None
+    sizes: Sizes | None
     compiled: Compiled
 
 
@@ -51,12 +53,17 @@ class Captures(Generic[Compiled]):
         self._changes = 0
         self._reason = ""
 
-    def find(self, key: Hashable) -> Compiled | None:
-        """What was made for this key, where all that the model reads is as it was then; else `None`.
+    def find(self, key: Hashable, kind: Hashable, shapes: Shapes) -> Compiled | None:
+        """What was made for this key, or for all batches of this kind that have such shapes, where all that the model
+        reads is as it was then; else `None`.
 
         Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too.
         """
-        entries = [e for e in reversed(self._entries) if e.key == key]
+        entries = [
+            e
+            for e in reversed(self._entries)
+            if (e.key == key if e.sizes is None else e.key == kind and e.sizes.hold(shapes))
+        ]
         for entry in entries:
             reason = None if entry.guards is None else entry.guards.changed()
             if reason is None:
@@ -75,7 +82,12 @@ class Captures(Generic[Compiled]):
                 )
         return None
 
-    def add(self, key: Hashable, guards: Guards | None, compiled: Compiled) -> None:
+    def remove(self, compiled: Compiled) -> None:
+        """Lets go of what was made of a capture."""
+        self._entries = [e for e in self._entries if e.compiled is not compiled]
+        self._let_go(compiled)
+
+    def add(self, key: Hashable, guards: Guards | None, compiled: Compiled, sizes: Sizes | None = None) -> None:
         """Keeps what was made of a capture, and lets go of what was used longest ago where there is no room for it.
         Warns, once, of what the captured code does besides computing."""
         lost = [] if guards is None else guards.lost
@@ -88,7 +100,7 @@ class Captures(Generic[Compiled]):
                 AutoparWarning,
                 stacklevel=2,
             )
-        self._entries.append(_Entry(key, guards, compiled))
+        self._entries.append(_Entry(key, guards, sizes, compiled))
         while len(self._entries) > self._most:
             self._let_go(self._entries.pop(0).compiled)
 
@@ -96,17 +108,19 @@ class Captures(Generic[Compiled]):
         return iter([e.compiled for e in self._entries])
 
 
-def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> Hashable:
+def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> tuple[Hashable, Hashable]:
     """What a captured graph is valid for, besides its guards: the batch's signature, which of its tensors require a
-    gradient, the hooks of the model's modules, and PyTorch's global state."""
-    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
+    gradient, the hooks of the model's modules, and PyTorch's global state. And the same of all batches that differ in
+    sizes alone."""
+    rest = (tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
+    key = (batch.signature, *rest)
     try:
         hash(key)
     except TypeError as e:
         raise SignatureError(
             f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
         ) from e
-    return key
+    return key, (batch.signature.of_any_size, *rest)
 
 
 def check_batches(batches: Sequence[Batch], device: torch.device, is_first: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
+from autopar.ir.batch import shapes_of
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
@@ -94,10 +95,12 @@ class Compiled:
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """The graphs' arguments, less the tangents. `tensors`: the batch's, which are moved to `device`."""
         moved = [t.to(device, non_blocking=True) for t in tensors]
         of: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "batch": moved}
+        if self.joint.sizes is not None:
+            of["size"] = self.joint.sizes.of(shapes_of(tensors))
         return [of[kind][key] for kind, key in self.joint.inputs if kind != "tangent"]
 
     def tangent(self, seed: float, device: torch.device) -> torch.Tensor:

@@ -302,6 +302,9 @@ class Program(BaseProgram):
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
 
+    def _prove(self, compiled: Compiled, batch: Batch) -> None:
+        self._proofs.capture(compiled, batch)
+
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             if len(batches) == 1:

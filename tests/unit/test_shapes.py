@@ -108,3 +108,25 @@ class Unsized(Scorer):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * float(str(len(range(int(ids.shape[1]))))) / float(str(ids.shape[1]))
+
+
+def test_one_capture_serves_all_lengths() -> None:
+    pair = Pair()
+    for length in (5, 9, 12, 3, 30, 5, 17, 8):
+        pair.step(batch(2, length))
+    assert pair.captures == 2
+    for samples, length in ((7, 6), (3, 4), (5, 5), (2, 9), (6, 8), (11, 3)):
+        pair.step(batch(samples, length))
+    assert pair.captures == 3
+    pair.step(batch(4, 9), batch(2, 7), batch(3, 5))
+    assert pair.captures == 3
+    pair.step(batch(1, 5))  # of one, a dimension may be passed over
+    pair.step(batch(3, 1))
+    assert pair.captures == 5
+
+
+def test_what_cannot_be_symbols_is_captured_by_itself() -> None:
+    pair = Pair(Unsized())
+    for length in (5, 9, 7, 9):
+        pair.step(batch(2, length))
+    assert pair.captures == 3
