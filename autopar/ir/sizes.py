@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,19 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.ir.symbols import (
+    Described,
+    Dimensions,
+    NoHintsError,
+    StaticOnlyError,
+    Symbols,
+    Values,
+    generic_sizes,
+    number_of,
+    raw_size,
+    ties_of,
+)
+
 if TYPE_CHECKING:
     from autopar.ir.capture import JointGraph
 
@@ -28,24 +41,12 @@ Shapes = tuple[tuple[int, ...], ...]
 """Of a batch's tensors."""
 Varying = frozenset[tuple[int, int]]
 """Dimensions of a batch's tensors that vary: (tensor, dimension)."""
-Dimensions = tuple[tuple[tuple[int, int], sympy.Expr], ...]
-Values = Mapping[sympy.Symbol, sympy.Integer]
-
 _KEPT = 1024
 """Shapes of batches of which the sizes are remembered."""
-_TRIES = 400
 _SYMBOLIC = "symbolic"
 """Under this, nodes keep their values with symbols until the graph is built."""
 _SHAPE = "sizes"
 """Under this, nodes keep the sizes of their dimensions, where those follow the batch's."""
-
-
-class StaticOnlyError(Exception):
-    """A graph cannot serve batches of other sizes than the one that it is captured on."""
-
-
-class _NoHintsError(StaticOnlyError):
-    """No sizes were found at which nothing is equal by chance."""
 
 
 @dataclass(eq=False)
@@ -86,16 +87,16 @@ class Sizes:
         """The value of an expression in the symbols, for a batch."""
         values = self._values(shapes)
         assert values is not None, "the graph was captured for batches of other sizes"
-        return _number(expression.xreplace(values))
+        return number_of(expression.xreplace(values))
 
     def samples(self, hint: Values) -> int | None:
         """Samples in a batch of one of the hints: dimension 0 of its first tensor that has one."""
-        return next((int(_number(e.xreplace(hint))) for (_, d), e in self.dimensions if d == 0), None)
+        return next((int(number_of(e.xreplace(hint))) for (_, d), e in self.dimensions if d == 0), None)
 
     def _remember(self, shapes: Shapes, values: Values) -> None:
         if len(self._known) >= _KEPT:
             self._known.pop(next(iter(self._known)))
-        self._known[shapes] = tuple(_number(e.xreplace(values)) for e in self.expressions)
+        self._known[shapes] = tuple(number_of(e.xreplace(values)) for e in self.expressions)
 
     def _values(self, shapes: Shapes) -> dict[sympy.Symbol, sympy.Integer] | None:
         values: dict[sympy.Symbol, sympy.Integer] = {}
@@ -118,23 +119,25 @@ def with_sizes(joint: JointGraph, shape_env: Any, varying: Varying) -> JointGrap
         for n, (kind, k) in zip(_placeholders(joint.module.graph), joint.inputs, strict=True)
         if kind == "batch"
     }
-    dimensions = tuple(((i, d), _raw(s)) for i, n in sorted(batch.items()) for d, s in enumerate(n.meta["val"].shape))
+    dimensions = tuple(
+        ((i, d), raw_size(s)) for i, n in sorted(batch.items()) for d, s in enumerate(n.meta["val"].shape)
+    )
     try:
-        sizes, numbers = _read(joint.module.graph, _Symbols(shape_env, {}), dimensions, varying)
-    except _NoHintsError:  # sizes whose products are equal, say
-        ties = _ties(shape_env, dimensions)
-        sizes, numbers = _read(joint.module.graph, _Symbols(shape_env, ties), dimensions, varying)
+        sizes, numbers = _read(joint.module.graph, Symbols(shape_env, {}), dimensions, varying)
+    except NoHintsError:  # sizes whose products are equal, say
+        ties = ties_of(shape_env, dimensions)
+        sizes, numbers = _read(joint.module.graph, Symbols(shape_env, ties), dimensions, varying)
     joint = replace(joint, inputs=_with_inputs(joint, numbers, sizes.expressions), sizes=sizes)
     take_hint(joint, 0)
     for node in joint.module.graph.nodes:
         described = node.meta.get(_SYMBOLIC)
-        if isinstance(described, _Described):
+        if isinstance(described, Described):
             node.meta[_SHAPE] = described.shape
     return joint
 
 
 def _read(
-    graph: torch.fx.Graph, symbols: _Symbols, dimensions: Dimensions, varying: Varying
+    graph: torch.fx.Graph, symbols: Symbols, dimensions: Dimensions, varying: Varying
 ) -> tuple[Sizes, list[torch.fx.Node]]:
     """What a graph has assumed of its symbols, and its nodes that compute numbers. Leaves with each node what its value
     is in symbols."""
@@ -155,7 +158,7 @@ def _read(
     )
     if any(not e.free_symbols <= known for e in (*guards, *found, *every_size)):
         raise StaticOnlyError("what was traced follows from values, not from sizes alone")
-    hints = _hints(symbols, known, guards, list(every_size))
+    hints = generic_sizes(symbols, known, guards, list(every_size))
     return Sizes(dimensions, guards, hints, [e for e in found if e.free_symbols]), numbers
 
 
@@ -163,11 +166,13 @@ def take_hint(joint: JointGraph, which: int) -> None:
     """Gives all nodes the sizes of one of the hints."""
     assert joint.sizes is not None
     hint, mode = joint.sizes.hints[which], FakeTensorMode()
-    made: dict[_Described, torch.Tensor] = {}
+    made: dict[Described, torch.Tensor] = {}
 
-    def tensor(described: _Described) -> torch.Tensor:
+    def tensor(described: Described) -> torch.Tensor:
         if described not in made:
-            shape, strides = ([int(_number(e.xreplace(hint))) for e in x] for x in (described.shape, described.strides))
+            shape, strides = (
+                [int(number_of(e.xreplace(hint))) for e in x] for x in (described.shape, described.strides)
+            )
             with mode:
                 made[described] = torch.empty_strided(shape, strides, dtype=described.dtype, device=described.device)
         return made[described]
@@ -177,7 +182,7 @@ def take_hint(joint: JointGraph, which: int) -> None:
             value = node.meta[_SYMBOLIC]
             is_number = isinstance(value, sympy.Basic)
             node.meta["val"] = (
-                _number(value.xreplace(hint)) if is_number else pytree.tree_map_only(_Described, tensor, value)
+                number_of(value.xreplace(hint)) if is_number else pytree.tree_map_only(Described, tensor, value)
             )
 
 
@@ -203,135 +208,21 @@ def size_of(joint: JointGraph, node: torch.fx.Node, dimension: int) -> int | tor
     return next(n for n, i in size_inputs(joint).items() if i == index)
 
 
+def shape_for(joint: JointGraph, node: torch.fx.Node, shapes: Shapes) -> tuple[int, ...]:
+    """The shape that a node's value has for a batch of these shapes."""
+    if joint.sizes is None or _SHAPE not in node.meta:
+        return tuple(node.meta["val"].shape)
+    return tuple(int(joint.sizes.evaluate(s, shapes)) for s in node.meta[_SHAPE])
+
+
 def following(joint: JointGraph, numbers: tuple[float, float]) -> sympy.Expr | None:
     """What has these two values at the two hints: a size, or a number of elements over some of a value's dimensions."""
     assert joint.sizes is not None
     for expression in dict.fromkeys(_counts(joint)):
-        values = tuple(float(_number(expression.xreplace(hint))) for hint in joint.sizes.hints)
+        values = tuple(float(number_of(expression.xreplace(hint))) for hint in joint.sizes.hints)
         if values == numbers:
             return expression
     return None
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tensor with symbols in its sizes."""
-
-    shape: tuple[sympy.Expr, ...]
-    strides: tuple[sympy.Expr, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Symbols:
-    """Reads symbols off values that were traced."""
-
-    def __init__(self, shape_env: Any, ties: Mapping[sympy.Symbol, sympy.Symbol]) -> None:
-        """`ties`: symbols that are held to be others."""
-        self._env = shape_env
-        self._ties = ties
-        self._settled: dict[sympy.Expr, sympy.Expr] = {}
-
-    @property
-    def guards(self) -> list[sympy.Basic]:
-        """What was assumed."""
-        return [*(g.expr for g in self._env.guards), *(sympy.Eq(a, b) for a, b in self._ties.items())]
-
-    def settled(self, expression: sympy.Expr) -> sympy.Expr:
-        """The same in as few symbols as it takes."""
-        if expression not in self._settled:
-            self._settled[expression] = self._env.replace(expression).xreplace(self._ties)
-        return self._settled[expression]
-
-    def of(self, number: Any) -> sympy.Expr:
-        is_symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        return self.settled(number.node._expr if is_symbolic else sympy.sympify(number))
-
-    def described(self, value: torch.Tensor) -> _Described:
-        if value.layout is not torch.strided:
-            raise StaticOnlyError("what was traced holds a sparse tensor")
-        return _Described(
-            tuple(map(self.of, value.shape)), tuple(map(self.of, value.stride())), value.dtype, value.device
-        )
-
-    def range_of(self, symbol: sympy.Symbol) -> Iterator[sympy.Basic]:
-        """What tracing takes for granted of a symbol: that it is two or more, and what else limits it."""
-        bounds = self._env.var_to_range[symbol]
-        yield sympy.Ge(symbol, bounds.lower)
-        if bounds.upper.is_finite:
-            yield sympy.Le(symbol, bounds.upper)
-
-    def now(self, symbol: sympy.Symbol) -> int:
-        """The size in the batch that is captured."""
-        return _now(self._env, symbol)
-
-
-def _raw(size: Any) -> sympy.Expr:
-    """A size as it was before anything was found out about it."""
-    return size.node._expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-
-
-def _now(shape_env: Any, symbol: sympy.Symbol) -> int:
-    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val
-    return int(values[symbol])
-
-
-def _ties(shape_env: Any, dimensions: Dimensions) -> dict[sympy.Symbol, sympy.Symbol]:
-    """Symbols of the same dimension of several tensors that have the same size now, to be taken for one."""
-    first: dict[tuple[int, int], sympy.Symbol] = {}
-    ties: dict[sympy.Symbol, sympy.Symbol] = {}
-    for (_, d), size in dimensions:
-        for root in sorted(shape_env.replace(size).free_symbols, key=str):
-            other = first.setdefault((d, _now(shape_env, root)), root)
-            if other is not root:
-                ties[root] = other
-    return ties
-
-
-def _hints(
-    symbols: _Symbols, known: set[sympy.Symbol], guards: Sequence[sympy.Basic], sizes: Sequence[sympy.Expr]
-) -> tuple[Values, Values]:
-    """Two sets of sizes that the graph serves, at which different sizes differ from each other and from all numbers."""
-    roots = sorted({s for k in known for s in symbols.settled(k).free_symbols}, key=str)
-    expressions = [e for e in dict.fromkeys(sizes) if e.free_symbols]
-    fixed = {int(e) for e in sizes if not e.free_symbols and e.is_integer}
-    found: list[Values] = []
-    candidates = [_near(symbols.now(root)) for root in roots]
-    for chosen in itertools.islice(_together(candidates), _TRIES):
-        at = dict(zip(roots, map(sympy.Integer, chosen), strict=True))
-        values = {k: symbols.settled(k).xreplace(at) for k in known} | at
-        own = [_number(e.xreplace(values)) for e in expressions]
-        if len({*own} - fixed) < len(own) or any(v in f.values() for f in found for v in at.values()):
-            continue
-        if all(g.xreplace(values) == sympy.true for g in guards):
-            found.append(values)
-            if len(found) == 2:
-                return found[0], found[1]
-    raise _NoHintsError("what was traced assumes too much of the sizes")
-
-
-def _near(size: int) -> list[int]:
-    """Sizes near to one, primes first."""
-    near = list(range(5, 2 * size + 40))
-    near.sort(key=lambda n: (not sympy.isprime(n), abs(n - size)))
-    return near
-
-
-def _together(candidates: Sequence[list[int]]) -> Iterator[tuple[int, ...]]:
-    """One of each list, the first ones first."""
-    for total in range(sum(map(len, candidates))):
-        for places in _summing(total, len(candidates)):
-            if all(p < len(c) for p, c in zip(places, candidates, strict=True)):
-                yield tuple(c[p] for p, c in zip(places, candidates, strict=True))
-
-
-def _summing(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (total,)
-        return
-    for first in range(total + 1):
-        for rest in _summing(total - first, count - 1):
-            yield (first, *rest)
 
 
 def _with_inputs(
@@ -351,7 +242,7 @@ def _with_inputs(
         if expression.free_symbols:
             node.replace_all_uses_with(own[expression])
         else:
-            _write_out(node, _number(expression))
+            _write_out(node, number_of(expression))
     for node in reversed(numbers):
         graph.erase_node(node)
     graph.lint()
@@ -369,18 +260,12 @@ def _counts(joint: JointGraph) -> Iterator[sympy.Expr]:
     shapes = dict.fromkeys(t.shape for n in joint.module.graph.nodes for t in _described(n))
     for shape in shapes:
         for count in range(1, min(len(shape), 6) + 1):
-            yield from (math.prod(some) for some in itertools.combinations(shape, count))  # type: ignore[misc]
+            yield from (math.prod(some) for some in itertools.combinations(shape, count))
 
 
-def _described(node: torch.fx.Node) -> list[_Described]:
-    return [t for t in pytree.tree_leaves(node.meta.get(_SYMBOLIC)) if isinstance(t, _Described)]
+def _described(node: torch.fx.Node) -> list[Described]:
+    return [t for t in pytree.tree_leaves(node.meta.get(_SYMBOLIC)) if isinstance(t, Described)]
 
 
 def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return list(graph.find_nodes(op="placeholder"))
-
-
-def _number(value: sympy.Basic) -> int | float | bool:
-    if value in (sympy.true, sympy.false):
-        return bool(value)
-    return int(value) if value.is_integer else float(value)

@@ -13,7 +13,8 @@ from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.capture import JointGraph
 from autopar.ir.loss_reader import Reader
 from autopar.ir.loss_terms import Count, Fixed, Rows, Term, Unknown, Value, elements
-from autopar.ir.sizes import StaticOnlyError, following, take_hint
+from autopar.ir.sizes import following, take_hint
+from autopar.ir.symbols import StaticOnlyError
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError, TracingError, VerificationError
+from autopar.errors import PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
@@ -104,10 +104,7 @@ class BaseProgram:
                 if self._serves(found, batch):
                     return found
             except Exception as e:  # what is the user's to mend, the capture for these sizes alone says
-                import traceback, os
-
-                os.environ.get("SHOW") and traceback.print_exc()
-                self._shapes.give_up(kind)
+                self._shapes.give_up(kind, f"{type(e).__name__}: {e}")
         return self._captured(batch)
 
     def _captured(self, batch: Batch, varying: Varying = frozenset()) -> Compiled:
@@ -130,9 +127,9 @@ class BaseProgram:
         compiled.proved = False
         try:
             self._prove(compiled, batch)
-        except (VerificationError, TracingError):
+        except Exception as e:  # what is the user's to mend, the proof of the capture for these sizes alone says
             self._compiled.remove(compiled)
-            self._shapes.give_up(signature_key(self.model, batch, self._hooks.key())[1])
+            self._shapes.give_up(signature_key(self.model, batch, self._hooks.key())[1], str(e))
             return False
         return True
 

@@ -12,7 +12,8 @@ from torch import nn
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.capture import output_tensors
-from autopar.ir.sizes import StaticOnlyError
+from autopar.ir.sizes import shape_for
+from autopar.ir.symbols import StaticOnlyError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.base_program import BaseProgram, Write, leaves
@@ -119,9 +120,9 @@ class GradientProgram(BaseProgram):
         tolerance = tolerance_of(c.graph)
         self._proof = SynchronizedOnce(parameters, self._group, tolerance, self.settings.clip_grad_norm is not None)
         wanted = _differentiable(c)
-        likes = [joint.outputs[i].meta["val"] for i in wanted]
+        likes = [(shape_for(joint, n, batch.shapes), n.meta["val"].dtype) for n in (joint.outputs[i] for i in wanted)]
         draw = torch.Generator(self._device).manual_seed(0)
-        tangents = [torch.randn(v.shape, generator=draw, device=self._device).to(v.dtype) for v in likes]
+        tangents = [torch.randn(shape, generator=draw, device=self._device).to(dtype) for shape, dtype in likes]
         own = leaves(batch)
         given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
         names = [*(f"the gradient of '{n}'" for n in parameters), *given]

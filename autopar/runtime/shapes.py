@@ -27,6 +27,8 @@ class _Met:
     """In which dimensions they have differed so far."""
     captures: int = 0
     """With symbols, so far."""
+    reason: str = ""
+    """Why there are to be no more of these."""
 
 
 @dataclass
@@ -62,6 +64,11 @@ class BatchShapes:
         """Takes note of a batch."""
         return self._met.setdefault(kind, _Met(batch.shapes))
 
-    def give_up(self, kind: Hashable) -> None:
+    def give_up(self, kind: Hashable, reason: str) -> None:
         """Has each size of such batches captured by itself from now on."""
-        self._met[kind].captures = MOST_SYMBOLIC
+        self._met[kind].captures, self._met[kind].reason = MOST_SYMBOLIC, reason
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why batches that differ in sizes alone are captured one by one."""
+        return [m.reason for m in self._met.values() if m.reason]
