@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args, overload
 
 from torch import nn
@@ -23,6 +24,7 @@ from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
+from autopar.runtime.padding import Pad, Padding
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
 from autopar.spec.calibration import Calibration
@@ -101,6 +103,7 @@ def optimize(
     check: Check = "first",
     compile: bool = False,
     max_captures: int = MOST_CAPTURES,
+    pad: Pad | None = None,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program: ...
@@ -151,6 +154,7 @@ def optimize(
     check: Check = "first",
     compile: bool = False,
     max_captures: int = MOST_CAPTURES,
+    pad: Pad | None = None,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
@@ -190,6 +194,9 @@ def optimize(
             seconds, and a C++ compiler (on GPUs, Triton).
         max_captures: how many graphs are kept, each of batches of one signature, or of several that differ in sizes
             alone; the one that was used longest ago is let go of, and captured again when such a batch comes back.
+        pad: pads batches to few lengths (dimension 1), for models whose sizes cannot be symbols and for `compile`; what
+            inputs are padded with, by name or position: `{"input_ids": 0, "labels": -100, "attention_mask": 0}`. The
+            first padded batch is compared with itself unpadded.
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
@@ -226,7 +233,15 @@ def optimize(
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, max_captures, compiler)
+    settings = Settings(
+        own_loss, clip_grad_norm, weight, unused_parameters, check, passes, max_captures, None, compiler
+    )
+    if pad is not None:
+        if optimizer is None:
+            raise SpecError("pad= without an optimizer: the loss is computed outside, on outputs that would be padded")
+        padding = Padding(pad, checks=check != "never")
+        settings = replace(settings, padding=padding)
+        example_inputs = example_inputs if example_inputs is None else padding.padded(example_inputs)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     graph = training.graph("none" if plan is None else plan.recompute)

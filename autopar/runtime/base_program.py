@@ -117,6 +117,12 @@ class BaseProgram:
             made += compiled.every_graph
         return compiled
 
+    def _flat(self, batch: Any) -> Batch:
+        """A batch as captured graphs take it: flat, and padded where the user says how."""
+        if self.settings.padding is None:
+            return flatten(batch)
+        return self.settings.padding.of(batch, self.model, self.settings.loss_fn, self._is_whole())
+
     def _serves(self, compiled: Compiled, batch: Batch) -> bool:
         """Whether a capture serves a batch: one with symbols is compared with the model run eagerly at the first two
         sizes that it meets, and let go of where it differs."""
@@ -209,6 +215,10 @@ class BaseProgram:
             max_norm=self.settings.clip_grad_norm,
             compiled=self.settings.compiled,
         )
+
+    def _is_whole(self) -> bool:
+        """Whether all parameters are on this rank, with their values."""
+        return not any(c.program.sharded_members for c in self._compiled)
 
     def _traceable(self) -> AbstractContextManager[None]:
         """While it is open, the model can be traced."""

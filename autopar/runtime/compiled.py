@@ -17,6 +17,7 @@ from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compute import Compiler
+from autopar.runtime.padding import Padding
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import Moments
 
@@ -43,6 +44,8 @@ class Settings:
     """That rewrite what was captured."""
     max_captures: int = MOST_CAPTURES
     """Graphs of so many batch signatures are kept; those that were used longest ago go first."""
+    padding: Padding | None = None
+    """Pads batches; `None` leaves them as they are."""
     compiler: Compiler | None = None
     """What compiles the compute between communication; `None` runs operators one by one."""
 

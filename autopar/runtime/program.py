@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.backends import collectives
 from autopar.errors import SignatureError
-from autopar.ir.batch import Batch, flatten
+from autopar.ir.batch import Batch
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -123,7 +123,7 @@ class Program(BaseProgram):
         """
         if (batch is None) == (micro_batches is None):
             raise SignatureError("step takes one batch, or micro_batches=[...], not both and not neither")
-        batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
+        batches = [self._flat(b) for b in ([batch] if micro_batches is None else micro_batches)]
         if not batches:
             raise SignatureError("micro_batches is empty: a step needs at least one")
         self._held.check()

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import SpecError
+from autopar.errors import SignatureError, SpecError
 from autopar.ir.leftovers import _sources
+from autopar.runtime.padding import bucket
 from autopar.runtime.program import Program
 
 VOCABULARY = 19
@@ -33,9 +34,12 @@ class Scorer(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         h = self.words(ids) + self.places(torch.arange(ids.shape[1]))
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-        scores = (h @ h.transpose(1, 2) / ids.shape[1] ** 0.5).masked_fill(~mask, -1e9)
+        scores = (h @ h.transpose(1, 2) / self.scale(ids.shape[1])).masked_fill(~mask, -1e9)
         found: torch.Tensor = self.out(self.drop(torch.tanh(self.hidden(scores.softmax(-1) @ h))))
         return found.flatten(0, 1)
+
+    def scale(self, length: int) -> float:
+        return length**0.5
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -107,7 +111,10 @@ class Unsized(Scorer):
     """Its lengths cannot be symbols: what it computes is chosen by each."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * float(str(len(range(int(ids.shape[1]))))) / float(str(ids.shape[1]))
+        return super().forward(ids) * (float(str(int(ids.shape[1]))) / float(str(int(ids.shape[1]))))
+
+    def scale(self, length: int) -> float:
+        return 3.0
 
 
 def test_one_capture_serves_all_lengths() -> None:
@@ -203,3 +210,24 @@ def test_compiled_captures_are_for_one_size() -> None:
     for length in (5, 9, 7):
         pair.step(batch(2, length))
     assert pair.captures == 3
+
+
+def test_padding_bounds_the_captures_of_a_model_without_symbols() -> None:
+    pair = Pair(Unsized(), pad={0: 0, 1: -100})
+    for length in (5, 7, 8, 3, 11, 16, 15):
+        pair.step(batch(2, length))
+    assert pair.captures <= 3
+    assert [bucket(n) for n in (1, 8, 9, 33, 64, 65, 100, 1000)] == [8, 8, 16, 40, 64, 80, 112, 1024]
+
+
+def test_padding_that_changes_the_loss_is_refused() -> None:
+    pair = Pair(Pooled(), _points(2, 8), shifted, pad={0: 0, 1: 0})
+    pair.step(_points(2, 8))
+    with pytest.raises(SignatureError, match="does not train the model as it does itself: the"):
+        pair.program.step(_points(2, 7))
+    with pytest.raises(SignatureError, match="pad names 'ids'"):
+        Pair(pad={"ids": 0})
+    with pytest.raises(SpecError, match="expected the name or position"):
+        Pair(pad={"ids": "zero"})
+    with pytest.raises(SpecError, match="without an optimizer"):
+        autopar.optimize(Pooled().double(), example_inputs=_points(2, 8)[0], pad={"x": 0})  # type: ignore[call-overload]
