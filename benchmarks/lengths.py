@@ -35,20 +35,20 @@ SETTLED = 20
 MOST_CAPTURES, MOST_TIME, MOST_GROWTH_MIB = 3, 1.05, 64.0
 
 
-def _gpt2() -> nn.Module:
+def _gpt2() -> Any:
     config = transformers.GPT2Config(
         n_layer=LAYERS, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=256, use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    return transformers.GPT2LMHeadModel(config)
 
 
-def _bert() -> nn.Module:
+def _bert() -> Any:
     config = transformers.BertConfig(
         num_hidden_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=4, intermediate_size=4 * WIDTH,
-        vocab_size=WORDS, num_labels=2, problem_type="single_label_classification",
+        vocab_size=WORDS, problem_type="single_label_classification",
     )  # fmt: skip
-    return transformers.BertForSequenceClassification(config)  # type: ignore[no-any-return]
+    return transformers.BertForSequenceClassification(config)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": _gpt2, "bert": _bert}
@@ -112,9 +112,9 @@ def examine(report: Report, name: str, rounds: int) -> None:
         times = zip(timings.seconds["one"], timings.seconds["own"], strict=True)
         sums = [(a + x, b + y) for (a, b), (x, y) in zip(sums, times, strict=True)]
         row = [f"{1e3 * timings.time(n).median:.1f}" for n in both]
-        report.rows.append([name, str(length), *row, str(timings.ratio("one", "own"))])
+        report.rows.append([name, str(length), *row, f"{timings.ratio('one', 'own'):.3f}"])
     ratio = Spread.of(a / b for a, b in sums)
-    report.rows.append([name, "sum", "", "", str(ratio)])
+    report.rows.append([name, "sum", "", "", f"{ratio:.3f}"])
     report.targets.append(Target(f"{name}: step, in programs of fixed length", ratio.median, MOST_TIME))
     report.data[name] = {"captures": captures(one), "growth_mib": growth_mib, "seconds_of_all_lengths": total_s}
     report.notes.append(
