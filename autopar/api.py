@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, get_args, overload
 
 from torch import nn
@@ -15,6 +16,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training
+from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
@@ -26,6 +28,7 @@ from autopar.runtime.joint_optimizer import joined
 from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
+from autopar.runtime.padding import Pad, Padding
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
 from autopar.runtime.sync_batch_norm import synchronize_batch_norm
@@ -129,6 +132,8 @@ def optimize(
     check: Check = "first",
     capture: Capture = "auto",
     compile: bool = False,
+    max_captures: int = MOST_CAPTURES,
+    pad: Pad | None = None,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program: ...
@@ -154,6 +159,7 @@ def optimize(
     check: Check = "first",
     capture: Capture = "auto",
     compile: bool = False,
+    max_captures: int = MOST_CAPTURES,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> SyncedModule: ...
@@ -183,6 +189,8 @@ def optimize(
     check: Check = "first",
     capture: Capture = "auto",
     compile: bool = False,
+    max_captures: int = MOST_CAPTURES,
+    pad: Pad | None = None,
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> Program | SyncedModule:
@@ -232,6 +240,11 @@ def optimize(
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
             plan is the same, unless `measure_compute` is set and times what is compiled. It takes minutes rather than
             seconds, and a C++ compiler (on GPUs, Triton).
+        max_captures: how many graphs are kept, each of batches of one signature, or of several that differ in sizes
+            alone; the one that was used longest ago is let go of, and captured again when such a batch comes back.
+        pad: pads batches to few lengths (dimension 1), for models whose sizes cannot be symbols and for `compile`; what
+            inputs are padded with, by name or position: `{"input_ids": 0, "labels": -100, "attention_mask": 0}`. The
+            first padded batch is compared with itself unpadded.
         time_budget_s, seed: how long the search may take, and the seed of what it draws.
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
@@ -250,6 +263,8 @@ def optimize(
         check=check,
         capture=capture,
     )
+    if max_captures < 1:
+        raise SpecError(f"max_captures is {max_captures}: a program keeps the graphs of at least one batch signature")
     check_unwrapped(model)
     optimizer, scaler = joined(optimizer), scaler_of(loss_scale)
     if scaler is not None and optimizer is None:
@@ -277,10 +292,25 @@ def optimize(
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    kept = outputs and mode == "step"
     settings = Settings(
-        own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler, scaler, kept
+        own_loss,
+        clip_grad_norm,
+        weight,
+        unused_parameters,
+        check,
+        passes,
+        capture=capture,
+        max_captures=max_captures,
+        compiler=compiler,
+        scaler=scaler,
+        outputs=outputs and mode == "step",
     )
+    if pad is not None:
+        if optimizer is None:
+            raise SpecError("pad= without an optimizer: the loss is computed outside, on outputs that would be padded")
+        padding = Padding(pad, checks=check != "never")
+        settings = replace(settings, padding=padding)
+        example_inputs = example_inputs if example_inputs is None else padding.padded(example_inputs)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
     if synchronize_batch_norm(model, group, sync_batch_norm) and (optimizer is None or measure_compute):

@@ -26,6 +26,12 @@ class Signature:
     """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; the value itself for
     anything else."""
 
+    @property
+    def of_any_size(self) -> Signature:
+        """The same of all batches that differ in the sizes of contiguous tensors alone."""
+        general = [(len(x[0]), x[1]) if _is_tensor_key(x) and len(x) == 2 else x for x in self.leaves]
+        return replace(self, leaves=tuple(general))
+
     def __str__(self) -> str:
         parts = [
             f"{tuple(x[0])} {str(x[1]).removeprefix('torch.')}" if _is_tensor_key(x) else repr(x) for x in self.leaves
@@ -57,6 +63,11 @@ class Batch:
         """Samples in the batch: dimension 0 of its first tensor that has one."""
         return next((int(t.shape[0]) for t in self.tensors if t.dim() > 0), None)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its tensors."""
+        return shapes_of(self.tensors)
+
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
@@ -78,6 +89,11 @@ class Weighted(NamedTuple):
     batch: Any
     shares: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
     """float64 scalars, by the terms' names or in their order."""
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of tensors."""
+    return tuple(tuple(t.shape) for t in tensors)
 
 
 def flatten(batch: Any, needs_tensor: bool = True) -> Batch:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx
+
+from autopar.ir.batch import shapes_of
+from autopar.ir.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class BatchWeight:
     may_be_nothing: frozenset[torch.fx.Node] = field(default=frozenset(), compare=False, repr=False)
     """Nodes of the joint graph that, for a batch of which nothing counts, are 0 and divided by, or NaN."""
 
+    sizes: Sizes | None = field(default=None, compare=False, repr=False)
+    """Of a graph that serves batches of several sizes."""
+    follows: Any = field(default=None, compare=False, repr=False)
+    """In the place of `constant`, what of `sizes` it is."""
+
     def of(
         self,
         tensors: tuple[torch.Tensor, ...],
@@ -47,10 +56,26 @@ class BatchWeight:
     ) -> torch.Tensor:
         """The weight of a batch, a float64 scalar. `buffers`: the model's, by name. `device`: where to count."""
         if self.counted is not None:
-            given = [tensors[int(k)] if kind == "batch" else (buffers or {})[str(k)] for kind, k in self.reads]
-            return self.counted(*(t if device is None else t.to(device) for t in given))  # type: ignore[no-any-return]
+            given = [self._read(kind, key, tensors, buffers or {}, device) for kind, key in self.reads]
+            return self.counted(*given)  # type: ignore[no-any-return]
+        if self.follows is not None and self.sizes is not None:
+            return torch.tensor(float(self.sizes.evaluate(self.follows, shapes_of(tensors))), dtype=torch.float64)
         assert self.constant is not None
         return torch.tensor(self.constant, dtype=torch.float64)
+
+    def _read(
+        self,
+        kind: str,
+        key: str | int,
+        tensors: tuple[torch.Tensor, ...],
+        buffers: Mapping[str, torch.Tensor],
+        device: torch.device | None,
+    ) -> Any:
+        if kind == "size":
+            assert self.sizes is not None
+            return self.sizes.of(shapes_of(tensors))[int(key)]
+        tensor = tensors[int(key)] if kind == "batch" else buffers[str(key)]
+        return tensor if device is None else tensor.to(device)
 
 
 @dataclass(frozen=True)

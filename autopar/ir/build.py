@@ -22,6 +22,7 @@ from autopar.ir.heads import find_heads
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
 from autopar.ir.passes import EVERY, Capture, Passes, run_passes
+from autopar.ir.sizes import Varying, forget_symbols, size_inputs
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
@@ -39,6 +40,7 @@ def training_graph(
     passes: Passes = EVERY,
     outputs: bool = False,
     updated: Collection[nn.Parameter] | None = None,
+    varying: Varying = frozenset(),
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
@@ -46,9 +48,11 @@ def training_graph(
     to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what eager PyTorch does
     silently (the optimizer passes over them). `outputs`: whether the step returns the model's output besides its loss.
     `updated`: the parameters that are trained, where others are trained elsewhere; all, where it is not said.
+    `varying`: the dimensions of the batch in which others differ that the graph is to serve, too; raises
+    `StaticOnlyError` where it cannot.
     """
     with _without_collector():
-        joint = capture_joint(model, batch, loss_fn, mode, outputs)
+        joint = capture_joint(model, batch, loss_fn, mode, outputs, varying)
     own = named_parameters(model, loss_fn)
     if updated is not None and not set(own.values()).isdisjoint(updated):  # else a plan is made for another's kind
         joint = without_gradients(joint, [n for n, p in own.items() if p not in updated])
@@ -59,13 +63,19 @@ def training_graph(
     order = [n for n in joint.module.graph.nodes if n.op not in ("placeholder", "output")]
     position = {n: i for i, n in enumerate(order)}
     fingerprint, trainable = _trainable(fingerprint, joint, unused)
-    example = {n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"}
+    example: dict[torch.fx.Node, Any] = {
+        n: batch.tensors[int(key)] for (kind, key), n in inputs.items() if kind == "batch"
+    }
+    if joint.sizes is not None:
+        numbers = joint.sizes.of(batch.shapes)
+        example |= {n: numbers[i] for n, i in size_inputs(joint).items()}
     start = _backward_start(joint, inputs, position)
     parameters = tuple(_parameter(p, joint, inputs, position, example, start) for p in trainable)
     parameters = _with_readers(parameters, joint, inputs, position, example)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
     joint, done_behind = run_passes(passes.behind(), joint, capture)
     joint.module.recompile()
+    forget_symbols(joint.module.graph)
     return TrainingGraph(
         model=fingerprint,
         parameters=parameters,
@@ -156,7 +166,7 @@ def _parameter(
     joint: JointGraph,
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
-    example: dict[torch.fx.Node, torch.Tensor],
+    example: dict[torch.fx.Node, Any],
     backward_start: int,
 ) -> Parameter:
     names = [n for n in (spec.name, *spec.ties) if n in joint.gradients]
@@ -189,7 +199,7 @@ def _with_readers(
     joint: JointGraph,
     inputs: dict[tuple[str, str | int], torch.fx.Node],
     position: dict[torch.fx.Node, int],
-    example: dict[torch.fx.Node, torch.Tensor],
+    example: dict[torch.fx.Node, Any],
 ) -> tuple[Parameter, ...]:
     """The parameters, each with the head or layer that it belongs to and the table that it is, where it is nothing
     else."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 from torch import nn
+from torch._guards import tracing
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
@@ -28,6 +29,7 @@ from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
+from autopar.ir.sizes import Sizes, Varying, with_sizes
 from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 
@@ -49,8 +51,8 @@ class JointGraph:
 
     module: torch.fx.GraphModule
     inputs: tuple[tuple[str, str | int], ...]
-    """(kind, key) of each placeholder: a `parameter` or `buffer` by name, a `batch` tensor or an output's `tangent` by
-    index."""
+    """(kind, key) of each placeholder: a `parameter` or `buffer` by name, a `batch` tensor, an output's `tangent` or a
+    `size` by index."""
     mutations: tuple[tuple[str, torch.fx.Node], ...]
     """Names of buffers, and the nodes whose values they take."""
     outputs: tuple[torch.fx.Node, ...]
@@ -64,6 +66,8 @@ class JointGraph:
     """By the index of the batch's tensor, of those that require one."""
     guards: Guards | None = field(default=None, compare=False, repr=False)
     """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
+    sizes: Sizes | None = field(default=None, compare=False, repr=False)
+    """Which batches the graph serves, where it serves those of several sizes."""
 
     @property
     def sums_over_ranks(self) -> bool:
@@ -160,11 +164,17 @@ def has_global_hooks() -> bool:
 
 
 def capture_joint(
-    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", outputs: bool = False
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Any = None,
+    mode: Mode = "step",
+    outputs: bool = False,
+    varying: Varying = frozenset(),
 ) -> JointGraph:
     """Captures one training step on `batch`, as autograd's tracing leaves it. `outputs`: whether the step returns the
-    model's output besides its loss. Raises `CaptureError` with the line that stands in the way, and `SignatureError`
-    where the model's `forward` does not take such a batch."""
+    model's output besides its loss. `varying`: the dimensions of the batch in which others differ that the graph is to
+    serve; raises `StaticOnlyError` where it cannot. Raises `CaptureError` with the line that stands in the way, and
+    `SignatureError` where the model's `forward` does not take such a batch."""
     if has_global_hooks():
         raise CaptureError(
             f"{_WHAT}: a hook is registered for all modules there are (register_module_forward_hook or a relative of "
@@ -174,10 +184,12 @@ def capture_joint(
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
     tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
+    for i, dimension in varying:
+        torch._dynamo.maybe_mark_dynamic(tensors[i], dimension)
     with Observers() as observers, Distributions() as distributions:
         for _ in range(_MOST_OBSERVERS):
             try:
-                module, guards = _traced(step, tensors, observers)
+                module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
                 break
             except AutoparError:
                 raise
@@ -192,6 +204,7 @@ def capture_joint(
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     joint = replace(_describe(module, mode, outputs), guards=guards)
+    joint = with_sizes(joint, shape_env, varying) if varying else joint
     if not outputs:
         return joint
     loss, *others = joint.outputs
@@ -225,9 +238,9 @@ def _settled(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) ->
 
 
 def _traced(
-    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers
-) -> tuple[torch.fx.GraphModule, Guards]:
-    """The joint graph as PyTorch makes it, and what it rests on."""
+    step: _Step, tensors: tuple[torch.Tensor, ...], observers: Observers, symbolic: bool
+) -> tuple[torch.fx.GraphModule, Guards, Any]:
+    """The joint graph as PyTorch makes it, what it rests on, and, where it is `symbolic`, PyTorch's `ShapeEnv`."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with traceable_recording(step.model), masks_as_they_are(), cumulative_averages(step) as rewritten, _quiet():
@@ -236,8 +249,23 @@ def _traced(
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        if symbolic:  # with the symbols that TorchDynamo has made
+            stack.enter_context(tracing(graph.meta["tracing_context"]))
+        shape_env = graph.meta["fake_mode"].shape_env if symbolic else None
         module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
-        return module, guards
+    _let_go(graph)
+    return module, guards, shape_env
+
+
+def _let_go(graph: torch.fx.GraphModule) -> None:
+    """Takes TorchDynamo's graph apart, which is of no further use and would never be freed: its fake tensors have
+    histories, which autograd holds where Python's collector does not see it, and TorchDynamo leaves a function that
+    runs it among the globals of the module that it has traced."""
+    for node in graph.graph.nodes:
+        node.meta.clear()
+    graph.meta.clear()
+    for name in [n for n in globals() if n.startswith("__compiled_fn_")]:
+        del globals()[name]
 
 
 def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> tuple[torch.fx.GraphModule, Guards]:

@@ -12,15 +12,16 @@ graph, which may change in place: they are held to be the same objects.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import NumpyTensorSource
 
@@ -64,8 +65,12 @@ class Effect:
 class Guards:
     """Tells whether a captured graph still is what tracing the model would give."""
 
-    def __init__(self, step: nn.Module, check: Any, read: frozenset[str], effects: tuple[Effect, ...]) -> None:
+    def __init__(
+        self, step: nn.Module, check: Any, read: frozenset[str], effects: tuple[Effect, ...], held: list[Any]
+    ) -> None:
+        """`held`: what the check knows by address."""
         self._check = check
+        self._held = held
         self._scope = {"self": step, "tensors": ()}
         self._methods = _methods(step)
         self.effects = effects
@@ -99,8 +104,30 @@ def guards_of(captured: Any, step: nn.Module, effects: list[Effect], rewritten: 
     kept = {g for g in guards if _is_kept(g, left_out)}
     output._guards.inner = type(output._guards.inner)(kept)
     output.skip_guards_check = True  # which would look for the tensors
-    check = captured.build_guards(type(step).forward.__code__)
-    return Guards(step, check, frozenset(_plain(g.name) for g in kept), tuple(effects))
+    with _held_objects() as held:
+        check = captured.build_guards(type(step).forward.__code__)
+    return Guards(step, check, frozenset(_plain(g.name) for g in kept), tuple(effects), held)
+
+
+@contextmanager
+def _held_objects() -> Iterator[list[Any]]:
+    """Within it, the objects that guards know by their addresses are added to the list, which is to live as long as the
+    guards: another object may get the address of one that is gone. PyTorch has each object call the guards when it
+    goes instead, and so keeps guards, with all that was traced, as long as the model lives."""
+    held: list[Any] = []
+    original = CheckFunctionManager.id_ref
+
+    def id_ref(self: CheckFunctionManager, obj: object, obj_str: str) -> int:
+        held.append(obj)
+        with suppress(TypeError):  # of what cannot be referred to weakly, a bool
+            self._weakrefs[id(obj)] = weakref.ref(obj)
+        return id(obj)
+
+    CheckFunctionManager.id_ref = id_ref  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        CheckFunctionManager.id_ref = original  # type: ignore[method-assign]
 
 
 @contextmanager

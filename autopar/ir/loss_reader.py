@@ -91,7 +91,7 @@ class Reader:
 
     def _value(self, node: torch.fx.Node) -> Value:
         if node.op != "call_function":
-            return self._other(node) if self.kinds.get(node) == "batch" else Fixed()
+            return self._other(node) if self.kinds.get(node) == "batch" else Fixed(_number(node))
         name = _name(node)
         if node.target is operator.getitem:
             source = node.args[0]
@@ -318,4 +318,6 @@ def _val(node: Any) -> Any:
 
 
 def _number(a: Any) -> float | None:
-    return float(a) if isinstance(a, (int, float)) else None
+    """A number, or a size that the graph is given."""
+    value = _val(a) if isinstance(a, torch.fx.Node) else a
+    return float(value) if isinstance(value, (int, float)) else None

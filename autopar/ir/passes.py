@@ -22,7 +22,7 @@ from autopar.ir.recurrent import keep_workspaces
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory, views_where_they_can_be
 from autopar.ir.training_graph import Done
-from autopar.ir.weights import batch_weight
+from autopar.ir.weights import batch_weight, of_sizes
 from autopar.spec.plan import Recompute
 
 
@@ -153,7 +153,7 @@ def _on_graph(change: Callable[[torch.fx.Graph], None]) -> Callable[[JointGraph,
 
 
 def _read_weights(joint: JointGraph, capture: Capture) -> JointGraph:
-    return replace(joint, weight=batch_weight(joint, capture.batch_size))
+    return replace(joint, weight=batch_weight(joint, capture.batch_size) if joint.sizes is None else of_sizes(joint))
 
 
 def _keep_finite(joint: JointGraph, capture: Capture) -> JointGraph:
@@ -163,7 +163,7 @@ def _keep_finite(joint: JointGraph, capture: Capture) -> JointGraph:
 
 def _hoist(joint: JointGraph, capture: Capture) -> JointGraph:
     inputs = zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True)
-    hoist_indices(joint.module.graph, [n for (kind, _), n in inputs if kind in ("batch", "buffer")])
+    hoist_indices(joint.module.graph, [n for (kind, _), n in inputs if kind in ("batch", "buffer", "size")])
     return joint
 
 

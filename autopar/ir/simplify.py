@@ -90,7 +90,8 @@ def eager_dropout(graph: torch.fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             noise = source if p == 0 else graph.call_function(dropout_noise, (source, p))
-            noise.meta.setdefault("val", value)
+            if noise is not source:
+                noise.meta |= {k: v for k, v in source.meta.items() if k in ("val", "symbolic")}
         for old, operand in ((users.get(0), source), *((u, u.args[0]) for u in readers)):
             if old is None:
                 continue

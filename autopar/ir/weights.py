@@ -13,6 +13,8 @@ from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.capture import JointGraph
 from autopar.ir.loss_reader import Reader
 from autopar.ir.loss_terms import Count, Fixed, Rows, Term, Unknown, Value, elements
+from autopar.ir.sizes import following, take_hint
+from autopar.ir.symbols import StaticOnlyError
 
 aten = torch.ops.aten
 
@@ -40,6 +42,35 @@ def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
     return replace(
         first, is_sum=value.adds, others=_different(first, others), where=samples.where, may_be_nothing=nothing
     )
+
+
+def of_sizes(joint: JointGraph) -> BatchWeight:
+    """The same of a graph that serves batches of several sizes. Raises `StaticOnlyError` where the weight follows from
+    them in a way that is not understood."""
+    sizes = joint.sizes
+    assert sizes is not None
+    take_hint(joint, 1)
+    other = batch_weight(joint, sizes.samples(sizes.hints[1]))
+    take_hint(joint, 0)
+    weight = batch_weight(joint, sizes.samples(sizes.hints[0]))
+    others = tuple(_followed(joint, a, b) for a, b in zip(weight.others, other.others, strict=False))
+    if len(others) < max(len(weight.others), len(other.others)):
+        raise StaticOnlyError("what the loss is a mean over follows from the batch's sizes")
+    return replace(_followed(joint, weight, other), others=others)
+
+
+def _followed(joint: JointGraph, a: BatchWeight, b: BatchWeight) -> BatchWeight:
+    """A weight that has been read at both hints."""
+    alike = replace(a, constant=None, counted=None, others=()) == replace(b, constant=None, counted=None, others=())
+    codes = ["" if w.counted is None else w.counted.code for w in (a, b)]
+    if not alike or codes[0] != codes[1]:
+        raise StaticOnlyError("what the loss is a mean over follows from the batch's sizes")
+    if a.constant is None or b.constant is None or a.constant == b.constant:
+        return replace(a, sizes=joint.sizes)
+    follows = following(joint, (a.constant, b.constant))
+    if follows is None:
+        raise StaticOnlyError("how much a batch counts follows from its sizes in a way that is not understood")
+    return replace(a, sizes=joint.sizes, follows=follows)
 
 
 def _different(first: BatchWeight, others: list[BatchWeight]) -> tuple[BatchWeight, ...]:

@@ -236,12 +236,11 @@ class Call:
     def key(self) -> tuple[object, ...]:
         """Calls with equal keys cost the same: what an operation declares may depend on its fields, on its value, on
         its inputs' operations and values, and on the group's members; the names of these tell a graph's apart."""
-        of_inputs = tuple((i.op, i.made) for i in self.inputs)
         of_group: object = None
         if self.group is not None:
             members = self.group.names if self.op.reads_members else [len(self.group.members)]
             of_group = (*members, self.group.dtype)
-        return self.op, self.made, self.communicator, of_inputs, of_group
+        return self.op, self.made, self.communicator, tuple((i.op, i.made) for i in self.inputs), of_group
 
     def with_op(self, op: Operation) -> Self:
         return self if op is self.op else replace(self, op=op)
@@ -295,6 +294,10 @@ class Site(ABC):
     @abstractmethod
     def computed(self, node: str) -> Any:
         """The value of a node of the model's graph."""
+
+    @abstractmethod
+    def rows(self, node: str, dimension: int = 0) -> Any:
+        """How many rows, or columns, the value of a node of the model's graph has, whether it is there yet or not."""
 
     @abstractmethod
     def replace(self, node: str, value: Any) -> None:

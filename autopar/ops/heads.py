@@ -88,7 +88,7 @@ class HeadCount(_OfHead):
         return Value(at.world_size, "int64", Shard((1,) * at.world_size), expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
-        return sample_count(site, self.head.samples)
+        return sample_count(site, self.head.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class HeadHandBack(_OfHead):
     def write(self, site: Site, call: Call) -> Any:
         head = self.head
         assert head.hidden_gradient is not None
-        return hand_back(site, head.hidden_gradient, site.value_of(call.inputs[0]), head.samples, head.width)
+        return hand_back(site, head.hidden_gradient, site.value_of(call.inputs[0]), head.hidden, head.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ class LayerCount(_OfLayer):
         return Value(at.world_size, "int64", Shard((1,) * at.world_size), expected=True)
 
     def write(self, site: Site, call: Call) -> Any:
-        return sample_count(site, self.layer.samples)
+        return sample_count(site, self.layer.given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ class LayerHandBack(_OfLayer):
     def write(self, site: Site, call: Call) -> Any:
         layer = self.layer
         assert layer.given_gradient is not None
-        return hand_back(site, layer.given_gradient, site.value_of(call.inputs[0]), layer.samples, layer.width)
+        return hand_back(site, layer.given_gradient, site.value_of(call.inputs[0]), layer.given, layer.width)
 
 
 @dataclass(frozen=True, slots=True)

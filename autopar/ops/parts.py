@@ -65,9 +65,9 @@ def count(looked_up: Sequence[Sequence[torch.Tensor] | None], rows: Sequence[int
     return Counted(torch.tensor(counts, dtype=torch.int64, device=device), tuple(found), tuple(places))
 
 
-def rows_of(rows: int, earlier: Sequence[torch.Tensor]) -> int:
-    """Of a member made of factors: those of this batch, and those of earlier micro-batches."""
-    return rows + sum(len(e) for e in earlier)
+def rows_of(rows: Sequence[int], earlier: Sequence[torch.Tensor]) -> int:
+    """Of a member made of factors: those of this batch's terms, and those of earlier micro-batches."""
+    return sum(rows) + sum(len(e) for e in earlier)
 
 
 def joined(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> Pair:
@@ -246,7 +246,8 @@ class CountParts(Operation):
                 rows.append(0)
             else:
                 looked_up.append(None)
-                rows.append(site.call(rows_of, (member.parts.rows, earlier)))
+                own_rows = [site.rows(t.right, int(t.right_transposed)) for t in member.parts.terms]
+                rows.append(site.call(rows_of, (own_rows, earlier)))
         counted = site.notes(group)["counted"] = site.call(count, (looked_up, rows, site.device))
         return site.call(getattr, (counted, "counts"))
 

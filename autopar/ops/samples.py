@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,15 +42,18 @@ def padded(values: torch.Tensor, counts: Sequence[int], dtype: torch.dtype) -> t
     return flat.view(-1)
 
 
-def sample_count(site: Site, samples: int) -> Any:
-    """This rank's samples, for all to know; negative where more micro-batches follow."""
-    count = samples if site.is_last else -samples
+def sample_count(site: Site, node: str) -> Any:
+    """This rank's samples, the rows of a node's value, for all to know; negative where more micro-batches follow."""
+    samples = site.rows(node)
+    count = samples if site.is_last else -samples if isinstance(samples, int) else site.call(operator.neg, (samples,))
     return site.call(torch.full, ((1,), count), {"dtype": torch.int64, "device": site.device})
 
 
-def hand_back(site: Site, node: str, values: Any, rows: int, width: int) -> Any:
-    """Puts the first `rows` of flat `values`, which may be padded, in the place of a node of the graph."""
-    own = site.call(torch.narrow, (values, 0, 0, rows * width))
+def hand_back(site: Site, node: str, values: Any, like: str, width: int) -> Any:
+    """Puts flat `values`, which may be padded, in the place of a node of the graph: as many rows as `like` has."""
+    rows = site.rows(like)
+    elements = rows * width if isinstance(rows, int) else site.call(operator.mul, (rows, width))
+    own = site.call(torch.narrow, (values, 0, 0, elements))
     value = site.call(torch.reshape, (own, (rows, width)))
     site.replace(node, value)
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,7 +16,9 @@ from autopar.errors import PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
+from autopar.ir.leftovers import forget, forgotten_but
 from autopar.ir.outline import Outline
+from autopar.ir.sizes import Varying
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -32,6 +34,7 @@ from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
+from autopar.runtime.shapes import BatchShapes
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
 from autopar.spec.plan import FIDELITIES, Plan
@@ -77,11 +80,14 @@ class BaseProgram:
         self._parameters = named_parameters(model, settings.loss_fn)
         self._buffers = {s + n: b for s, o in owners.items() for n, b in o.named_buffers(remove_duplicate=False)}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._compiled: Captures[Compiled] = Captures(says=group.rank == 0)
+        self._compiled = Captures[Compiled](group.rank == 0, settings.max_captures, lambda c: forget(c.every_graph))
+        self._shapes = BatchShapes(are_symbolic=settings.compiler is None)
         self._hooks = ModuleHooks(owners.values())
         self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
+        self._crosses_ranks = False
+        """Whether ranks exchange values within the model."""
         self._outlined: Compiled | None = None
         """What was lowered and written of a model that runs eagerly."""
         self._steps = 0
@@ -104,16 +110,37 @@ class BaseProgram:
             self._eager.keeps_output = outputs
             return replace(self._outlined, batch=batch)
         outputs = outputs or self.settings.outputs
-        known = self._compiled.find(signature_key(self.model, batch, (self._hooks.key(), outputs, sizes)))
-        if known is not None:
+        key, kind = self._keys(batch, outputs, sizes)
+        known = self._compiled.find(key, kind, batch.shapes)
+        if known is not None and self._serves(known, batch, kind):
             return known
-        graph = self._captured(batch, outputs)
+        # What hands outputs back, or exchanges values within the model, is captured for its sizes alone.
+        varying = frozenset() if outputs or sizes or self._crosses_ranks else self._shapes.varying(kind, batch)
+        if varying:
+            try:
+                found = self._made(batch, varying=varying)
+                if self._serves(found, batch, kind):
+                    return found
+            except Exception as e:  # what is the user's to mend, the capture for these sizes alone says
+                self._shapes.give_up(kind, f"{type(e).__name__}: {e}")
         try:
-            return self.adopt(graph, batch, outputs, sizes)
+            return self._made(batch, outputs, sizes)
         except PlanError as e:
             raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not self.settings.outputs else e from None
 
-    def _captured(self, batch: Batch, outputs: bool = False) -> TrainingGraph:
+    def _keys(self, batch: Batch, outputs: bool, sizes: tuple[int, ...]) -> tuple[Hashable, Hashable]:
+        return signature_key(self.model, batch, (self._hooks.key(), outputs, sizes))
+
+    def _made(
+        self, batch: Batch, outputs: bool = False, sizes: tuple[int, ...] = (), varying: Varying = frozenset()
+    ) -> Compiled:
+        made: list[torch.fx.GraphModule] = []
+        with forgotten_but(made):
+            compiled = self.adopt(self._captured(batch, outputs, varying), batch, outputs, sizes)
+            made += compiled.every_graph
+        return compiled
+
+    def _captured(self, batch: Batch, outputs: bool = False, varying: Varying = frozenset()) -> TrainingGraph:
         s = self.settings
         with self._traceable():
             return training_graph(
@@ -126,7 +153,34 @@ class BaseProgram:
                 s.passes,
                 outputs,
                 updated_by(self._optimizer),
+                varying,
             )
+
+    def _flat(self, batch: Any) -> Batch:
+        """A batch as captured graphs take it: flat, and padded where the user says how."""
+        if self.settings.padding is None or self._outlined is not None:
+            return flatten(batch, needs_tensor=self._outlined is None)
+        return self.settings.padding.of(batch, self.model, self.settings.loss_fn, self._is_whole())
+
+    def _serves(self, compiled: Compiled, batch: Batch, kind: Hashable) -> bool:
+        """Whether a capture serves a batch: one with symbols is compared with the model run eagerly at the first two
+        sizes that it meets, and let go of where it differs."""
+        sizes = compiled.joint.sizes
+        if sizes is None or self.settings.check == "never" or len(sizes.proved) > 1 or batch.shapes in sizes.proved:
+            return True
+        sizes.proved.add(batch.shapes)
+        compiled.proved = False
+        try:
+            self._prove(compiled, batch)
+        except Exception as e:  # what is the user's to mend, the proof of the capture for these sizes alone says
+            self._compiled.remove(compiled)
+            self._shapes.give_up(kind, str(e))
+            return False
+        return True
+
+    def _prove(self, compiled: Compiled, batch: Batch) -> None:
+        """Compares a capture with the model run eagerly, on this rank alone."""
+        raise NotImplementedError
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
@@ -146,10 +200,12 @@ class BaseProgram:
         for name in self.needed if self._outlined is None else self.synchronizing[:1]:
             self.written(compiled, name)
         if self._outlined is None:
-            key = signature_key(
-                self.model, batch, (self._hooks.key(), self.settings.outputs if outputs is None else outputs, sizes)
-            )
-            self._compiled.add(key, compiled.joint.guards, compiled)
+            self._crosses_ranks = compiled.joint.sums_over_ranks
+            key, kind = self._keys(batch, self.settings.outputs if outputs is None else outputs, sizes)
+            symbols = compiled.joint.sizes
+            if symbols is None:
+                self._shapes.meet(kind, batch)
+            self._compiled.add(key if symbols is None else kind, compiled.joint.guards, compiled, symbols)
         return compiled
 
     def written(self, compiled: Compiled, name: str) -> Any:
@@ -218,6 +274,10 @@ class BaseProgram:
             max_norm=self.settings.clip_grad_norm,
             compiled=self.settings.compiled,
         )
+
+    def _is_whole(self) -> bool:
+        """Whether all parameters are on this rank, with their values."""
+        return not any(c.program.sharded_members for c in self._compiled)
 
     def _traceable(self) -> AbstractContextManager[None]:
         """While it is open, the model can be traced."""

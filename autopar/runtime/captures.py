@@ -1,9 +1,13 @@
-"""The graphs of a program: each with what it is valid for, found again as long as that holds."""
+"""The graphs of a program: each with what it is valid for, found again as long as that holds.
+
+They are as many as `optimize(max_captures=...)` says; the one that was used longest ago goes first.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -13,6 +17,7 @@ from autopar.errors import AutoparWarning, CaptureError, SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.guards import Guards, global_state
 from autopar.ir.refusals import is_rank_0
+from autopar.ir.sizes import Shapes, Sizes
 
 Compiled = TypeVar("Compiled")
 
@@ -21,27 +26,51 @@ MOST_CHANGES = 3
 that Python holds has changed. What changes at every step is named rather than captured for ever."""
 
 
+MOST_CAPTURES = 32
+"""Captures that a program keeps unless it is told otherwise: each holds its graphs, 20 to 36 MB for a GPT-2 of 12
+layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry(Generic[Compiled]):
+    key: Hashable
+    guards: Guards | None
+    sizes: Sizes | None
+    compiled: Compiled
+
+
 class Captures(Generic[Compiled]):
     """What was made of each capture, by the batch's signature and what Python held."""
 
-    def __init__(self, says: bool) -> None:
-        """`says`: whether this rank is the one that tells the user."""
+    def __init__(self, says: bool, most: int, let_go: Callable[[Compiled], None]) -> None:
+        """`says`: whether this rank is the one that tells the user. `most`: how many are kept. `let_go`: is told of
+        those that are not."""
         self._says = says
-        self._by_key: dict[Hashable, list[tuple[Guards | None, Compiled]]] = {}
+        self._most = most
+        self._let_go = let_go
+        self._entries: list[_Entry[Compiled]] = []
+        """In the order of their last use."""
         self._changes = 0
         self._reason = ""
 
-    def find(self, key: Hashable) -> Compiled | None:
-        """What was made for this key, where all that the model reads is as it was then; else `None`.
+    def find(self, key: Hashable, kind: Hashable, shapes: Shapes) -> Compiled | None:
+        """What was made for this key, or for all batches of this kind that have such shapes, where all that the model
+        reads is as it was then; else `None`.
 
         Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too.
         """
-        entries = self._by_key.get(key, [])
-        for guards, compiled in entries:
-            reason = None if guards is None else guards.changed()
+        entries = [
+            e
+            for e in reversed(self._entries)
+            if (e.key == key if e.sizes is None else e.key == kind and e.sizes.hold(shapes))
+        ]
+        for entry in entries:
+            reason = None if entry.guards is None else entry.guards.changed()
             if reason is None:
                 self._changes = 0
-                return compiled
+                self._entries.remove(entry)
+                self._entries.append(entry)
+                return entry.compiled
             self._reason = reason
         if entries:
             self._changes += 1
@@ -53,8 +82,14 @@ class Captures(Generic[Compiled]):
                 )
         return None
 
-    def add(self, key: Hashable, guards: Guards | None, compiled: Compiled) -> None:
-        """Keeps what was made of a capture. Warns, once, of what the captured code does besides computing."""
+    def remove(self, compiled: Compiled) -> None:
+        """Lets go of what was made of a capture."""
+        self._entries = [e for e in self._entries if e.compiled is not compiled]
+        self._let_go(compiled)
+
+    def add(self, key: Hashable, guards: Guards | None, compiled: Compiled, sizes: Sizes | None = None) -> None:
+        """Keeps what was made of a capture, and lets go of what was used longest ago where there is no room for it.
+        Warns, once, of what the captured code does besides computing."""
         lost = [] if guards is None else guards.lost
         if lost and self._says:
             self._says = False
@@ -65,23 +100,27 @@ class Captures(Generic[Compiled]):
                 AutoparWarning,
                 stacklevel=2,
             )
-        self._by_key.setdefault(key, []).insert(0, (guards, compiled))
+        self._entries.append(_Entry(key, guards, sizes, compiled))
+        while len(self._entries) > self._most:
+            self._let_go(self._entries.pop(0).compiled)
 
     def __iter__(self) -> Iterator[Compiled]:
-        return (compiled for entries in self._by_key.values() for _, compiled in entries)
+        return iter([e.compiled for e in self._entries])
 
 
-def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> Hashable:
+def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> tuple[Hashable, Hashable]:
     """What a captured graph is valid for, besides its guards: the batch's signature, which of its tensors require a
-    gradient, the hooks of the model's modules, and PyTorch's global state."""
-    key = (batch.signature, tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
+    gradient, the hooks of the model's modules, and PyTorch's global state. And the same of all batches that differ in
+    sizes alone."""
+    rest = (tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
+    key = (batch.signature, *rest)
     try:
         hash(key)
     except TypeError as e:
         raise SignatureError(
             f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
         ) from e
-    return key
+    return key, (batch.signature.of_any_size, *rest)
 
 
 def check_batches(

@@ -10,14 +10,16 @@ import torch
 import torch.fx
 from torch.amp import GradScaler
 
-from autopar.ir.batch import Batch
+from autopar.ir.batch import Batch, shapes_of
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.padding import Padding
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import Moments
 
@@ -45,6 +47,10 @@ class Settings:
     passes: Passes = EVERY
     """That rewrite what was captured."""
     capture: Capture = "auto"
+    max_captures: int = MOST_CAPTURES
+    """Graphs of so many batch signatures are kept; those that were used longest ago go first."""
+    padding: Padding | None = None
+    """Pads batches; `None` leaves them as they are."""
     compiler: Compiler | None = None
     """What compiles the compute between communication; `None` runs operators one by one."""
     scaler: GradScaler | None = None
@@ -81,6 +87,11 @@ class Compiled:
     """Whether it was compared with the model run eagerly."""
 
     @property
+    def every_graph(self) -> list[torch.fx.GraphModule]:
+        """What was captured, and all that was written from it."""
+        return [self.joint.module, *(g for c in (self, *self.others.values()) for g in c.graphs.values())]
+
+    @property
     def joint(self) -> JointGraph:
         assert self.graph.joint is not None, "only a graph that was captured in this process is compiled"
         return self.graph.joint
@@ -101,12 +112,14 @@ class Compiled:
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """The graphs' arguments, less the tangents. `tensors`: the batch's, which are moved to `device`."""
         moved = [t.to(device, non_blocking=True) for t in tensors]
         of: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "batch": moved}
         if self.batch is not None:
             of["whole batch"] = [self.batch.rebuild(tuple(moved))]
+        if self.joint.sizes is not None:
+            of["size"] = self.joint.sizes.of(shapes_of(tensors))
         return [of[kind][key] for kind, key in self.joint.inputs if kind != "tangent"]
 
     def tangent(self, seed: float, device: torch.device) -> torch.Tensor:

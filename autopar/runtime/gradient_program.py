@@ -12,6 +12,8 @@ from torch import nn
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.capture import output_tensors
+from autopar.ir.sizes import shape_for
+from autopar.ir.symbols import StaticOnlyError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.base_program import BaseProgram, Write, leaves
@@ -22,7 +24,7 @@ from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.one_pass import How, Ran
-from autopar.runtime.outputs import fill, output_template
+from autopar.runtime.outputs import fill, holds_numbers, output_template
 from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import Plan
@@ -131,9 +133,9 @@ class GradientProgram(BaseProgram):
         tolerance = tolerance_of(c.graph)
         self._proof = SynchronizedOnce(parameters, self._group, tolerance, self.settings.clip_grad_norm is not None)
         wanted = _differentiable(c)
-        likes = [joint.outputs[i].meta["val"] for i in wanted]
+        likes = [(shape_for(joint, n, batch.shapes), n.meta["val"].dtype) for n in (joint.outputs[i] for i in wanted)]
         draw = torch.Generator(self._device).manual_seed(0)
-        tangents = [torch.randn(v.shape, generator=draw, device=self._device).to(v.dtype) for v in likes]
+        tangents = [torch.randn(shape, generator=draw, device=self._device).to(dtype) for shape, dtype in likes]
         own = leaves(batch)
         given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
         names = [*(f"the gradient of '{n}'" for n in parameters), *given]
@@ -168,7 +170,10 @@ class GradientProgram(BaseProgram):
         c.proved = True
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
-        return replace(super()._lowered(graph, program, batch), output=output_template(self.model, batch))
+        output = output_template(self.model, batch)
+        if graph.joint is not None and graph.joint.sizes is not None and holds_numbers(output):
+            raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
+        return replace(super()._lowered(graph, program, batch), output=output)
 
 
 class _Passes(torch.autograd.Function):
@@ -180,8 +185,9 @@ class _Passes(torch.autograd.Function):
         found = program.run_forward(c, tensors)
         count = len(c.joint.outputs)
         outputs = tuple(v.detach() if v.requires_grad else v for v in found[:count])
-        ctx.save_for_backward(*found[count:])
-        ctx.context = (program, c, weight, len(tensors))
+        ctx.save_for_backward(*(v for v in found[count:] if isinstance(v, torch.Tensor)))
+        numbers = [None if isinstance(v, torch.Tensor) else v for v in found[count:]]
+        ctx.context = (program, c, weight, len(tensors), numbers)
         wanted = _differentiable(c)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
         return outputs
@@ -194,9 +200,11 @@ class _Passes(torch.autograd.Function):
                 "cannot be differentiated again. Compute the penalty with the model itself, module.module, and add its "
                 "gradients"
             )
-        program, c, weight, inputs = ctx.context
+        program, c, weight, inputs, numbers = ctx.context
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if n is None else n for n in numbers]
         tangents = [grads[i].contiguous() for i in _differentiable(c)]
-        found = program.run_backward(c, list(ctx.saved_tensors), tangents, weight)
+        found = program.run_backward(c, saved, tangents, weight)
         own = len(c.graph.parameters)
         of_inputs = dict(zip(c.joint.input_gradients, found[own:], strict=True))
         return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]

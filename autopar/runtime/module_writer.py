@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from autopar.backends import collectives
+from autopar.ir.sizes import size_inputs
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.gradients import cut
@@ -30,7 +31,8 @@ class _Half(Writer):
         self.late = late
         """Nodes of the backward pass: those that depend on a tangent."""
         first = [n for n in self.joint.module.graph.nodes if n not in late and n.op != "output"]
-        self.saved = [n for n in first if any(u in late for u in n.users if u.op != "output")]
+        sizes = size_inputs(self.joint)
+        self.saved = [n for n in first if n in sizes or any(u in late for u in n.users if u.op != "output")]
         """Values of the forward pass that the backward pass reads, parameters among them."""
 
 

@@ -44,6 +44,17 @@ def _with_fake_tensors(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any
         return torch.func.functional_call(model, state, tuple(inputs) if isinstance(inputs, list) else inputs)
 
 
+def holds_numbers(template: Any) -> bool:
+    """Whether an output has whole or other numbers that are no tensors."""
+    if isinstance(template, dict):
+        return any(map(holds_numbers, template.values()))
+    if isinstance(template, (tuple, list)):
+        return any(map(holds_numbers, template))
+    if dataclasses.is_dataclass(template):
+        return any(holds_numbers(getattr(template, one.name)) for one in dataclasses.fields(template))
+    return isinstance(template, (int, float)) and not isinstance(template, bool)
+
+
 def fill(template: Any, values: Iterator[torch.Tensor]) -> Any:
     """The template with real tensors; caches and other objects that hold tensors of their own become `None`."""
     if isinstance(template, torch.Tensor):

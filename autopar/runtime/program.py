@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from autopar.backends import collectives
 from autopar.errors import SignatureError
-from autopar.ir.batch import Batch, flatten
+from autopar.ir.batch import Batch
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -89,9 +89,8 @@ class Program(BaseProgram):
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
             check_scaled(self._parameters, plan, self._context)
-        self._meaning = LossMeaning(
-            model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
-        )
+        loss_fn, weight = settings.loss_fn, settings.weight
+        self._meaning = LossMeaning(model, loss_fn, weight, self._rendezvous, self._buffers, self._device)
         self._shares = LossShares(settings.weight, group, self._device, self._meaning)
         self._runs = StepRuns(
             group,
@@ -190,7 +189,7 @@ class Program(BaseProgram):
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
-        batches = [flatten(b, needs_tensor=self._eager is None) for b in self._shares.of(given)]
+        batches = [self._flat(b) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
         sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
         with gathering(self._group, sizes):
@@ -222,9 +221,8 @@ class Program(BaseProgram):
         return asked.result(loss, self._runs.take_outputs(), norm)
 
     def synchronize(self) -> None:
-        """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
-        leave them; to be called, on any rank, before parameters are read or changed otherwise than by the next step,
-        by running the model, or by saving it."""
+        """Receives parameters that are on their way from the last step, as plans with `late_parameters` leave them; for
+        any rank, before they are read or changed otherwise than by the next step, the model's run, or saving it."""
         try:
             self._deferred.arrive()
         except collectives.CommunicationFailure:
@@ -374,6 +372,9 @@ class Program(BaseProgram):
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
+
+    def _prove(self, compiled: Compiled, batch: Batch) -> None:
+        self._proofs.capture(compiled, batch)
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):

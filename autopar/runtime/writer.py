@@ -19,6 +19,7 @@ import torch.fx
 from autopar.backends import collectives
 from autopar.ir.aliases import base, is_view, is_written, readers, repeats_memory
 from autopar.ir.capture import JointGraph
+from autopar.ir.sizes import size_of
 from autopar.ir.training_graph import Term, TrainingGraph
 from autopar.ops import parts
 from autopar.ops.base import Call, Site
@@ -236,6 +237,10 @@ class Writer(Site):
                 found = {v for v in readers(node) if v in self.copies and is_view(v) and base(v) is node}
                 for view in sorted(found, key=self.position.__getitem__):
                     self.copy(view)
+
+    def rows(self, node: str, dimension: int = 0) -> int | torch.fx.Node:
+        size = size_of(self.joint, self.nodes[node], dimension)
+        return self.copies[size] if isinstance(size, torch.fx.Node) else size
 
     def strides(self, name: str) -> tuple[int, ...]:
         return self._placeholders((name,))[0].meta["val"].stride()  # type: ignore[no-any-return]
