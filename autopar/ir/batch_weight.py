@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from autopar.ir.batch import shapes_of
-from autopar.ir.sizes import Sizes
+from autopar.ir.served import Sizes
 
 
 @dataclass(frozen=True)

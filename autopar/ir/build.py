@@ -22,7 +22,8 @@ from autopar.ir.heads import find_heads
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
 from autopar.ir.passes import EVERY, Capture, Passes, run_passes
-from autopar.ir.sizes import Varying, forget_symbols, size_inputs
+from autopar.ir.served import Varying
+from autopar.ir.sizes import forget_symbols, size_inputs
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute

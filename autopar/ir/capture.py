@@ -10,7 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,16 +20,17 @@ from torch._guards import tracing
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
-from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Guards, guards_of, seen_effects
+from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
-from autopar.ir.sizes import Sizes, Varying, with_sizes
+from autopar.ir.served import Varying
+from autopar.ir.sizes import with_sizes
 from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 
@@ -39,50 +40,6 @@ _WHAT = "the model cannot be captured as one graph"
 _TERMS = "Where it has several terms, pass weight= with a count for each, or add them up"
 _MOST_OBSERVERS = 50
 """Statements that only observe which a capture leaves out before it gives up: each costs a further attempt."""
-
-
-@dataclass(frozen=True)
-class JointGraph:
-    """The joint graph, with a name for each of its inputs and outputs.
-
-    Placeholders, in order: `parameters` and `buffers` by name, batch tensors by index, tangents of the outputs.
-    Outputs, in order: mutated inputs, the module's outputs, gradients.
-    """
-
-    module: torch.fx.GraphModule
-    inputs: tuple[tuple[str, str | int], ...]
-    """(kind, key) of each placeholder: a `parameter` or `buffer` by name, a `batch` tensor, an output's `tangent` or a
-    `size` by index."""
-    mutations: tuple[tuple[str, torch.fx.Node], ...]
-    """Names of buffers, and the nodes whose values they take."""
-    outputs: tuple[torch.fx.Node, ...]
-    """The loss in mode `step`, and behind it, where these were asked for, every tensor of the model's output; in mode
-    `module`, every tensor of the model's output."""
-    gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
-    """By parameter name; parameters that get no gradient are absent."""
-    weight: BatchWeight | None = None
-    """How much the batch counts in the global loss; `None` in mode `module`, where the loss is not seen."""
-    input_gradients: dict[int, torch.fx.Node] = field(default_factory=dict)
-    """By the index of the batch's tensor, of those that require one."""
-    guards: Guards | None = field(default=None, compare=False, repr=False)
-    """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
-    sizes: Sizes | None = field(default=None, compare=False, repr=False)
-    """Which batches the graph serves, where it serves those of several sizes."""
-
-    @property
-    def sums_over_ranks(self) -> bool:
-        """Whether ranks exchange values within the model, so that none can run it by itself."""
-        return any(str(n.target).startswith("autopar.") for n in self.module.graph.nodes)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ranks take each other's rows, so that all must know how many each has."""
-        return any(str(n.target).startswith("autopar.gather_rows") for n in self.module.graph.nodes)
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether it is of a step that returns the model's output besides its loss."""
-        return self.weight is not None and len(self.outputs) > 1
 
 
 class _Step(nn.Module):

@@ -37,8 +37,7 @@ class Emission:
 
 
 class Operation(ABC):
-    """One operation. Subclass it as a frozen dataclass whose fields are all that two calls on equal values may differ
-    in: prices are remembered by them."""
+    """One operation. Subclass it as a frozen dataclass: prices are remembered by its fields and the values it takes."""
 
     name: ClassVar[str]
     """How timelines, messages and the comparison between ranks call it."""
@@ -236,10 +235,8 @@ class Call:
     def key(self) -> tuple[object, ...]:
         """Calls with equal keys cost the same: what an operation declares may depend on its fields, on its value, on
         its inputs' operations and values, and on the group's members; the names of these tell a graph's apart."""
-        of_group: object = None
-        if self.group is not None:
-            members = self.group.names if self.op.reads_members else [len(self.group.members)]
-            of_group = (*members, self.group.dtype)
+        g = self.group
+        of_group = g and (*(g.names if self.op.reads_members else [len(g.members)]), g.dtype)
         return self.op, self.made, self.communicator, tuple((i.op, i.made) for i in self.inputs), of_group
 
     def with_op(self, op: Operation) -> Self:
@@ -297,7 +294,7 @@ class Site(ABC):
 
     @abstractmethod
     def rows(self, node: str, dimension: int = 0) -> Any:
-        """How many rows, or columns, the value of a node of the model's graph has, whether it is there yet or not."""
+        """The size of a node's value, there yet or not."""
 
     @abstractmethod
     def replace(self, node: str, value: Any) -> None:
@@ -351,8 +348,8 @@ class Site(ABC):
 
     def clipped(self, call: Call) -> list[tuple[bool, Any]]:
         """What this rank holds of the gradients that are clipped; for each, whether no other rank holds it."""
-        held = [i for i in call.inputs if i.held_elements(self.rank) and self.value_of(i) is not None]
-        return [(i.is_sharded, self.value_of(i)) for i in held]
+        held = ((i, self.value_of(i)) for i in call.inputs if i.held_elements(self.rank))
+        return [(i.is_sharded, value) for i, value in held if value is not None]
 
     def mesh(self) -> str:
         """The name of what connects the ranks with the hosts that serve."""

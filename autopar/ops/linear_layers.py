@@ -328,7 +328,10 @@ class LayerGradient(_OfLayer):
         return self.product_bytes(call, n)
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return formed_bytes(call, setting)
+        """What is formed; and errors that came in a narrow dtype, as wide as they are multiplied."""
+        errors, width = call.inputs[0], DTYPE_BYTES[call.dtype]
+        widened = errors.elements // setting.world_size * width if errors.dtype != call.dtype else 0
+        return formed_bytes(call, setting) + widened
 
     def write(self, site: Site, call: Call) -> Any:
         errors, everyone = self.own_errors(site, call), site.notes(call.owner_group)["everyone"]

@@ -18,7 +18,7 @@ from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
 from autopar.ir.leftovers import forget, forgotten_but
 from autopar.ir.outline import Outline
-from autopar.ir.sizes import Varying
+from autopar.ir.served import Varying
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment

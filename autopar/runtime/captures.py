@@ -17,7 +17,7 @@ from autopar.errors import AutoparWarning, CaptureError, SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.guards import Guards, global_state
 from autopar.ir.refusals import is_rank_0
-from autopar.ir.sizes import Shapes, Sizes
+from autopar.ir.served import Shapes, Sizes
 
 Compiled = TypeVar("Compiled")
 

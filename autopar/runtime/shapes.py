@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from autopar.ir.batch import Batch
-from autopar.ir.sizes import Shapes, Varying
+from autopar.ir.served import Shapes, Varying
 
 MOST_SYMBOLIC = 4
 """Captures with symbols, of batches that differ in sizes alone, that are made before each of their sizes gets a capture

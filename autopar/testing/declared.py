@@ -128,11 +128,12 @@ def memory_differences(program: Program, batch: Any, setting: Setting) -> list[s
     found, spare = [], dict[int, int]()
     for index, (first, last) in allocating.spans.items():
         call = allocating.calls[index]
-        seen = max(accumulate((size for at, size in events if first <= at <= last), initial=0))
+        held = list(accumulate((size for at, size in events if first <= at <= last), initial=0))
+        seen, kept = max(held), held[-1]
         own, passing = (
             _of_rank(b, program.rank) for b in (call.op.allocates(call, setting), call.op.passing_bytes(call, setting))
         )
-        spare[index] = max(0, own - seen)
+        spare[index] = max(0, own - max(0, kept))
         # What is formed only as it is used was declared by whoever forms it.
         declared = own + passing + sum(spare.get(i.index, 0) for i in call.inputs)
         if call.expected or any(i.expected for i in call.inputs):

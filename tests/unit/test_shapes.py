@@ -194,7 +194,7 @@ def test_weights_follow_the_sizes_and_branches_on_sizes_have_their_captures() ->
 
 
 def test_a_capture_that_is_disproved_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.ir.sizes import Sizes
+    from autopar.ir.served import Sizes
 
     right = Sizes.of
     monkeypatch.setattr(Sizes, "of", lambda self, shapes: tuple(max(2, n - 1) for n in right(self, shapes)))
