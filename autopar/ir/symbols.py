@@ -104,7 +104,7 @@ def generic_sizes(
 ) -> tuple[Values, Values]:
     """Two sets of sizes that the graph serves, at which different sizes differ from each other and from all numbers."""
     roots = sorted({s for k in known for s in symbols.settled(k).free_symbols}, key=str)
-    expressions = [e for e in dict.fromkeys(sizes) if e.free_symbols]
+    expressions = _different([e for e in dict.fromkeys(sizes) if e.free_symbols], roots)
     fixed = {int(e) for e in sizes if not e.free_symbols and e.is_integer}
     found: list[Values] = []
     candidates = [_near(symbols.now(root)) for root in roots]
@@ -119,6 +119,12 @@ def generic_sizes(
             if len(found) == 2:
                 return found[0], found[1]
     raise NoHintsError("what was traced assumes too much of the sizes")
+
+
+def _different(expressions: Sequence[sympy.Expr], roots: Sequence[sympy.Symbol]) -> list[sympy.Expr]:
+    """One of those that are the same but for how they are written, as `floor(a * b / b)` and `a`."""
+    far = [{r: sympy.Integer(sympy.nextprime(10**4 * k + 500 * i)) for i, r in enumerate(roots)} for k in (1, 2, 3)]
+    return list({tuple(number_of(e.xreplace(at)) for at in far): e for e in expressions}.values())
 
 
 def _near(size: int) -> list[int]:
