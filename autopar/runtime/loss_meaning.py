@@ -25,9 +25,10 @@ from autopar.runtime.process_group import Rendezvous
 
 _ADVICE = (
     "Where the loss is a mean over something else, pass weight=lambda batch: ..., one number: how much of it the batch "
-    "has. One number cannot say a sum of means over different counts, nor a loss that compares samples with each other "
-    "(contrastive losses, negatives within the batch): there, as with DistributedDataParallel, several ranks do not "
-    "train as one process would"
+    "has. Where it is a sum of means over different counts, have it return them as a dict, and weight= their counts; "
+    "where it compares samples with each other (contrastive losses, negatives within the batch), have it compare those "
+    "of all ranks: autopar.gather. Else, as with DistributedDataParallel, several ranks do not train as one process "
+    "would"
 )
 
 
