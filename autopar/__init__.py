@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from autopar.ir.passes import Pass as Pass
     from autopar.ir.passes import Passes as Passes
     from autopar.runtime.checkpoint_load import load_checkpoint as load_checkpoint
+    from autopar.runtime.gathering import gather as gather
     from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
+    from autopar.runtime.step_result import StepResult as StepResult
     from autopar.spec.calibration import Calibration as Calibration
     from autopar.spec.cluster import ClusterSpec as ClusterSpec
     from autopar.spec.plan import Plan as Plan
@@ -38,9 +40,11 @@ _HOMES = {
     "Passes": "autopar.ir.passes",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
+    "StepResult": "autopar.runtime.step_result",
     "SyncedModule": "autopar.runtime.module",
     "Verification": "autopar.verification",
     "calibrate": "autopar.calibration",
+    "gather": "autopar.runtime.gathering",
     "load_checkpoint": "autopar.runtime.checkpoint_load",
     "optimize": "autopar.api",
     "plan": "autopar.api",
@@ -57,9 +61,11 @@ __all__ = [
     "Passes",
     "Plan",
     "Program",
+    "StepResult",
     "SyncedModule",
     "Verification",
     "calibrate",
+    "gather",
     "load_checkpoint",
     "optimize",
     "plan",

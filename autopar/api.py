@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, overload
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.errors import PlanMismatchError, SpecError, did_you_mean
@@ -14,15 +15,20 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training
-from autopar.runtime.compiled import Check, LossFn, Settings, Weight
+from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_gradient_program import EagerGradientProgram
+from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.inductor import check_compiler
+from autopar.runtime.joint_optimizer import joined
+from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
+from autopar.runtime.sync_batch_norm import synchronize_batch_norm
 from autopar.runtime.wrapped import check_unwrapped
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
@@ -34,6 +40,7 @@ _CHOICES: dict[str, Any] = {
     "unused_parameters": Unused,
     "optimizer_acts_on": Scope,
     "check": Check,
+    "capture": Capture,
 }
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
@@ -46,33 +53,52 @@ def plan(
     *,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     mode: Mode = "step",
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
+    weight: Weight | None = None,
     calibration: Calibration | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
     seed: int = 0,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
+    capture: Capture = "auto",
     passes: Passes = EVERY,
     progress: Progress | None = None,
+    plan: Plan | None = None,
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
 
     `example_inputs`: one rank's batch. `mode`: "step" for `optimize` with an optimizer, "module" for without.
-    `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. The other arguments are those of
-    `optimize`.
+    `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. `plan`: one that was edited, instead
+    of either: it is priced as it is, and labelled as its groups are, whatever `fidelity` says. The other arguments are
+    those of `optimize`.
     """
+    if plan is not None and strategy is not None:
+        raise SpecError(
+            f"strategy is {strategy!r}, and plan is given: a plan that is priced as it is takes no strategy"
+        )
     _check_choices(
-        mode=mode, fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on
+        mode=mode,
+        fidelity=fidelity,
+        unused_parameters=unused_parameters,
+        optimizer_acts_on=optimizer_acts_on,
+        capture=capture,
     )
-    settings = Settings(loss_fn, clip_grad_norm, unused_parameters=unused_parameters, passes=passes)
-    training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
-    planner = Planner(strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress)
+    kept = outputs and mode == "step"
+    settings = Settings(
+        loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=kept
+    )
+    training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
+    training.settle()
+    planner = Planner(
+        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, given=plan
+    )
     return planner.plan(training, cluster)
 
 
@@ -81,7 +107,7 @@ def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
     plan: Plan | None = None,
@@ -89,6 +115,9 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    loss_scale: LossScaling | None = None,
+    sync_batch_norm: bool = False,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
@@ -98,6 +127,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    capture: Capture = "auto",
     compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
@@ -113,6 +143,7 @@ def optimize(
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     clip_grad_norm: float | None = None,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     calibration: Calibration | None = None,
@@ -121,6 +152,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    capture: Capture = "auto",
     compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
@@ -129,7 +161,7 @@ def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     example_inputs: Any = None,
     loss_fn: LossFn | None = None,
     plan: Plan | None = None,
@@ -137,6 +169,9 @@ def optimize(
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
     clip_grad_norm: float | None = None,
+    loss_scale: LossScaling | None = None,
+    sync_batch_norm: bool = False,
+    outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
@@ -146,6 +181,7 @@ def optimize(
     timeout_s: float = 300.0,
     seed: int = 0,
     check: Check = "first",
+    capture: Capture = "auto",
     compile: bool = False,
     passes: Passes = EVERY,
     progress: Progress | None = None,
@@ -160,7 +196,8 @@ def optimize(
         cluster_spec: what to plan for; by default the plan's cluster, or what `ClusterSpec.detect()` sees.
         example_inputs: one batch of this rank: a dict of keyword inputs, a tuple of positional inputs, or a tensor;
             by default the model's own (`example_input_array`, Hugging Face's `dummy_inputs`).
-        optimizer: of this model's parameters. Its settings may change between steps, as learning-rate schedulers do.
+        optimizer: of this model's parameters, or a list of several, each of its own ones. Its settings may change
+            between steps, as learning-rate schedulers do.
         loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss. Without
             `optimizer`, the loss is computed outside, and neither it nor `late_parameters` has an effect.
         plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
@@ -170,8 +207,17 @@ def optimize(
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
-        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over.
-        unused_parameters: "error", or "freeze" those that get no gradient.
+        loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
+            `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
+            all ranks, and lowers the scale.
+        sync_batch_norm: has batch normalization normalize over the global batch, as one process would, where each rank
+            otherwise normalizes its own. The model's modules stay so. `torch.nn.SyncBatchNorm` always does.
+        outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
+            without it, a step that asks for outputs is captured besides, and some plans cannot give them.
+        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over. A dict
+            or tuple of counts where the loss returns a dict or tuple of terms, each a mean over something else.
+        unused_parameters: "error", or "freeze" those that get no gradient, and those that the optimizer does not hold,
+            as another program trains them.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
             whose update depends on nothing else.
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
@@ -181,6 +227,8 @@ def optimize(
         passes: which rewrite the captured graph: `Passes(without=("memory reused",))` leaves an optional one out,
             `Passes(also=(mine,))` runs one of your own. On all ranks alike.
         timeout_s: how long a collective may wait for a late rank.
+        capture: "auto" runs the model eagerly where it cannot be captured as a graph, says why, and synchronizes its
+            gradients beside its backward pass; "always" raises `CaptureError` there; "never" does so for any model.
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
             plan is the same, unless `measure_compute` is set and times what is compiled. It takes minutes rather than
             seconds, and a C++ compiler (on GPUs, Triton).
@@ -188,22 +236,32 @@ def optimize(
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
     Raises:
-        CaptureError: the model cannot be captured as one graph; the message has the line.
+        CaptureError: no parameter is trained, or one gets no gradient; with `capture="always"`, also where the model
+            cannot be captured as one graph; the message has the line.
         CompileError: `compile` is set, and the machine lacks a compiler, or the compiler fails.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
         SpecError: an option has a value that is not one of its choices.
     """
     _check_choices(
-        fidelity=fidelity, unused_parameters=unused_parameters, optimizer_acts_on=optimizer_acts_on, check=check
+        fidelity=fidelity,
+        unused_parameters=unused_parameters,
+        optimizer_acts_on=optimizer_acts_on,
+        check=check,
+        capture=capture,
     )
     check_unwrapped(model)
+    optimizer, scaler = joined(optimizer), scaler_of(loss_scale)
+    if scaler is not None and optimizer is None:
+        raise SpecError(
+            "loss_scale needs the optimizer: without one, use torch.amp.GradScaler in your own loop, as without autopar"
+        )
     group = join(timeout_s)
     parameters = named_parameters(model, loss_fn)
     if compile:
         check_compiler(next(iter(parameters.values())).device)
     if optimizer is not None:
-        check_optimizer(optimizer, parameters)
+        check_optimizer(optimizer, parameters, may_leave=unused_parameters == "freeze")
     plan = plan or _plan_from_environment()
     if plan is not None:
         plan.check_world_size(group.world_size)
@@ -214,28 +272,47 @@ def optimize(
                 + ". Plan again, or leave cluster_spec out to run the plan as it is"
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
-    said += f", {compile=}, passes {passes.said}"
+    said += f", {capture=}, {compile=}, {outputs=}, {sync_batch_norm=}"
+    said += f", loss scale {_scale(scaler)}, passes {passes.said}"
     _check_alike(model, loss_fn, group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
-    settings = Settings(own_loss, clip_grad_norm, weight, unused_parameters, check, passes, compiler)
+    kept = outputs and mode == "step"
+    settings = Settings(
+        own_loss, clip_grad_norm, weight, unused_parameters, check, passes, capture, compiler, scaler, kept
+    )
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
-    graph = training.graph("none" if plan is None else plan.recompute)
-    if plan is None:
-        planner = Planner(
-            strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+    if synchronize_batch_norm(model, group, sync_batch_norm) and (optimizer is None or measure_compute):
+        raise SpecError(
+            "batch normalization over all ranks needs the optimizer, and cannot be timed on one rank alone: leave "
+            "measure_compute out, and pass optimizer="
         )
-        plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
-        graph = training.graph(plan.recompute)
-    context = training.context(group.world_size, late_parameters)
-    if optimizer is None:
-        gradients = GradientProgram(model, plan, group, settings, context)
-        gradients.adopt(graph, training.batch)
-        return SyncedModule(gradients)
-    program = Program(model, plan, group, optimizer, settings, context)
-    program.adopt(graph, training.batch)
-    return program
+    sizes = sizes_of(training.batch.size, group, next(iter(parameters.values())).device) if mode == "step" else ()
+    with gathering(group, sizes):
+        training.settle(group)
+        settings = training.settings
+        graph = training.graph("none" if plan is None else plan.recompute)
+        if plan is None:
+            planner = Planner(
+                strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
+            )
+            plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
+            graph = training.graph(plan.recompute)
+        context = training.context(group.world_size, late_parameters)
+        if optimizer is None:
+            of = EagerGradientProgram if training.eager else GradientProgram
+            gradients = of(model, plan, group, settings, context)
+            gradients.adopt(graph, training.batch)
+            return SyncedModule(gradients)
+        program = Program(model, plan, group, optimizer, settings, context)
+        of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
+        program.adopt(graph, training.batch, sizes=of_all)
+        return program
+
+
+def _scale(scaler: GradScaler | None) -> str:
+    return "none" if scaler is None else str(scaler.state_dict())
 
 
 def _check_choices(**given: str | None) -> None:

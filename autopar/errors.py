@@ -6,6 +6,7 @@ AutoparError
  |   `- PlanError             ... in a plan file
  |       `- PlanMismatchError the plan is for another model, cluster or world size
  |- CaptureError              the model cannot be captured as one training graph
+ |   |- UnusedParameterError  trainable parameters get no gradient from the loss
  |   `- SignatureError        a batch does not fit what was captured
  |- CompileError              the step cannot be compiled on this machine (`compile=True`)
  |- OptimizerError            the optimizer cannot be used with this model or plan
@@ -50,6 +51,10 @@ class PlanMismatchError(PlanError):
 
 class CaptureError(AutoparError, RuntimeError):
     """The model cannot be captured as one training graph."""
+
+
+class UnusedParameterError(CaptureError):
+    """Trainable parameters get no gradient from the loss."""
 
 
 class SignatureError(CaptureError, ValueError):

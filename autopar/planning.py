@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import InfeasibleError
+from autopar.errors import CaptureError, InfeasibleError, SignatureError
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
 from autopar.ir.build import training_graph
 from autopar.ir.capture import Mode
+from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import Scope, context_for, optimizer_scope
+from autopar.runtime.eager_look import settled
+from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.loss_shares import example_of
+from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updated_by
+from autopar.runtime.process_group import Group
 from autopar.runtime.profile import node_seconds
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
@@ -49,31 +54,72 @@ class Training:
 
         Raises `SignatureError` where the batch cannot be used, and `OptimizerError` where `acts_on` is needed."""
         batch = example_batch(model) if example_inputs is None else example_inputs
+        self._refused: CaptureError | None = None
+        """Why the model cannot be captured, where that is known beforehand."""
+        may_run = settings.capture != "always"
         if mode == "module":  # which is given no target
-            self.batch = module_batch(model, inputs_and_target(batch, settings.loss_fn is not None)[0])
+            inputs = inputs_and_target(batch, settings.loss_fn is not None)[0]
+            try:
+                self.batch = module_batch(model, inputs)
+            except SignatureError:
+                raise
+            except CaptureError as e:
+                self.batch, self._refused = flatten(inputs), e
         else:
-            self.batch = flatten(batch)
+            self.batch = flatten(example_of(settings.weight, batch), needs_tensor=not may_run)
+            if not self.batch.tensors:
+                self._refused = CaptureError(f"the batch, a {type(batch).__name__}, shows no tensors to a graph")
         self.model = model
         self.settings = settings
         self.optimizer = optimizer
         self.mode = mode
         self._scope = optimizer_scope(optimizer, acts_on)
         self._graphs: dict[Recompute, TrainingGraph] = {}
+        self._outline: TrainingGraph | None = None
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model runs eagerly, as was settled."""
+        return self._outline is not None
+
+    def settle(self, group: Group | None = None) -> None:
+        """Decides whether the model is captured or runs eagerly, as `settings.capture` has it; on several ranks, by all
+        together, for they must do the same. Warns, on rank 0, where the graph cannot be had. Raises `CaptureError`
+        where it must be, or where the model cannot be trained eagerly either."""
+        self._outline = settled(
+            self.model, self.batch, self.settings, self.mode, self.optimizer, self.graph, group or Group(0, 1)
+        )
+        if self._outline is not None:
+            self.settings = replace(self.settings, capture="never")
 
     def graph(self, recompute: Recompute = "none") -> TrainingGraph:
-        """The captured step or module; captured once. Raises `CaptureError`."""
+        """The captured step or module, captured once; of a model that runs eagerly, its outline. Raises
+        `CaptureError`."""
+        if self._outline is not None:
+            return self._outline
+        if self._refused is not None:
+            raise self._refused
         if recompute not in self._graphs:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes
             self._graphs[recompute] = training_graph(
-                self.model, self.batch, loss_fn, self.mode, unused, recompute, passes
+                self.model,
+                self.batch,
+                loss_fn,
+                self.mode,
+                unused,
+                recompute,
+                passes,
+                self.settings.outputs,
+                updated_by(self.optimizer),
             )
         return self._graphs[recompute]
 
     def context(self, world_size: int, late_parameters: bool) -> Context:
         """What strategies may depend on."""
         clip, updates = self.settings.clip_grad_norm, self.mode == "step"
-        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters)
+        is_scaled = self.settings.scaler is not None
+        return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters, is_scaled)
 
     def cost_model(
         self, cluster: ClusterSpec, calibration: Calibration | None, nodes: dict[str, float] | None = None
@@ -84,10 +130,15 @@ class Training:
 
         if calibration is not None:
             calibration.check_cluster(cluster.fingerprint)
-        of = self.optimizer
+        each = () if self.optimizer is None else each_of(self.optimizer)
+        of = max(each, key=_elements, default=None)
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
         measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
         return cost_model_for(updates, measured_s, calibration)
+
+
+def _elements(optimizer: Optimizer) -> int:
+    return sum(p.numel() for g in optimizer.param_groups for p in g["params"])
 
 
 @dataclass(frozen=True)
@@ -102,25 +153,35 @@ class Planner:
     time_budget_s: float = 10.0
     seed: int = 0
     progress: Progress | None = None
+    given: Plan | None = None
+    """A plan that is priced as it is."""
 
     def plan(self, training: Training, cluster: ClusterSpec) -> Plan:
-        """A plan that keeps all activations; where none fits, one that computes some of them again, or most. Raises
-        `InfeasibleError` where none of these fits."""
-        first: tuple[Recompute, ...] = ("none", "selective") if training.mode == "step" else ()
+        """The plan that is given, priced; or one that keeps all activations; where none fits, one that computes some of
+        them again, or most. Raises `InfeasibleError` where none of these fits."""
+        if self.given is not None:
+            return self._plan(training, cluster, self.given.recompute)
+        rewrites = training.mode == "step" and not training.eager
+        first: tuple[Recompute, ...] = ("none", "selective") if rewrites else ()
         for recompute in first:
             with contextlib.suppress(InfeasibleError):
                 return self._plan(training, cluster, recompute)
         return self._plan(training, cluster, "full" if first else "none")
 
     def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute) -> Plan:
-        from autopar.search import Budget, build_plan, search
+        from autopar.search import Budget, build_plan, price, search
 
         graph, settings = training.graph(recompute), training.settings
-        context = training.context(cluster.world_size, self.late_parameters)
+        late = self.given is not None and any(g.options.get("late") for g in self.given.groups)
+        context = training.context(cluster.world_size, self.late_parameters or late)
         nodes = None
-        if self.measure_compute:
+        if isinstance(graph.joint, Outline):
+            nodes = graph.joint.seconds
+        elif self.measure_compute:
             nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn, settings.compiler)
         cost_model = training.cost_model(cluster, self.calibration, nodes)
+        if self.given is not None:
+            return price(self.given, graph, cluster, context, cost_model=cost_model)
         if self.strategy is not None:
             return build_plan(self.strategy, graph, cluster, context, fidelity=self.fidelity, cost_model=cost_model)
         return search(

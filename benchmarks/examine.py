@@ -80,6 +80,7 @@ def examine(entry: Entry) -> Outcome:
         loss_fn=entry.loss_fn,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         unused_parameters="freeze",
+        capture="always",
         time_budget_s=SEARCH_BUDGET_S,
     )
     optimize_s = time.perf_counter() - began

@@ -88,7 +88,7 @@ def buffers(calls: Sequence[Call], setting: Setting, measured: Collection[int] =
             owns = np.arange(n) == call.layout.rank  # the others do nothing here
             found.append(replace(taken, sizes=taken.sizes * ~owns, uses=list(taken.uses)))
             taken.sizes = taken.sizes * owns
-        if passing := call.op.passing_bytes(call, setting):
+        if np.any(passing := call.op.passing_bytes(call, setting)):
             found.append(Buffer(passing, i, [(i, 0)]))
         for value in (i, *inputs):
             if value in lies_in:

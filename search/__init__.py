@@ -8,7 +8,7 @@ if __name__ != "autopar.search":
 from autopar.search.base import Budget, Candidate, Problem, SearchResult
 from autopar.search.builders import AUTODIST, BUILDERS
 from autopar.search.local import LocalSearch
-from autopar.search.run import build_plan, search, search_result
+from autopar.search.run import build_plan, price, search, search_result
 from autopar.search.searcher import Searcher
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "SearchResult",
     "Searcher",
     "build_plan",
+    "price",
     "search",
     "search_result",
 ]

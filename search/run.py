@@ -19,10 +19,14 @@ from autopar.search.local import LocalSearch
 from autopar.search.reasons import Reasons
 from autopar.search.searcher import Searcher
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan
+from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
+from autopar.spec.summary import BASELINE
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import fidelity_of
+
+EDITED = " (edited)"
+"""Behind the name of a plan that was changed by hand."""
 
 
 def search(
@@ -114,9 +118,30 @@ def build_plan(
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
         raise PlanError(f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")
     problem = replace(problem, fidelity=used)
-    estimate = predict_steps(problem.cost_model, groups, graph, context, problem.topology)
-    candidate = Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
-    return _plan(problem, candidate, {})
+    return _plan(problem, _candidate(problem, name, groups), {})
+
+
+def price(
+    plan: Plan, graph: TrainingGraph, cluster: ClusterSpec, context: Context, *, cost_model: CostModel | None = None
+) -> Plan:
+    """A plan as it is, edited by hand say, with the prediction, the label and the reasons that its groups have, beside
+    what DDP would take; on a cluster of as many ranks.
+
+    Raises `PlanMismatchError` where it was made for another model or number of ranks, and `PlanError` where a strategy
+    cannot be used as it says.
+    """
+    plan.check_model(graph.model)
+    plan.check_world_size(context.world_size)
+    problem = _problem(graph, cluster, context, "exact", cost_model)
+    problem = replace(problem, fidelity=fidelity_of(plan.groups, problem.context))
+    name = plan.name if plan.priced == plan.basis else plan.name.removesuffix(EDITED) + EDITED
+    ddp = builder_named(BASELINE)(graph.parameters, problem.context, cluster)
+    return _plan(problem, _candidate(problem, name, plan.groups), {BASELINE: _candidate(problem, BASELINE, ddp)})
+
+
+def _candidate(problem: Problem, name: str, groups: tuple[SyncGroup, ...]) -> Candidate:
+    estimate = predict_steps(problem.cost_model, groups, problem.graph, problem.context, problem.topology)
+    return Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
 
 
 def _problem(
@@ -148,7 +173,7 @@ def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
 
 def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Plan:
     ordered = sorted(seeds.items(), key=lambda item: item[1].order)
-    return Plan(
+    made = Plan(
         name=best.name if problem.context.world_size > 1 else "one rank",
         model=problem.graph.model,
         cluster=problem.cluster.fingerprint,
@@ -166,6 +191,7 @@ def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Pla
             if problem.context.world_size > 1
         ),
     )
+    return made.model_copy(update={"priced": made.basis})
 
 
 def _does_not_fit(problem: Problem, evaluate: Evaluator) -> str:

@@ -117,8 +117,8 @@ def lower_plan(
     for index, (spec, moment) in enumerate(zip(groups, moments or fullest(groups), strict=True)):
         strategy = strategy_named(spec.strategy)
         options = check_options(strategy, spec, context)
-        lossy = strategy.fidelity(options) not in ("exact", "rounded") and moment.doing != "plain"
-        group = replace(resolve(index, spec, graph), moment=moment, lossy=lossy)
+        label = "exact" if moment.doing == "plain" else strategy.fidelity(options)
+        group = replace(resolve(index, spec, graph), moment=moment, label=label)
         for member in group.members:
             reason = strategy.applies(member, context)
             if reason is None and not member.slice.whole and not context.elementwise_update:

@@ -30,7 +30,7 @@ END = -1
 """What stands in a header for the number of elements where there is no more to come."""
 _HEADER, _ADDEND, _SUM = 1, 2, 3
 """Tags: what comes next, parts on their way to be added up, and their sums."""
-_AHEAD = 3
+AHEAD = 3
 """Pieces that may be on their way to whoever adds them up."""
 _FOREVER, _FAREWELL = timedelta(days=365), timedelta(seconds=5)
 
@@ -157,10 +157,10 @@ class _Adding:
         sizes = [b - a for a, b in pairwise(_bounds(elements, pieces))]
         self._sizes: Iterator[tuple[int, int]] = iter(list(enumerate(sizes)))
         self._begins = _bounds(elements, pieces)
-        self._buffers = torch.empty((_AHEAD, mesh.ranks, max(sizes)), dtype=dtype)
+        self._buffers = torch.empty((AHEAD, mesh.ranks, max(sizes)), dtype=dtype)
         self._coming: deque[tuple[int, torch.Tensor, list[Wait]]] = deque()
         self._sent: deque[list[Wait]] = deque()
-        for _ in range(_AHEAD):
+        for _ in range(AHEAD):
             self._expect()
 
     def _expect(self) -> None:
@@ -168,7 +168,7 @@ class _Adding:
         piece, size = next(self._sizes, (0, -1))
         if size < 0:
             return
-        addends = self._buffers[piece % _AHEAD, :, :size]
+        addends = self._buffers[piece % AHEAD, :, :size]
         coming = [self._mesh.receive(addends[rank], rank, _ADDEND) for rank in self._others] if size else []
         self._coming.append((piece, addends, coming))
 
@@ -185,7 +185,7 @@ class _Adding:
                 mine.copy_(total)
             self._sent.append([self._mesh.send(total, rank, _SUM) for rank in self._others])
         self._expect()
-        while len(self._sent) > _AHEAD:
+        while len(self._sent) > AHEAD:
             _wait_for(self._sent.popleft())
 
     def finish(self) -> None:

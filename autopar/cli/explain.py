@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autopar.cli.console import json_option, quiet_libraries, result, result_json, result_table, standard_options
 from autopar.cli.model_argument import OPTIMIZERS, load_model
+
+if TYPE_CHECKING:
+    from autopar.spec.plan import Fidelity, Plan
 
 
 @click.command("explain")
@@ -57,7 +60,22 @@ def command(
     elif as_json:
         result_json(_whole(loaded))
     else:
-        result(loaded.explain())
+        from autopar.spec.explain import explain
+
+        result(explain(loaded, _kept(loaded)))
+
+
+def _kept(plan: Plan) -> Fidelity | None:
+    """What the groups of a plan promise; `None` where a strategy, or the cluster, is not known here."""
+    from autopar.errors import SpecError
+    from autopar.ops.context import Context
+    from autopar.strategies.lowering import fidelity_of
+
+    try:
+        context = Context(plan.cluster.world_size, late_parameters=True).on(plan.cluster.cluster)
+        return fidelity_of(plan.groups, context)
+    except SpecError:
+        return None
 
 
 def _passes(plan: Any, model: str, optimizer: str | None, as_json: bool) -> None:
@@ -91,6 +109,8 @@ def _whole(plan: Any) -> dict[str, Any]:
         "cluster": plan.cluster.summary,
         "world_size": plan.cluster.world_size,
         "fidelity": plan.fidelity,
+        "fidelity_of_groups": _kept(plan),
+        "edited_since_priced": None if plan.priced is None else plan.was_edited,
         "verdict": verdict(plan),
         "prediction": plan.prediction.model_dump() if plan.prediction else None,
         "alternatives": [a.model_dump() for a in ordered_alternatives(plan)],

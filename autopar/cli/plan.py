@@ -25,16 +25,21 @@ from autopar.cli.model_argument import OPTIMIZERS, chosen_optimizer, load_model
 if TYPE_CHECKING:
     from autopar.spec.calibration import Calibration
     from autopar.spec.cluster import ClusterSpec
-    from autopar.spec.plan import Fidelity
+    from autopar.spec.plan import Fidelity, Plan
 
 FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
 
 
 @click.command("plan")
 @click.argument("model")
-@click.option("--cluster", required=True, metavar="FILE|local:N", help="Cluster description, or N local ranks.")
+@click.option(
+    "--cluster", metavar="FILE|local:N", help="Cluster description, or N local ranks. Default: that of --plan."
+)
 @output_option
 @click.option("--strategy", metavar="NAME", help="Take this hand-written plan (ddp, ...) instead of searching.")
+@click.option(
+    "--plan", "given", metavar="FILE", help="Price this plan, edited by hand, and label it, instead of searching."
+)
 @click.option(
     "--fidelity",
     type=click.Choice(FIDELITIES),
@@ -68,11 +73,14 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
 )
 @json_option
 @standard_options
+@click.pass_context
 def command(
+    context: click.Context,
     model: str,
-    cluster: str,
+    cluster: str | None,
     output: Path | None,
     strategy: str | None,
+    given: str | None,
     fidelity: str,
     late_parameters: bool,
     time_budget: float,
@@ -83,9 +91,13 @@ def command(
 ) -> None:
     """Make a plan for MODEL on a cluster. Neither the cluster nor a process group is needed.
 
-    The plan in words goes to stdout; with --json, the plan itself.
+    The plan in words goes to stdout; with --json, the plan itself. A plan that was edited by hand is priced again, and
+    labelled, with --plan edited.json -o edited.json.
     """
-    spec = load_cluster(cluster)
+    edited = _edited(context, given)
+    if cluster is None and edited is None:
+        raise click.UsageError("Missing option '--cluster': a cluster description, or local:4 for four local ranks")
+    spec = edited.cluster.cluster if cluster is None and edited is not None else load_cluster(cluster or "")
     measured = load_calibration(calibration)
     progress(f"importing {model}")
     from autopar.api import plan as make_plan
@@ -111,6 +123,7 @@ def command(
             calibration=measured,
             measure_compute=measure_compute,
             time_budget_s=time_budget,
+            plan=edited,
             progress=lambda what, priced, best_s: ticker(f"{what}: {priced} plans priced, best {duration(best_s)}"),
         )
     ticker.close()
@@ -119,6 +132,24 @@ def command(
         plan.save(output)
     result(plan.model_dump_json(indent=1) if as_json else plan.explain())
     progress(f"wrote {output}" if output is not None else "the plan was not kept; -o plan.json writes it")
+
+
+_OF_A_SEARCH = ("strategy", "fidelity", "late_parameters", "time_budget")
+
+
+def _edited(context: click.Context, path: str | None) -> Plan | None:
+    """Reads `--plan`. Raises `PlanError`, and `UsageError` where options of a search go with it."""
+    from click.core import ParameterSource
+
+    from autopar.spec.plan import Plan
+
+    if path is None:
+        return None
+    given = [n for n in _OF_A_SEARCH if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    if given:
+        said = given[0].replace("_", "-")
+        raise click.UsageError(f"--plan is priced as it is: leave --{said} out, which says what to search for")
+    return Plan.load(path)
 
 
 def load_cluster(argument: str) -> ClusterSpec:

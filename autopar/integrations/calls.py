@@ -21,6 +21,7 @@ from autopar.api import optimize
 from autopar.errors import SpecError, VerificationError
 from autopar.integrations.drop_in import by_keyword
 from autopar.integrations.ranks import equal, make_equal, sums
+from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.module import SyncedModule
 from autopar.spec.cluster import ClusterSpec
 
@@ -135,7 +136,10 @@ class _FirstPass:
             self._listen_to(unit)
 
     def _listen_to(self, unit: SyncedModule) -> None:
-        program, run = unit.program, unit.program.run_backward
+        program = unit.program
+        if not isinstance(program, GradientProgram):
+            return  # it runs eagerly, and synchronizes whatever gradient comes
+        run = program.run_backward
 
         def heard(c: Any, saved: Any, tangents: Any, weight: float) -> Any:
             gradients = run(c, saved, tangents, weight)

@@ -13,6 +13,7 @@ from autopar.api import optimize
 from autopar.errors import PlanMismatchError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
+from autopar.runtime.eager_gradient_program import EagerGradientProgram
 from autopar.runtime.module import SyncedModule
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
@@ -72,7 +73,10 @@ class DropIn(nn.Module):
             self._set_synchronizes(before)
 
     def reads(self, inputs: dict[str, Any], name: str) -> bool:
-        """Whether what the model computes depends on one of its inputs, a tensor, in a batch that it has seen."""
+        """Whether what the model computes depends on one of its inputs, a tensor, in a batch that it has seen; of a
+        model that runs eagerly, whether it takes such an input."""
+        if isinstance(self._synced[0].program, EagerGradientProgram):
+            return True
         tensors = flatten(inputs).tensors
         joint = self._synced[0].program.compile_for(inputs).joint
         nodes = joint.module.graph.find_nodes(op="placeholder")

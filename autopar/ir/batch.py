@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from autopar.errors import SignatureError
+from autopar.errors import CaptureError, SignatureError
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,23 @@ class Batch:
         return tuple(t.clone() for t in self.tensors)
 
 
-def flatten(batch: Any) -> Batch:
-    """Flattens a batch; raises `SignatureError` where it holds no tensor."""
+class Weighted(NamedTuple):
+    """A batch, with its share in each term of a loss of several terms."""
+
+    batch: Any
+    shares: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+    """float64 scalars, by the terms' names or in their order."""
+
+
+def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
+    """Flattens a batch; raises `SignatureError` where it holds no tensor, and one is needed."""
     if isinstance(batch, Mapping) and type(batch) is not dict:
         batch = dict(batch)  # Hugging Face's BatchEncoding and the like
     leaves, spec = pytree.tree_flatten(batch)
     leaves = [_laid_out(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     is_tensor = tuple(isinstance(x, torch.Tensor) for x in leaves)
     tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
-    if not tensors:
+    if not tensors and needs_tensor:
         raise SignatureError(
             f"the batch holds no tensor (it is a {type(batch).__name__}): expected a dict of keyword inputs, "
             "a tuple of positional inputs, or one tensor"
@@ -114,7 +122,8 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments, all by keyword; raises `SignatureError` where they do not fit the model's `forward`."""
+    """A call's arguments, all by keyword. Raises `SignatureError` where they do not fit the model's `forward`, and
+    `CaptureError` where it takes some by position only."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -126,7 +135,7 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise SignatureError(
+            raise CaptureError(
                 f"{type(model).__name__}.forward takes '{name}' by position only, which cannot be captured: give its "
                 "inputs names"
             )
@@ -145,6 +154,8 @@ def module_batch(model: torch.nn.Module, inputs: Any) -> Batch:
 def inputs_and_target(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
     """What of a batch the model is given, and what its loss function; raises `SignatureError` for a tuple that is not
     both. A batch of one piece is both."""
+    if isinstance(batch, Weighted):
+        batch = batch.batch
     if not (has_loss_fn and isinstance(batch, (tuple, list))):
         return batch, batch
     if len(batch) != 2:
@@ -164,6 +175,7 @@ def call_model(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> tuple[A
 
 def misfit(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> SignatureError | None:
     """Says why the model's `forward` cannot be called with a batch; `None` where it can."""
+    batch = batch.batch if isinstance(batch, Weighted) else batch
     inputs = batch[0] if has_loss_fn and isinstance(batch, (tuple, list)) else batch
     by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
     by_place = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -16,7 +16,7 @@ import torch.fx
 
 @dataclass(frozen=True)
 class BatchWeight:
-    """How much a batch counts. Exactly one of `constant` and `counted` is set."""
+    """How much a batch counts. Exactly one of `constant` and `counted` is set, unless a subclass counts itself."""
 
     unit: str
     """What is counted, in words."""
@@ -51,3 +51,18 @@ class BatchWeight:
             return self.counted(*(t if device is None else t.to(device) for t in given))  # type: ignore[no-any-return]
         assert self.constant is not None
         return torch.tensor(self.constant, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class UnreadWeight(BatchWeight):
+    """How much a batch counts where no graph shows what its loss is made of: by its samples, dimension 0 of its first
+    tensor that has one; a batch without tensors counts as one sample."""
+
+    def of(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        size = next((len(t) for t in tensors if t.dim()), 1)
+        return torch.tensor(float(size), dtype=torch.float64)

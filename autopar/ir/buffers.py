@@ -33,7 +33,8 @@ def read_and_written(joint: JointGraph) -> tuple[str, ...]:
     if not written:
         return ()
     placeholders = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
-    results = {*joint.outputs, *joint.gradients.values(), *joint.input_gradients.values()}
+    outputs = joint.outputs[:1] if joint.has_outputs else joint.outputs
+    results = {*outputs, *joint.gradients.values(), *joint.input_gradients.values()}
     return tuple(n for n in written if _reaches(placeholders["buffer", n], results))
 
 

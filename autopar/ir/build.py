@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, UnusedParameterError
 from autopar.ir.aliases import readers
 from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
@@ -37,15 +37,21 @@ def training_graph(
     unused: Unused = "error",
     recompute: Recompute = "none",
     passes: Passes = EVERY,
+    outputs: bool = False,
+    updated: Collection[nn.Parameter] | None = None,
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
     `recompute`: what of the forward pass is computed again in the backward pass; only of a whole step. `unused`: what
     to do about trainable parameters that get no gradient: `error`, or `freeze` them, which is what eager PyTorch does
-    silently (the optimizer passes over them).
+    silently (the optimizer passes over them). `outputs`: whether the step returns the model's output besides its loss.
+    `updated`: the parameters that are trained, where others are trained elsewhere; all, where it is not said.
     """
     with _without_collector():
-        joint = capture_joint(model, batch, loss_fn, mode)
+        joint = capture_joint(model, batch, loss_fn, mode, outputs)
+    own = named_parameters(model, loss_fn)
+    if updated is not None and not set(own.values()).isdisjoint(updated):  # else a plan is made for another's kind
+        joint = without_gradients(joint, [n for n, p in own.items() if p not in updated])
     capture = Capture(mode, batch.size, recompute)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
@@ -72,6 +78,22 @@ def training_graph(
         passes=(*done, *done_behind),
         joint=joint,
     )
+
+
+def without_gradients(joint: JointGraph, names: Collection[str]) -> JointGraph:
+    """The graph without the gradients of these parameters."""
+    kept = {n: node for n, node in joint.gradients.items() if n not in names}
+    if len(kept) == len(joint.gradients):
+        return joint
+    if not kept:
+        raise CaptureError("no parameter that the optimizer holds gets a gradient from the loss")
+    output = joint.module.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    wanted = {*kept.values(), *joint.input_gradients.values()}
+    first = len(joint.mutations) + len(joint.outputs)
+    results[first:] = [r if r in wanted else None for r in results[first:]]
+    output.args = (tuple(results),)
+    return replace(joint, gradients=kept)
 
 
 @contextlib.contextmanager
@@ -121,7 +143,7 @@ def _trainable(
     lost = [p.name for p in fingerprint.parameters if p.trainable and not reached[p.name]]
     if lost and unused == "error":
         shown = ", ".join(f"'{n}'" for n in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-        raise CaptureError(
+        raise UnusedParameterError(
             f"{len(lost)} trainable parameter(s) get no gradient from the loss: {shown}. Use them in the loss, "
             'freeze them with requires_grad_(False), or pass unused_parameters="freeze"'
         )

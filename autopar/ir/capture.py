@@ -18,20 +18,23 @@ import torch.fx
 from torch import nn
 
 from autopar.errors import AutoparError, CaptureError
-from autopar.ir.batch import Batch, call_model, misfit
+from autopar.ir.batch import Batch, Weighted, call_model, misfit
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Guards, guards_of, seen_effects
 from autopar.ir.observers import Observers
+from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
+from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 
 Mode = Literal["step", "module"]
 
 _WHAT = "the model cannot be captured as one graph"
+_TERMS = "Where it has several terms, pass weight= with a count for each, or add them up"
 _MOST_OBSERVERS = 50
 """Statements that only observe which a capture leaves out before it gives up: each costs a further attempt."""
 
@@ -51,7 +54,8 @@ class JointGraph:
     mutations: tuple[tuple[str, torch.fx.Node], ...]
     """Names of buffers, and the nodes whose values they take."""
     outputs: tuple[torch.fx.Node, ...]
-    """The loss alone in mode `step`; every tensor of the model's output in mode `module`."""
+    """The loss in mode `step`, and behind it, where these were asked for, every tensor of the model's output; in mode
+    `module`, every tensor of the model's output."""
     gradients: dict[str, torch.fx.Node] = field(default_factory=dict)
     """By parameter name; parameters that get no gradient are absent."""
     weight: BatchWeight | None = None
@@ -61,16 +65,32 @@ class JointGraph:
     guards: Guards | None = field(default=None, compare=False, repr=False)
     """Whether the graph still is what tracing the model would give; absent where nobody is to ask."""
 
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether ranks exchange values within the model, so that none can run it by itself."""
+        return any(str(n.target).startswith("autopar.") for n in self.module.graph.nodes)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks take each other's rows, so that all must know how many each has."""
+        return any(str(n.target).startswith("autopar.gather_rows") for n in self.module.graph.nodes)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether it is of a step that returns the model's output besides its loss."""
+        return self.weight is not None and len(self.outputs) > 1
+
 
 class _Step(nn.Module):
-    """The module that is captured: takes the batch's tensors, returns the loss, or all output tensors."""
+    """The module that is captured: takes the batch's tensors, returns the loss, or all output tensors, or both."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, batch: Batch, mode: Mode) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, batch: Batch, mode: Mode, outputs: bool = False) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self._batch = replace(batch, tensors=())  # only their places are looked at, and the module outlives the batch
         self._mode = mode
+        self._outputs = outputs
         self.assigned: tuple[tuple[tuple[str, ...], str], ...] = ()
         """Buffers that the model assigns a new tensor to, by the path to the module and the name: the tensor is copied
         into the buffer that was there, which is what a graph can do."""
@@ -85,10 +105,16 @@ class _Step(nn.Module):
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:
-        output, target = call_model(self.model, self._batch.rebuild(tensors), self.loss_fn is not None)
+        batch = self._batch.rebuild(tensors)
+        output, target = call_model(self.model, batch, self.loss_fn is not None)
         if self._mode == "module":
             return tuple(output_tensors(output))
-        return find_loss(output if self.loss_fn is None else self.loss_fn(output, target))
+        loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target), batch)
+        if not self._outputs:
+            return loss
+        if not isinstance(loss, torch.Tensor):
+            raise CaptureError(f"the loss must be one scalar, got a {type(loss).__name__}: {_TERMS}")
+        return (loss, *(t.detach() for t in output_tensors(output)))
 
 
 def _module_at(module: Any, path: tuple[str, ...]) -> Any:
@@ -97,8 +123,11 @@ def _module_at(module: Any, path: tuple[str, ...]) -> Any:
     return module
 
 
-def find_loss(output: Any) -> Any:
-    """The loss in a model's output: the output itself where it is a tensor, else its `loss`."""
+def find_loss(output: Any, batch: Any = None) -> Any:
+    """The loss in a model's output: the output itself where it is a tensor, else its `loss`; of a batch that has shares
+    in several terms, the sum of these shares."""
+    if isinstance(batch, Weighted):
+        return sum_of_terms(output, batch.shares)
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -130,15 +159,18 @@ def has_global_hooks() -> bool:
     return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
-def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step") -> JointGraph:
-    """Captures one training step on `batch`, as autograd's tracing leaves it. Raises `CaptureError` with the line that
-    stands in the way, and `SignatureError` where the model's `forward` does not take such a batch."""
+def capture_joint(
+    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", outputs: bool = False
+) -> JointGraph:
+    """Captures one training step on `batch`, as autograd's tracing leaves it. `outputs`: whether the step returns the
+    model's output besides its loss. Raises `CaptureError` with the line that stands in the way, and `SignatureError`
+    where the model's `forward` does not take such a batch."""
     if has_global_hooks():
         raise CaptureError(
             f"{_WHAT}: a hook is registered for all modules there are (register_module_forward_hook or a relative of "
             "torch.nn.modules.module). Register it on the modules that it is for: module.register_forward_hook(...)"
         )
-    step = _Step(model, loss_fn, batch, mode)
+    step = _Step(model, loss_fn, batch, mode, outputs)
     # Each tensor in memory of its own: of a tensor that stands in two places, labels that are the inputs, Dynamo would
     # make one input, and later batches, in which they are two, would be read in the wrong place.
     tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
@@ -159,7 +191,11 @@ def capture_joint(model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mod
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    return replace(_describe(module, mode), guards=guards)
+    joint = replace(_describe(module, mode, outputs), guards=guards)
+    if not outputs:
+        return joint
+    loss, *others = joint.outputs
+    return replace(joint, outputs=(loss, *own_outputs(module.graph, others, len(joint.mutations) + 1)))
 
 
 def _settled(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> tuple[torch.fx.GraphModule, Guards]:
@@ -260,7 +296,7 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
+def _describe(module: torch.fx.GraphModule, mode: Mode, has_outputs: bool) -> JointGraph:
     """Reads AOTAutograd's descriptors, the only place where they are read."""
     from torch._functorch._aot_autograd import descriptors as d
 
@@ -300,7 +336,7 @@ def _describe(module: torch.fx.GraphModule, mode: Mode) -> JointGraph:
         elif node is not None:
             raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
     if mode == "step":
-        _check_loss(outputs, bool(gradients))
+        _check_loss(outputs[:1] if has_outputs else outputs, bool(gradients))
     return JointGraph(module, tuple(inputs), tuple(mutations), tuple(outputs), gradients, input_gradients=of_inputs)
 
 
@@ -324,7 +360,7 @@ def _check_loss(outputs: list[Any], any_gradient: bool) -> None:
     if len(outputs) != 1 or shape is None or shape not in ((), (1,)):
         raise CaptureError(
             f"the loss must be one scalar, got {len(outputs)} output(s), the first of shape {shape}: reduce it "
-            "with .mean() or .sum() in the model or in loss_fn"
+            f"with .mean() or .sum() in the model or in loss_fn. {_TERMS}"
         )
     if not any_gradient:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")

@@ -243,6 +243,8 @@ class TrainingGraph:
     input_bytes: int
     recompute: Recompute = "none"
     """What of the forward pass is computed again in the backward pass."""
+    eager: bool = False
+    """Whether it is the outline of a model that runs eagerly (`autopar.ir.outline`)."""
     passes: tuple[Done, ...] = field(default=(), compare=False, repr=False)
     """What each pass has done to the graph."""
     joint: JointGraph | None = field(default=None, compare=False, repr=False)

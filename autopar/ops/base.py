@@ -65,8 +65,7 @@ class Operation(ABC):
     makes_parameters: ClassVar[bool] = False
     """Whether its value is parameters, which are sent for a pass to come."""
     queue: ClassVar[str] = ""
-    """Calls of one queue are in the order of the plan's groups: none runs before that of a group before it. Empty for
-    operations that wait for nothing but what they need."""
+    """Calls of one queue run in the order of the plan's groups; empty where calls wait for what they need alone."""
 
     @abstractmethod
     def value(self, at: Emission) -> Value:
@@ -98,6 +97,10 @@ class Operation(ABC):
         """Bytes that it keeps from step to step, besides the optimizer's."""
         return 0
 
+    def state_key(self) -> str | None:
+        """What the tensor is called in its group that it keeps from step to step, where it does."""
+        return None
+
     def captured_elements(self, call: Call, rank: int) -> int:
         """Elements that a rank holds of its value, with the batch that was captured."""
         return call.held_elements(rank)
@@ -106,7 +109,7 @@ class Operation(ABC):
         """Whether it takes one gradient as it is, which becomes its value."""
         return False
 
-    def passing_bytes(self, call: Call, setting: Setting) -> int:
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
         """Bytes that it allocates besides, while it runs."""
         return 0
 
@@ -156,8 +159,8 @@ class Call:
     """`None` where it belongs to the whole step."""
     made: Value
     by: int | None = None
-    """A deadline that its strategy has chosen: it runs behind this position in the graph's compute, unless what it
-    needs is there only later. `None`: as soon as it may; a wait, as late as its value is needed."""
+    """A deadline that its strategy has chosen: it runs behind this position, unless what it needs is there only later.
+    `None`: as soon as it may; a wait, as late as its value is needed."""
     deferred: bool = False
     """Of a collective: begun as the step ends, and completed in the next one. Of a wait or a store: of what the step
     before has begun, before the graph first reads the group's parameters."""
@@ -258,6 +261,8 @@ class Site(ABC):
     shards: dict[str, torch.Tensor]
     """This rank's rows of the parameters that are sharded between steps."""
     max_norm: float | None = None
+    loss_scale: Any = None
+    """The scale that the loss was multiplied with (`ops.gradients.LossScale`); `None` where it was not."""
 
     @abstractmethod
     def value_of(self, call: Call) -> Any:
@@ -392,6 +397,4 @@ class Site(ABC):
 
     def message(self, call: Call) -> list[Any]:
         """A flat value of parts for each rank, and how much of it goes to and comes from each."""
-        value = self.value_of(call)
-        assert isinstance(value, list), "a message is a flat value, with what goes to and comes from each rank"
-        return value
+        return list(self.value_of(call))

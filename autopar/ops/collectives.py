@@ -97,6 +97,10 @@ class Collective(Operation):
         """Bytes that its wait allocates."""
         return None
 
+    def finish_passing_bytes(self, wait: Call, setting: Setting) -> Bytes:
+        """Bytes that its wait allocates besides, while it runs."""
+        return 0
+
     def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
         """The value, once it was waited for. `sent`: whether it is sent on."""
         return value

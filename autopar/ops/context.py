@@ -32,7 +32,8 @@ class Context:
     """Whether the optimizer updates each element from that element's gradient and state alone, so that it can
     run on slices."""
     clips: bool = False
-    """Whether gradients are clipped by their global norm before the update."""
+    """Whether gradients are clipped by their global norm before the update, or looked at as a whole because the loss is
+    scaled: no update begins before all gradients are there."""
     hosts: tuple[int, ...] = ()
     """On which host each rank is; empty where every rank has one of its own."""
     rates: tuple[float, ...] = ()

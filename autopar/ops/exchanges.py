@@ -103,9 +103,23 @@ class ReduceScatter(_Exchange):
 
     def finish_allocates(self, wait: Call, setting: Setting) -> Bytes | None:
         call, n = wait.inputs[0], setting.world_size
-        if setting.rounds and self.in_rounds(call) and call.dtype == wait.dtype and self.goes_around(call, n):
+        if self._came_summed(wait, setting) and call.dtype == wait.dtype:
             return None
         return wait.held_bytes(n)
+
+    def finish_passing_bytes(self, wait: Call, setting: Setting) -> Bytes:
+        """Parts in a narrow dtype are widened before they are added up, as the sum is, unless it is sent on."""
+        wide, narrow = DTYPE_BYTES[wait.owner_group.dtype], DTYPE_BYTES[wait.dtype]
+        if wide <= narrow or wait.op == wait.op.when_sent():
+            return 0
+        parts = [len(s) for s in all_subgroups(self.subgroups, setting.world_size)]
+        widened = 0 if self._came_summed(wait, setting) else max(parts)
+        return wait.held_bytes(setting.world_size) // narrow * ((widened + 1) * wide - narrow)
+
+    def _came_summed(self, wait: Call, setting: Setting) -> bool:
+        """Whether it went around a ring, and was added up there."""
+        call = wait.inputs[0]
+        return setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
 
     def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
         """The sum is taken in the wire's dtype where it is sent on, else in the parameters'."""

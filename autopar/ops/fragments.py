@@ -124,7 +124,7 @@ Formed = torch.Tensor | Callable[[], torch.Tensor]
 def of_fragments(parts: Sequence[Fragment], gradients: Iterable[torch.Tensor | Product]) -> list[Formed]:
     """The gradient of each fragment, from those of the rows of whole parameters."""
     found: list[Formed] = []
-    for (_, group), gradient in zip(groupby(parts, lambda f: f.piece), gradients, strict=True):
+    for (_, group), gradient in zip(groupby(parts, lambda f: id(f.piece)), gradients, strict=True):
         first, own = 0, list(group)
         for fragment in own:
             count = len(fragment.tensor) if fragment.tensor.dim() else 1

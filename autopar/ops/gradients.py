@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -91,7 +92,8 @@ class Deliver(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Clip(Operation):
-    """The clipping coefficient, from the global norm over all gradients; one small sum where some are sharded."""
+    """What gradients are multiplied with before the update, to clip them and to undo the scale of the loss: from the
+    global norm over all of them; one small sum where some are sharded."""
 
     name = "clip"
     reads_members = False
@@ -114,24 +116,35 @@ class Clip(Operation):
         return None
 
     def write(self, site: Site, call: Call) -> Any:
-        assert site.max_norm is not None
         held = site.clipped(call)
         shared = any(i.is_sharded for i in call.inputs)
         once = [once for once, _ in held]
-        module = Norm(site.max_norm, once, site.channel() if shared else None, site.device)
+        channel = site.channel() if shared else None
+        module = Norm(site.max_norm, once, channel, site.device, site.loss_scale)
         return site.call_module("clip", module, ([value for _, value in held],))
 
 
 class Norm(nn.Module):
-    """The factor that brings the global gradient norm down to `max_norm`, as `clip_grad_norm_` computes it."""
+    """The factor that brings the global gradient norm down to `max_norm`, as `clip_grad_norm_` computes it, and takes
+    the scale of the loss back; NaN where gradients that are scaled are not finite."""
 
-    def __init__(self, max_norm: float, held_once: Sequence[bool], group: str | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_norm: float | None,
+        held_once: Sequence[bool],
+        group: str | None,
+        device: torch.device,
+        scale: LossScale | None = None,
+    ) -> None:
         super().__init__()
         self.max_norm = max_norm
         self.held_once = tuple(held_once)
         """For each value: whether every element is held by one rank only, so that norms are summed over ranks."""
         self.group = group
         self.device = device
+        self.norm: torch.Tensor | None = None
+        """As it was last, before clipping."""
+        self.scale = scale
 
     def forward(self, values: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> torch.Tensor:
         replicated: list[torch.Tensor] = []
@@ -139,10 +152,31 @@ class Norm(nn.Module):
         for value, once in zip(values, self.held_once, strict=True):
             tensors = [value] if isinstance(value, torch.Tensor) else list(value)
             (sharded if once else replicated).extend(tensors)
-        total = _square_sum(replicated, self.device)
+        total = square_sum(replicated, self.device)
         if self.group is not None:  # on every rank, whether it holds a part or not
-            total = total + wait(all_reduce(_square_sum(sharded, self.device), self.group))
-        return torch.clamp(self.max_norm / (total.sqrt() + 1e-6), max=1.0)
+            total = total + wait(all_reduce(square_sum(sharded, self.device), self.group))
+        factor = 1.0 if self.scale is None else self.scale.factor
+        self.norm = total.sqrt() / factor
+        if self.max_norm is None:
+            found = torch.ones_like(self.norm)
+        else:
+            found = torch.clamp(self.max_norm / (self.norm + 1e-6), max=1.0)
+        if self.scale is None:
+            return found
+        is_finite = bool(total.isfinite())
+        self.scale.seen(is_finite)
+        return found / factor if is_finite else torch.full_like(found, math.nan)
+
+
+class LossScale(Protocol):
+    """The scale of a program's loss."""
+
+    @property
+    def factor(self) -> float:
+        """What synchronized gradients are multiplied with."""
+
+    def seen(self, is_finite: bool) -> None:
+        """Takes note of whether a step's gradients are finite."""
 
 
 def cut(site: Site, member: Member) -> Any:
@@ -154,7 +188,8 @@ def cut(site: Site, member: Member) -> Any:
     return site.call(torch.narrow, (gradient, piece.dim, piece.start, piece.stop - piece.start))
 
 
-def _square_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def square_sum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of the squares of all elements, a float64 scalar."""
     held = [t for t in tensors if t.numel()]
     if not held:
         return torch.zeros((), dtype=torch.float64, device=device)

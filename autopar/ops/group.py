@@ -9,7 +9,7 @@ from functools import cached_property
 from autopar.ir.training_graph import Parameter, Parts
 from autopar.ops.moments import SYNCHRONIZE, Moment
 from autopar.ops.waves import Wave, waves_of
-from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Group:
     members: tuple[Member, ...]
     moment: Moment = SYNCHRONIZE
     """What it does in this step."""
-    lossy: bool = False
-    """Whether its strategy updates with something else than the global mean's gradient, up to rounding."""
+    label: Fidelity = "exact"
+    """What its strategy promises in this step, wherever it is in time."""
 
     @cached_property
     def elements(self) -> int:
@@ -58,7 +58,7 @@ class Group:
     @property
     def compares_own(self) -> bool:
         """Whether the ranks' own gradients are to be compared with the definition, not those it updates with."""
-        return self.lossy or self.moment.doing in ("alone", "average", "hold", "delayed")
+        return self.label not in ("exact", "rounded") or self.moment.doing in ("alone", "average", "hold", "delayed")
 
     @property
     def names(self) -> list[str]:

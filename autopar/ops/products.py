@@ -50,3 +50,8 @@ def formed_bytes(call: Call, setting: Setting) -> Bytes:
     """Bytes that a gradient takes that is formed as a product: none, where it is large and may be formed in pieces."""
     size = call.held_bytes(setting.world_size)
     return size * (size < LARGE_BYTES) if call.op.in_pieces and setting.rounds else size
+
+
+def piece_bytes(call: Call, setting: Setting) -> Bytes:
+    """Bytes that whoever uses such a gradient takes for a piece of it at a time; none where it is formed as a whole."""
+    return PIECE_BYTES * (formed_bytes(call, setting) < call.held_bytes(setting.world_size))

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from autopar.backends import collectives
-from autopar.backends.server_reduce import served_pieces
+from autopar.backends.server_reduce import AHEAD, served_pieces
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Site
 from autopar.ops.collectives import Collective, RankBytes
@@ -40,6 +42,12 @@ class ServerReduce(Collective):
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return None
+
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """Pieces from every rank of what this one adds up, and their sums; narrow ones are widened as they are."""
+        n, width, pieces = setting.world_size, DTYPE_BYTES[call.dtype], self.pieces(call)
+        largest = np.array([-(-own // pieces) for own in self.summed_by[:n]], np.int64)
+        return largest * (width * (AHEAD * n + AHEAD + 1) + (4 * (n + 1) if width < 4 else 0))
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, width = len(subgroup), DTYPE_BYTES[call.dtype]

@@ -43,6 +43,9 @@ class State(Operation):
     def behind(self, group: Group) -> int:
         return -1
 
+    def state_key(self) -> str:
+        return self.key
+
     def keeps(self, call: Call, setting: Setting) -> Bytes:
         return call.held_bytes(setting.world_size)
 

@@ -15,7 +15,7 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
 from autopar.ops.group import Group
-from autopar.ops.products import Product
+from autopar.ops.products import Product, piece_bytes
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 UPDATE_START = 1.0
@@ -69,6 +69,12 @@ class Update(Operation):
         """What is packed, to be sent; one tensor is sent as it is."""
         return call.held_bytes(setting.world_size) if self.sent and len(call.members) > 1 else 0
 
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """Gradients in the parameters' dtype, where they came in another one; those that are clipped; and a piece of
+        those that are formed as they are used."""
+        copies = (call.inputs[0].dtype != call.owner_group.dtype) + (len(call.inputs) > 1)
+        return copies * call.held_bytes(setting.world_size) + piece_bytes(call.inputs[0], setting)
+
     def write(self, site: Site, call: Call) -> Any:
         group, held = call.owner_group, call.held_elements(site.rank)
         if held == 0 and not (self.sent and call.sizes):
@@ -78,7 +84,8 @@ class Update(Operation):
             pieces = own_rows(group, site.shards, site.rank, site.world_size)
         else:
             pieces = fragments(group, site.parameters, begin, begin + held)
-        module = Step(site.part(group.index, pieces), call.torch_dtype if self.sent else None, site.device)
+        sent_as, may_skip = call.torch_dtype if self.sent else None, site.loss_scale is not None
+        module = Step(site.part(group.index, pieces), sent_as, site.device, may_skip)
         return site.call_module(f"update_{group.index}", module, tuple(map(site.value_of, call.inputs)))
 
 
@@ -143,13 +150,19 @@ class OptimizerPart(Protocol):
 class Step(nn.Module):
     """Runs the optimizer on the fragments that this rank holds; returns them packed, to be sent, where asked to."""
 
-    def __init__(self, part: OptimizerPart, sent_as: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self, part: OptimizerPart, sent_as: torch.dtype | None, device: torch.device, may_skip: bool = False
+    ) -> None:
+        """`may_skip`: whether nothing is updated where the coefficient is not finite."""
         super().__init__()
+        self.may_skip = may_skip
         self.part = part
         self.sent_as = sent_as
         self.device = device
         self.observer: Observer | None = None
         """Is shown each fragment's synchronized gradient before the update; for verification."""
+        self.unclipped: Observer | None = None
+        """Is shown the same before it is clipped."""
 
     def forward(
         self, gradients: torch.Tensor | Sequence[torch.Tensor | Product], clip: torch.Tensor | None = None
@@ -157,19 +170,21 @@ class Step(nn.Module):
         """`gradients`: the flat value this rank holds, or one for each parameter."""
         parts = self.part.fragments
         views: list[Formed]
-        if isinstance(gradients, torch.Tensor):
+        if self.may_skip and clip is not None and not clip.isfinite():
+            views = []
+        elif isinstance(gradients, torch.Tensor):
             views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
         else:
             views = of_fragments(parts, gradients)
+        if self.unclipped is not None:
+            _show(self.unclipped, parts, views)
         if clip is not None and views:
             tensors = [v for v in views if isinstance(v, torch.Tensor)]
             assert len(tensors) == len(views), "gradients that are clipped are whole"
             # Out of place: with one rank, two parameters may have one and the same gradient tensor.
             views = list(torch._foreach_mul(tensors, clip.to(tensors[0].dtype)))
         if self.observer is not None:
-            for fragment, view in zip(parts, views, strict=True):
-                formed = view if isinstance(view, torch.Tensor) else view()
-                self.observer(fragment, formed.to_dense() if formed.is_sparse else formed)
+            _show(self.observer, parts if views else (), views)
         if views:
             for fragment in parts:
                 fragment.read()
@@ -183,6 +198,12 @@ class Step(nn.Module):
         if len(parts) == 1 and parts[0].tensor.is_contiguous():
             return parts[0].tensor.detach().view(-1)
         return pack([f.tensor.detach() for f in parts], self.sent_as)
+
+
+def _show(observer: Observer, parts: Sequence[Fragment], views: Sequence[Formed]) -> None:
+    for fragment, view in zip(parts, views, strict=True):
+        formed = view if isinstance(view, torch.Tensor) else view()
+        observer(fragment, formed.to_dense() if formed.is_sparse else formed)
 
 
 class Received(nn.Module):

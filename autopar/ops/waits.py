@@ -36,6 +36,9 @@ class Wait(Operation):
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return collective_of(call.inputs[0]).finish_allocates(call, setting)
 
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        return collective_of(call.inputs[0]).finish_passing_bytes(call, setting)
+
     def waits_for(self, call: Call) -> Call | None:
         return call.inputs[0]
 

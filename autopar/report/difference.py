@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 
 from autopar.formatting import duration, number_of, size, table
 from autopar.spec.plan import ParameterSlice, ParameterSpec, Plan, Prediction
-from autopar.spec.summary import parameters_text, strategy_text
+from autopar.spec.summary import parameters_text, strategy_text, verdict
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ def diff(a: Plan, b: Plan) -> str:
     lines = [f"from  {_title(a)}", f"to    {_title(b)}", *found.facts]
     if a.prediction and b.prediction:
         lines += ["", *_predictions(a.prediction, b.prediction)]
+    for which, plan in (("first", a), ("second", b)):
+        if plan.was_edited:
+            lines += textwrap.wrap(f"The {which} plan: {verdict(plan)}", 100)
     if found.same_program:
         return "\n".join([*lines, "", "Both execute the same program."]) + "\n"
     lines += ["", f"Groups: {len(a.groups)} -> {len(b.groups)}"]

@@ -58,7 +58,8 @@ def compared(plan: Plan, measured: Mapping[str, float]) -> list[Compared]:
     mine = plan.prediction
     found = []
     if mine is not None:
-        found.append(Compared(plan.name, mine, measured.get(plan.name), "1.00x", ""))
+        note = "before it was edited" if plan.was_edited else ""
+        found.append(Compared(plan.name, mine, measured.get(plan.name), "1.00x", note))
     listed = {plan.name} if mine is not None else set()
     for row in alternative_rows(plan, apart=measured.keys()):
         listed.update(row.names)
@@ -84,7 +85,7 @@ def measured_verdict(plan: Plan, measured: Mapping[str, float]) -> str:
 
 def facts(plan: Plan) -> list[tuple[str, str, str]]:
     """The figures at the top: what, value, remark."""
-    p = plan.prediction
+    p = plan.own_prediction
     if p is None:
         return []
     facts = [("step", duration(p.step_time_s), f"\u00b1 {duration(p.relative_error * p.step_time_s)}")]
@@ -149,7 +150,7 @@ def ranks(estimate: Estimate | None) -> list[tuple[str, str, str, str]]:
 
 def disagreement(plan: Plan, estimate: Estimate | None) -> str:
     """What to say where the estimate is not the one that the plan records; empty where the two agree."""
-    recorded = plan.prediction
+    recorded = plan.own_prediction
     if recorded is None or estimate is None:
         return ""
     if abs(estimate.step_time_s - recorded.step_time_s) <= 0.01 * recorded.step_time_s:

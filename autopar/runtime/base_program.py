@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
+from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
@@ -23,9 +24,12 @@ from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, signature_key
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizer import OptimizerPart, updated_by
 from autopar.runtime.order import CollectiveOrder
+from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
 from autopar.runtime.unchanged import Unchanged
@@ -47,6 +51,8 @@ class BaseProgram:
     mode: ClassVar[Mode]
     writers: ClassVar[Mapping[str, Write]]
     """What writes each of its graphs, by the graph's name."""
+    synchronizing: ClassVar[tuple[str, ...]]
+    """Names of the graphs that end in synchronized gradients."""
     needed: ClassVar[tuple[str, ...]]
     """Names of the graphs that every batch needs; the others are written when they first run."""
 
@@ -62,6 +68,7 @@ class BaseProgram:
         self.model = model
         self.plan = plan
         self.settings = settings
+        self._optimizer = optimizer
         self._group = group
         self._context = context.on(plan.cluster.cluster)
         self._check_fidelity()
@@ -72,9 +79,11 @@ class BaseProgram:
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._compiled: Captures[Compiled] = Captures(says=group.rank == 0)
         self._hooks = ModuleHooks(owners.values())
-        self._unchanged = Unchanged(owners, self._buffers, optimizer)
+        self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
+        self._outlined: Compiled | None = None
+        """What was lowered and written of a model that runs eagerly."""
         self._steps = 0
 
     @property
@@ -85,35 +94,65 @@ class BaseProgram:
     def world_size(self) -> int:
         return self._group.world_size
 
-    def compile_for(self, batch: Any) -> Compiled:
+    def compile_for(self, batch: Any, outputs: bool = False, sizes: tuple[int, ...] = ()) -> Compiled:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
-        reads is still as it was then."""
-        batch = batch if isinstance(batch, Batch) else flatten(batch)
-        known = self._compiled.find(signature_key(self.model, batch, self._hooks.key()))
+        reads is still as it was then. `outputs`: of a step that returns the model's output, too. `sizes`: of all
+        ranks' batches, where the step depends on them."""
+        batch = batch if isinstance(batch, Batch) else flatten(batch, needs_tensor=self._outlined is None)
+        if self._outlined is not None:
+            assert self._eager is not None
+            self._eager.keeps_output = outputs
+            return replace(self._outlined, batch=batch)
+        outputs = outputs or self.settings.outputs
+        known = self._compiled.find(signature_key(self.model, batch, (self._hooks.key(), outputs, sizes)))
         if known is not None:
             return known
+        graph = self._captured(batch, outputs)
+        try:
+            return self.adopt(graph, batch, outputs, sizes)
+        except PlanError as e:
+            raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not self.settings.outputs else e from None
+
+    def _captured(self, batch: Batch, outputs: bool = False) -> TrainingGraph:
         s = self.settings
         with self._traceable():
-            graph = training_graph(
-                self.model, leaves(batch), s.loss_fn, self.mode, s.unused_parameters, self.plan.recompute, s.passes
+            return training_graph(
+                self.model,
+                leaves(batch),
+                s.loss_fn,
+                self.mode,
+                s.unused_parameters,
+                self.plan.recompute,
+                s.passes,
+                outputs,
+                updated_by(self._optimizer),
             )
-        return self.adopt(graph, batch)
 
-    def adopt(self, graph: TrainingGraph, batch: Any) -> Compiled:
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
         model, or where ranks would issue different collectives."""
         self.plan.check_model(graph.model)
         assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         program = lower_plan(self.plan.groups, graph, self._context)
-        self._order.check(program, graph)
+        self._order.check(program, graph, graph.joint is not None and graph.joint.has_outputs, (batch, self._captured))
         compiled = self._lowered(graph, program, batch)
-        for name in self.needed:
+        if isinstance(graph.joint, Outline):
+            trained = {p.name: self._parameters[p.name] for p in graph.parameters}
+            model = EagerModel(self.model, self.settings.loss_fn, trained, graph.joint.in_pieces, self._group)
+            self._outlined = compiled = replace(compiled, eager=model, batch=batch)
+        for name in self.needed if self._outlined is None else self.synchronizing[:1]:
             self.written(compiled, name)
-        self._compiled.add(signature_key(self.model, batch, self._hooks.key()), compiled.joint.guards, compiled)
+        if self._outlined is None:
+            key = signature_key(
+                self.model, batch, (self._hooks.key(), self.settings.outputs if outputs is None else outputs, sizes)
+            )
+            self._compiled.add(key, compiled.joint.guards, compiled)
         return compiled
 
-    def written(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+    def written(self, compiled: Compiled, name: str) -> Any:
         """One of a capture's graphs, by its name, written when it is first asked for."""
         if name not in compiled.graphs:
             compiled.graphs[name] = self._write(compiled, name)
@@ -125,9 +164,18 @@ class BaseProgram:
             return compiled
         if moments not in compiled.others:
             program = lower_plan(self.plan.groups, compiled.graph, self._context, moments)
-            self._order.check(program, compiled.graph)
+            self._order.check(program, compiled.graph, compiled.joint.has_outputs)
             compiled.others[moments] = replace(compiled, program=program, graphs={}, others={})
-        return compiled.others[moments]
+        return replace(compiled.others[moments], batch=compiled.batch)
+
+    @property
+    def _eager(self) -> EagerModel | None:
+        """The model, where it runs eagerly."""
+        return None if self._outlined is None else self._outlined.eager
+
+    def use_pytorch_generator(self) -> None:
+        """Has random operators draw from PyTorch's own generator on every rank, as they do with one rank."""
+        self._random = RandomStream(0, 1)
 
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
@@ -146,9 +194,12 @@ class BaseProgram:
                 f'"fidelity": "{kept}" into it'
             )
 
-    def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+    def _write(self, compiled: Compiled, name: str) -> Any:
         """Every graph that runs is made here."""
-        return self.writers[name](compiled.graph, compiled.program, self._target())
+        graph = self.writers[name](compiled.graph, compiled.program, self._target())
+        if self._eager is None:
+            return graph
+        return EagerStep(graph, self._eager, synchronizes=name in self.synchronizing)
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         """A capture that was lowered, before its graphs are written."""
@@ -177,7 +228,8 @@ class BaseProgram:
 
     def _share_buffers(self, compiled: Compiled, when: str) -> None:
         """Has all ranks take rank 0's values of the buffers that are to be alike."""
-        take_from_rank_0([self._buffers[n] for n in compiled.shared_buffers], self._group, f"buffers of {when}")
+        names = compiled.shared_buffers if self._eager is None else self._eager.changed_buffers()
+        take_from_rank_0([self._buffers[n] for n in names], self._group, f"buffers of {when}")
 
 
 def leaves(batch: Batch) -> Batch:

@@ -35,6 +35,17 @@ def blame_tracing(wrong: Mapping[str, float], how: str, line: str) -> str:
     )
 
 
+def blame_feedback(wrong: Mapping[str, float], how: str, strategies: Sequence[str]) -> str:
+    """The message for strategies of which what is updated with and kept does not add up to the gradients."""
+    said = ", ".join(f"'{name}'" for name in strategies)
+    return (
+        "what is updated with, and the change of what ranks keep for later, do not add up to the gradients of all "
+        f"ranks{', ' + how if how else ''}, under {said}: {_worst(wrong)}. A strategy may lose nothing of a gradient: "
+        "what it does not send, it keeps in a state of which each rank has its own part of a sum. `python -m "
+        "autopar.testing` tries a strategy by itself; with check='never', nothing is compared"
+    )
+
+
 def _worst(wrong: Mapping[str, float]) -> str:
     worst = sorted(wrong.items(), key=lambda x: -x[1])
     shown = "; ".join(f"{what} by {times:.3g} times what is allowed" for what, times in worst[:_SHOWN])

@@ -84,20 +84,22 @@ def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> Hasha
     return key
 
 
-def check_batches(batches: Sequence[Batch], device: torch.device, is_first: bool) -> None:
-    """Raises `SignatureError` where a batch asks for what a step that runs as one program cannot do. Warns, at the
-    first step, of an autocast that needs a loss that is scaled."""
-    if any(t.requires_grad for b in batches for t in b.tensors):
+def check_batches(
+    batches: Sequence[Batch], device: torch.device, is_first: bool, eager: bool = False, is_scaled: bool = False
+) -> None:
+    """Raises `SignatureError` where a batch asks for what a step that runs as one program cannot do; where the model
+    runs eagerly, it can. Warns, at the first step, of an autocast that needs a loss that is scaled."""
+    if not eager and any(t.requires_grad for b in batches for t in b.tensors):
         raise SignatureError(
             "a tensor of the batch requires a gradient, which a step that runs as one program does not hand back: "
             "detach it, or leave the optimizer out of optimize() and use the module in your own loop"
         )
     kind = device.type
     needs_scaling = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
-    if is_first and needs_scaling and is_rank_0():
+    if is_first and needs_scaling and not is_scaled and is_rank_0():
         warnings.warn(
-            "program.step runs under float16 autocast and scales no loss, so small gradients become 0: use bfloat16, "
-            "or leave the optimizer out of optimize() and use torch.amp.GradScaler in your own loop",
+            "program.step runs under float16 autocast and scales no loss, so small gradients become 0: pass "
+            "loss_scale='dynamic' to autopar.optimize, or use bfloat16",
             AutoparWarning,
             stacklevel=3,
         )

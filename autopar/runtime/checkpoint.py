@@ -2,6 +2,7 @@
 
     model, optimizer    in PyTorch's own form
     loss_fn             the loss function's, where it is a module with parameters or buffers
+    loss_scale          of `torch.amp.GradScaler`, where the loss is scaled
     random              the random streams, by rank
     steps               how many steps were taken
     state               what strategies keep from step to step, where they do
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparWarning, SpecError
-from autopar.runtime.checkpoint_checks import check_module, check_settings, checked_state, digest
+from autopar.runtime.checkpoint_checks import check_module, check_scale, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.joint_optimizer import apart, group_counts, of_group, of_parameter, together
+from autopar.runtime.optimizer import JointPart, OptimizerPart
 from autopar.runtime.pieces import Piece
 from autopar.runtime.process_group import Group, average, average_buffers
 from autopar.runtime.random import RandomStream
@@ -56,7 +59,7 @@ class Owner:
     """Whether the optimizer updates each element by itself."""
     random: RandomStream
     group: Group
-    parts: Sequence[OptimizerPart]
+    parts: Sequence[OptimizerPart | JointPart]
     parameters: dict[str, nn.Parameter]
     buffers: Sequence[torch.Tensor]
     sharded: ShardedRows
@@ -69,6 +72,8 @@ class Owner:
     """Parameters of which each rank updates a replica of its own, that is averaged from time to time."""
     apart: bool
     """Whether they differ now."""
+    scaler: GradScaler | None = None
+    """Keeps the scale of the loss, where it is scaled."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Read:
     streams: list[torch.Tensor] | None
     states: Mapping[str, Mapping[str, torch.Tensor]]
     steps: int
+    loss_scale: Mapping[str, Any] | None
     digest: str
 
 
@@ -139,6 +145,8 @@ def hand_out(owner: Owner, read: Read, state: State, take: Take = cut_out) -> No
     if read.streams is not None:
         owner.random.load(read.streams)
     owner.states.load(read.states)
+    if owner.scaler is not None and read.loss_scale is not None:
+        owner.scaler.load_state_dict(dict(read.loss_scale))
 
 
 def _averaged(owner: Owner, module: nn.Module) -> dict[str, Any]:
@@ -163,16 +171,18 @@ def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[s
             values = state.get(name, {}) if name in owner.updated else optimizer.state.get(p, {})
             held[str(number)] = [name, sorted(map(str, values))]
             if not values and name in owner.updated:
-                values = placeholder(optimizer, settings, p)
+                values = placeholder(of_parameter(optimizer, p), settings, p)
             if values:
                 by_number[number] = dict(values)
     written = {
         "model": model,
-        "optimizer": {"state": by_number, "param_groups": groups},
+        "optimizer": apart(group_counts(optimizer), {"state": by_number, "param_groups": groups}),
         "random": [json.loads(text) for text in streams],
         "held": json.dumps(held),
         "steps": owner.steps,
     }
+    if owner.scaler is not None:
+        written["loss_scale"] = owner.scaler.state_dict()
     if owner.loss_fn is not None and (loss := _averaged(owner, owner.loss_fn)):
         written["loss_fn"] = loss
     return written
@@ -211,6 +221,7 @@ def read_checked(owner: Owner, state: Any) -> Read:
             f"the checkpoint has no '{missing[0]}' but {_listed(state)}; expected the dict of {SAVE}, with 'model' and "
             "'optimizer'"
         )
+    state = {**state, "optimizer": together(state["optimizer"])}
     check_module("model", owner.model, state["model"])
     loss = state.get("loss_fn")
     if owner.loss_fn is not None and (loss is not None or any(True for _ in owner.loss_fn.parameters())):
@@ -228,6 +239,9 @@ def read_checked(owner: Owner, state: Any) -> Read:
     if type(steps) is not int or steps < 0:
         raise SpecError(f"the checkpoint's 'steps' is {steps!r}; expected a whole number, not negative")
     owner.states.check(states)
+    scale = state.get("loss_scale")
+    if owner.scaler is not None and scale is not None:
+        check_scale(owner.scaler, scale)
     what = {
         "model": state["model"],
         "loss_fn": loss,
@@ -235,8 +249,9 @@ def read_checked(owner: Owner, state: Any) -> Read:
         "state": found,
         "states": states,
         "steps": steps,
+        "loss_scale": scale,
     }
-    return Read(state["model"], loss, groups, found, streams, states, steps, digest(what))
+    return Read(state["model"], loss, groups, found, streams, states, steps, scale, digest(what))
 
 
 def _saved_names(owner: Owner, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:
@@ -311,7 +326,7 @@ def _groups(owner: Owner, names: dict[int, str], saved: list[dict[str, Any]]) ->
                 "one: build the optimizer with the same groups"
             )
         settings = {k: v for k, v in by_members[members].items() if k not in ("params", "param_names")}
-        check_settings(i, owner.optimizer, owner.optimizer.param_groups[i], settings)
+        check_settings(i, of_group(owner.optimizer, i), owner.optimizer.param_groups[i], settings)
         found.append(settings)
     return found
 
@@ -349,10 +364,11 @@ def _states(owner: Owner, state: Mapping[str, Any], names: dict[int, str], group
             values = {k: v for k, v in values.items() if k in keys}
         if not values or name not in parameters or name not in settings:
             continue
-        expected = initial_state(owner.optimizer, settings[name], parameters[name])
+        expected = initial_state(of_parameter(owner.optimizer, parameters[name]), settings[name], parameters[name])
         found[name] = checked_state(name, values, expected, parameters[name], owner.elementwise)
         del expected  # as large as the state, and not to be there beside the next one
-    if type(owner.optimizer) is torch.optim.Adagrad and (without := owner.updated - found.keys()):
+    of_adagrad = {n for n in owner.updated if type(of_parameter(owner.optimizer, parameters[n])) is torch.optim.Adagrad}
+    if without := of_adagrad - found.keys():
         raise SpecError(f"the checkpoint's optimizer has no state of '{min(without)}'; Adagrad has some from the start")
     return found
 

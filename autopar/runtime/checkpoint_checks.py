@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,6 +120,20 @@ def checked_state(
         else:
             found[key] = copy.deepcopy(value)
     return found
+
+
+def check_scale(own: GradScaler, saved: Any) -> None:
+    """Raises `SpecError` unless what a checkpoint has of a loss's scale is a state of a `GradScaler`."""
+    expected = own.state_dict()
+    if not isinstance(saved, Mapping) or saved.keys() != expected.keys():
+        raise SpecError(f"the checkpoint's 'loss_scale' is no dict with {', '.join(expected)}, as GradScaler makes it")
+    for key, value in saved.items():
+        if (
+            type(value) not in (int, float)
+            or not (math.isfinite(value) and value >= 0)
+            or (key == "scale" and not value)
+        ):
+            raise SpecError(f"the checkpoint's 'loss_scale' has {value!r} as '{key}'; expected a number, not negative")
 
 
 def digest(checkpoint: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from autopar.runtime.checkpoint import (
 from autopar.runtime.checkpoint_content import live_piece, live_tensors, opened, over_of
 from autopar.runtime.checkpoint_files import Stored
 from autopar.runtime.checkpoint_sharing import box_json
+from autopar.runtime.joint_optimizer import apart
 from autopar.runtime.pieces import Piece, fragment_pieces, whole_piece
 from autopar.runtime.plain_values import from_json
 from autopar.runtime.state import per_element
@@ -256,11 +257,13 @@ def in_pytorchs_form(
         groups.append({**settings, "params": list(range(first, len(held)))})
     found = {
         "model": with_versions({k: of_module(k, v) for k, v in index.model.items()}, index.versions["model"]),
-        "optimizer": {"state": state, "param_groups": groups},
+        "optimizer": apart(index.optimizer.each, {"state": state, "param_groups": groups}),
         "random": [list(stream) for stream in index.random],
         "held": json.dumps(held),
         "steps": index.steps,
     }
+    if index.loss_scale is not None:
+        found["loss_scale"] = dict(index.loss_scale)
     if index.loss_fn is not None:
         loss = {key: of_module(key, value) for key, value in index.loss_fn.items()}
         found["loss_fn"] = with_versions(loss, index.versions["loss_fn"])

@@ -23,6 +23,7 @@ from autopar.runtime.checkpoint import Owner
 from autopar.runtime.checkpoint_content import Content, content_of, opened
 from autopar.runtime.checkpoint_files import check_regular, sync_folder, write_part, write_tensors
 from autopar.runtime.checkpoint_sharing import FilePlan, offers_of, read_offers, share_out
+from autopar.runtime.joint_optimizer import each_of, group_counts
 from autopar.runtime.pieces import Piece
 from autopar.runtime.process_group import Group, average_buffers
 from autopar.runtime.together import DISK_S, agreed, meet
@@ -118,7 +119,7 @@ def _finish(
     for one in said:
         for name, values in one["state"].items():
             state[name] = {**values, **state.get(name, {})}
-    kind = type(owner.optimizer)
+    kinds = [type(one) for one in each_of(owner.optimizer)]
     index = CheckpointIndex(
         autopar=importlib.import_module("autopar").__version__,
         torch=str(torch.__version__),
@@ -128,10 +129,12 @@ def _finish(
         model=content.model,
         loss_fn=content.loss_fn,
         optimizer=StoredOptimizer(
-            kind=f"{kind.__module__}.{kind.__qualname__}",
+            kind=" and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds),
             groups=tuple(StoredGroup(**group) for group in content.groups),
             state=state,
+            each=group_counts(owner.optimizer),
         ),
+        loss_scale=None if owner.scaler is None else owner.scaler.state_dict(),
         random=tuple(tuple(one["random"]) for one in said),
         tensors=tensors,
         files=files,

@@ -8,20 +8,25 @@ from typing import Any, Literal
 
 import torch
 import torch.fx
+from torch.amp import GradScaler
 
+from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compute import Compiler
+from autopar.runtime.eager_model import EagerModel
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import Moments
 
 LossFn = Callable[..., Any]
 """`loss_fn(output, target)`."""
-Weight = Callable[[Any], float]
-"""From a batch to how much it counts in the global mean."""
+Weight = Callable[[Any], float | Mapping[str, float] | Sequence[float]]
+"""From a batch to how much it counts in the global mean; of a loss of several terms, in each of them."""
+Capture = Literal["auto", "always", "never"]
+"""Whether the model is captured as a graph, or runs eagerly; "auto": eagerly where it cannot be captured."""
 Check = Literal["first", "always", "never"]
 """Which steps are compared with the model run eagerly."""
 
@@ -39,8 +44,13 @@ class Settings:
     check: Check = "never"
     passes: Passes = EVERY
     """That rewrite what was captured."""
+    capture: Capture = "auto"
     compiler: Compiler | None = None
     """What compiles the compute between communication; `None` runs operators one by one."""
+    scaler: GradScaler | None = None
+    """Keeps the scale of the loss; `None`: it is not scaled."""
+    outputs: bool = False
+    """Whether every step keeps the model's output; else those that are asked for it."""
 
     def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """A graph that was written, compiled where that is asked for."""
@@ -57,11 +67,16 @@ class Compiled:
     shared_buffers: tuple[str, ...]
     """Of the buffers, those that the forward pass both reads and writes."""
     output: Any = None
-    """The model's output with fake tensors, in which a drop-in module returns the real ones; `None` of a step."""
-    graphs: dict[str, torch.fx.GraphModule] = field(default_factory=dict)
-    """By their names in `BaseProgram.writers`."""
+    """The model's output with fake tensors, in which the real ones are returned; `None` of a step that returns its loss
+    alone."""
+    graphs: dict[str, Any] = field(default_factory=dict)
+    """By their names in `BaseProgram.writers`: modules, each called as its graph is."""
     others: dict[Moments, Compiled] = field(default_factory=dict)
     """The same capture, lowered for steps in which some groups do not synchronize."""
+    eager: EagerModel | None = None
+    """The model, where it runs eagerly."""
+    batch: Batch | None = None
+    """The batch that it is called on then."""
     proved: bool = False
     """Whether it was compared with the model run eagerly."""
 
@@ -90,6 +105,8 @@ class Compiled:
         """The graphs' arguments, less the tangents. `tensors`: the batch's, which are moved to `device`."""
         moved = [t.to(device, non_blocking=True) for t in tensors]
         of: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "batch": moved}
+        if self.batch is not None:
+            of["whole batch"] = [self.batch.rebuild(tuple(moved))]
         return [of[kind][key] for kind, key in self.joint.inputs if kind != "tangent"]
 
     def tangent(self, seed: float, device: torch.device) -> torch.Tensor:

@@ -25,13 +25,21 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
-    """Keeps the attributes of modules and of all within, and what their lists, dicts and sets hold; what is returned
-    puts that back."""
+    """Keeps the attributes of modules and of all within, what their lists, dicts and sets hold, and the values of
+    tensors among these that are neither parameters nor buffers; what is returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
     attributes = [(m, dict(vars(m))) for m in modules]
+    tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
     containers = [(c, copy.copy(c)) for _, held in attributes for c in held.values() if type(c) in (list, dict, set)]
+    inside = [p for c, _ in containers if id(c) not in tables for p in _parts(c)]
+    tensors = [t for t in (*(v for _, held in attributes for v in held.values()), *inside) if _is_plain(t)]
+    values = [(t, t._version, once(t).clone()) for t in dict.fromkeys(tensors)]
 
     def put_back() -> None:
+        with torch.no_grad():
+            for tensor, version, value in values:
+                if tensor._version != version:
+                    once(tensor).copy_(value)
         for module, held in attributes:
             vars(module).clear()
             vars(module).update(held)
@@ -41,6 +49,10 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
                 container.extend(content) if type(container) is list else container.update(content)
 
     return put_back
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
 
 
 def _parts(container: Any) -> list[Any]:
@@ -91,7 +103,7 @@ def _buffers(owners: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tenso
 def loss_of(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
     """The model's loss on a batch, as its program computes it."""
     output, target = call_model(model, batch, loss_fn is not None)
-    return find_loss(output if loss_fn is None else loss_fn(output, target))  # type: ignore[no-any-return]
+    return find_loss(output if loss_fn is None else loss_fn(output, target), batch)  # type: ignore[no-any-return]
 
 
 def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: Take) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.ir.batch import Batch, flatten
+from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.capture import output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
@@ -19,12 +19,12 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_trace
 from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
+from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.one_pass import How, Ran
 from autopar.runtime.outputs import fill, output_template
 from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
-from autopar.runtime.random import RandomStream
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
@@ -42,6 +42,7 @@ class GradientProgram(BaseProgram):
         "backward after accumulation": lambda *of: BackwardWriter(*of).write(accumulated=True),
         "local backward": lambda *of: BackwardWriter(*of).write_local(),
     }
+    synchronizing = ("backward", "backward after accumulation")
     needed = ("forward", "backward")
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
@@ -51,15 +52,17 @@ class GradientProgram(BaseProgram):
         self._earlier: dict[str, torch.Tensor] = {}
         self._earlier_weight, self._earlier_count = 0.0, 0
         self._proof: SynchronizedOnce | None = None
+        self._compared = False
+        """Whether synchronized gradients were compared with what the ranks' own add up to."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output, given its inputs as the model takes them."""
+        return self.run(bind(self.model, args, kwargs))
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
         return self._earlier_count > 0
-
-    def use_pytorch_generator(self) -> None:
-        """Has random operators draw from PyTorch's own generator on every rank, as they do with one rank."""
-        self._random = RandomStream(0, 1)
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
@@ -68,7 +71,7 @@ class GradientProgram(BaseProgram):
         batch = flatten(inputs)
         compiled = self.compile_for(batch)
         samples = 1 if batch.size is None else batch.size
-        weight = self.settings.weight(inputs) if self.settings.weight else samples
+        weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             self._prove(compiled, batch)
         trainable = [self._parameters[p.name] for p in compiled.graph.parameters]
@@ -100,7 +103,7 @@ class GradientProgram(BaseProgram):
             return c.graphs["backward"](*saved, *tangents)  # type: ignore[no-any-return]
         numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
         scalars = [torch.tensor(float(x), dtype=torch.float64, device=tangents[0].device) for x in numbers]
-        proof, expected = self._proof if self.settings.check == "always" or not self._steps else None, {}
+        proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
             local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]
             expected = proof.expected(
@@ -115,7 +118,7 @@ class GradientProgram(BaseProgram):
             else:
                 gradients = c.graphs["backward"](*saved, *tangents, *scalars)
         if proof is not None:
-            proof.compare(expected, gradients[: len(names)])
+            self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
         return gradients  # type: ignore[no-any-return]

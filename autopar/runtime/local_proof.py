@@ -87,8 +87,11 @@ class SynchronizedOnce:
         pieces = torch.split(whole[1:] / whole[0], [p.width for p in self._probes.values()])
         return {n: probe.read(piece) for (n, probe), piece in zip(self._probes.items(), pieces, strict=True)}
 
-    def compare(self, expected: Mapping[str, Seen], found: Iterable[torch.Tensor]) -> None:
-        """Raises `VerificationError` on all ranks where they differ on one. By all ranks together."""
+    def compare(self, expected: Mapping[str, Seen], found: Iterable[torch.Tensor]) -> bool:
+        """Returns whether gradients were there to compare: a loss that is scaled may make them infinite. Raises
+        `VerificationError` on all ranks where they differ on one. By all ranks together."""
+        if not all(bool(s.norm.isfinite()) for s in expected.values()):
+            return False
         seen = {n: probe.see(g) for (n, probe), g in zip(self._probes.items(), found, strict=True)}
         factor = 1.0
         if self._clips:
@@ -105,6 +108,7 @@ class SynchronizedOnce:
             raise VerificationError(
                 blame(wrong, "summed over ranks", "Each rank's own gradients are right, so it lies between the ranks")
             )
+        return True
 
 
 def copies(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:

@@ -3,8 +3,9 @@ rank, and at those that the optimizer updates with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
@@ -40,26 +41,75 @@ class Observers:
     """The proof's, of the same where that is the global mean's gradient."""
     own: Observer | None = None
     """The proof's, of a rank's own gradients elsewhere."""
+    elsewhere: Observer | None = None
+    """The proof's, of what the optimizer updates with there, before it is clipped."""
 
-    def watch(self, graph: torch.fx.GraphModule) -> None:
+    def watch(self, graph: nn.Module) -> None:
         """Has the modules of a graph show them."""
         looked = {_group(name) for name, m in graph.named_children() if isinstance(m, Look)}
         for name, m in graph.named_children():
             if isinstance(m, Look):
                 m.observer = self.own
             elif isinstance(m, Step):
-                m.observer = self.users if _group(name) in looked else self._both()
+                is_looked = _group(name) in looked
+                m.observer = self.users if is_looked else both(self.updates, self.users)
+                m.unclipped = self.elsewhere if is_looked else None
 
-    def _both(self) -> Observer | None:
-        if self.users is None or self.updates is None:
-            return self.users or self.updates
-        first, second = self.updates, self.users
 
-        def both(fragment: Fragment, gradient: torch.Tensor) -> None:
-            first(fragment, gradient)
-            second(fragment, gradient)
+class Looking:
+    """Shows the gradients of a program's graphs to whoever looks."""
 
-        return both
+    def __init__(self, graphs: Callable[[], Iterable[nn.Module]]) -> None:
+        """`graphs`: all that were written so far."""
+        self._graphs = graphs
+        self._observers = Observers()
+
+    def observe(self, users: Observer | None) -> None:
+        """Has what the optimizer updates with shown to the user's observer, from now on."""
+        self._observers.users = users
+        self._watch()
+
+    def watch(self, graph: nn.Module) -> None:
+        """Has a graph that was written just now show its gradients, too."""
+        self._observers.watch(graph)
+
+    @contextmanager
+    def also(self, proof: Observers, alone: bool) -> Iterator[None]:
+        """While it is open, shows gradients to the proof's observers: in place of the user's, or besides."""
+        before = self._observers
+        self._observers = replace(proof, users=None if alone else before.users)
+        self._watch()
+        try:
+            yield
+        finally:
+            self._observers = before
+            self._watch()
+
+    @contextmanager
+    def besides(self, observer: Observer) -> Iterator[None]:
+        """While it is open, shows what the optimizer updates with to a further observer, as to the user's."""
+        before = self._observers.users
+        self.observe(both(before, observer))
+        try:
+            yield
+        finally:
+            self.observe(before)
+
+    def _watch(self) -> None:
+        for graph in self._graphs():
+            self._observers.watch(graph)
+
+
+def both(first: Observer | None, second: Observer | None) -> Observer | None:
+    """What shows gradients to two observers, one after the other."""
+    if first is None or second is None:
+        return first or second
+
+    def show(fragment: Fragment, gradient: torch.Tensor) -> None:
+        first(fragment, gradient)
+        second(fragment, gradient)
+
+    return show
 
 
 def _group(name: str) -> str:

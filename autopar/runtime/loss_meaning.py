@@ -59,7 +59,7 @@ class LossMeaning:
         self,
         model: nn.Module,
         loss_fn: Any,
-        given: Callable[[Any], float] | None,
+        given: Callable[[Any], Any] | None,
         rendezvous: Rendezvous,
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
@@ -73,14 +73,26 @@ class LossMeaning:
         self._rendezvous = rendezvous
         self._buffers = buffers
         self._device = device
+        self._by_samples = False
         self._settled = False
         self._said = False
         """Whether it has been said that one weight a batch does not give the gradient of one process."""
         self._ratios: tuple[float | None, ...] = ()
         """What ranks have agreed on, of a sum of means."""
 
+    def take_as_sum(self) -> None:
+        """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
+        self.given, self.is_sum, self._settled, self._said = None, True, True, True
+
+    def take_as_samples(self) -> None:
+        """Has each batch count by its samples, or as the user says, without looking at parts of it: the loss compares
+        samples of all ranks."""
+        self._settled = self._said = self._by_samples = True
+
     def weigh(self, weight: BatchWeight, batch: Batch, original: Any) -> torch.Tensor:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""
+        if self._by_samples and self.given is None:
+            return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
         if self.given is not None:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
         if not self._said and batch.size:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import CaptureError
-from autopar.ir.batch import bind
 from autopar.runtime.checkpoint_checks import check_module
+from autopar.runtime.eager_gradient_program import EagerGradientProgram
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.spec.plan import Plan
 
@@ -27,7 +27,7 @@ class SyncedModule(nn.Module):
     the model's.
     """
 
-    def __init__(self, program: GradientProgram) -> None:
+    def __init__(self, program: GradientProgram | EagerGradientProgram) -> None:
         super().__init__()
         self.module = program.model
         self.program = program
@@ -44,7 +44,7 @@ class SyncedModule(nn.Module):
                 "the module runs within DistributedDataParallel, which would send every gradient a second time: use "
                 "the result of optimize() in DDP's place"
             )
-        return self.program.run(bind(self.module, args, kwargs))
+        return self.program.call(args, kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -119,10 +119,13 @@ class BackwardWriter(_Half):
         total = self.call(collectives.wait, (value,))
         dtypes = {t.meta["val"].dtype for t in self.tangents}
         counted = self.call(torch.mul, (self.weight, self.count))
-        if dtypes & set(NARROW):
-            scaled = self.count if self.earlier else counted
-            self.scale = self.call(batch_share, (scaled, total, torch.float32, self.target.world_size))
-            self.own_weight = self.call(torch.Tensor.to, (self.weight, torch.float32))
+        if dtypes & set(NARROW) or self.training.eager:  # an eager backward pass has begun, at the user's own loss
+            scaled, wide = (
+                self.count if self.earlier else counted,
+                torch.float64 if self.training.eager else torch.float32,
+            )
+            self.scale = self.call(batch_share, (scaled, total, wide, self.target.world_size))
+            self.own_weight = self.call(torch.Tensor.to, (self.weight, wide))
             return
         self.share = self.call(torch.div, (counted, total))
         for tangent in self.tangents:

@@ -22,6 +22,7 @@ from autopar.errors import OptimizerError
 from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.context import Context
 from autopar.ops.fragments import Formed, Fragment
+from autopar.runtime.joint_optimizer import JointOptimizer, each_of, of_parameter
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, n)
@@ -40,6 +41,8 @@ def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) ->
     """What unit the optimizer acts on; raises `OptimizerError` where that is neither known nor stated."""
     if stated is not None:
         return stated
+    if isinstance(optimizer, JointOptimizer):
+        return "element" if all(optimizer_scope(o) == "element" for o in optimizer.each) else "parameter"
     if optimizer is None or type(optimizer) in ELEMENTWISE:
         return "element"
     if type(optimizer).__module__.startswith("torch.optim"):
@@ -58,26 +61,30 @@ def context_for(
     clip_grad_norm: float | None,
     updates: bool,
     late_parameters: bool = False,
+    is_scaled: bool = False,
 ) -> Context:
-    """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet."""
+    """What strategies may depend on. `updates`: whether the program runs the optimizer, which need not be known yet.
+    `is_scaled`: whether the loss is, so that all gradients are looked at before the first is updated with."""
     return Context(
         world_size,
         has_optimizer=updates,
         elementwise_update=scope == "element",
-        clips=clip_grad_norm is not None,
+        clips=clip_grad_norm is not None or is_scaled,
         sparse_update=leaves_zeros_alone(optimizer),
         late_parameters=late_parameters and updates,
     )
 
 
-def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-    """Raises `OptimizerError` unless the optimizer updates exactly this model's trainable parameters."""
-    if isinstance(optimizer, torch.optim.LBFGS):
+def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter], may_leave: bool = False) -> None:
+    """Raises `OptimizerError` unless the optimizer updates exactly this model's trainable parameters; with `may_leave`,
+    some of them."""
+    each = each_of(optimizer)
+    if any(isinstance(o, torch.optim.LBFGS) for o in each):
         raise OptimizerError(
             "LBFGS evaluates the loss several times a step, through a closure: its step cannot be one program. Use "
             "optimize(model, cluster) without an optimizer and step it yourself"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if any(isinstance(o, torch.optim.SparseAdam) for o in each):
         raise OptimizerError(
             "SparseAdam takes sparse gradients alone, and leaves rows that were not looked up as they are; a program's "
             "gradients are dense. Use Adagrad or SGD, which treat rows that nobody has looked up alike, or "
@@ -93,11 +100,17 @@ def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -
             "that replaces them (.to(), tying, wrapping)"
         )
     missing = [n for n, p in parameters.items() if p.requires_grad and p not in held]
-    if missing:
+    if missing and not may_leave:
         raise OptimizerError(
             f"the optimizer does not update {len(missing)} trainable parameter(s), the first is '{missing[0]}': add "
-            "them, or freeze them with requires_grad_(False)"
+            "them, or freeze them with requires_grad_(False). Where another program trains them, as a GAN's "
+            'discriminator, pass unused_parameters="freeze"'
         )
+
+
+def updated_by(optimizer: Optimizer | None) -> set[nn.Parameter] | None:
+    """The parameters that an optimizer holds; `None` where there is none yet, and all are trained."""
+    return None if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
 
 
 def described(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str:
@@ -110,7 +123,8 @@ def described(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter
         settings = ", ".join(f"{k!r}: {shown(v)}" for k, v in group.items() if k != "params")
         held = hashlib.sha256("\n".join(names[p] for p in group["params"]).encode()).hexdigest()[:8]
         groups.append(f"{{{settings}}} for the parameters {held}")
-    return f"{type(optimizer).__name__} as optimizer with {'; '.join(groups)}"
+    kind = " and ".join(type(o).__name__ for o in each_of(optimizer))
+    return f"{kind} as optimizer with {'; '.join(groups)}"
 
 
 def shown(setting: Any) -> str:
@@ -154,6 +168,8 @@ class ParameterGroups:
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
     """The optimizer with its settings and groups, but without parameters or state."""
+    if isinstance(optimizer, JointOptimizer):
+        return JointOptimizer([bare_copy(o) for o in optimizer.each])
     found = object.__new__(type(optimizer))
     vars(found).update(vars(optimizer))  # copy.copy would leave out what a subclass has of its own
     # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per copy.
@@ -168,7 +184,15 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
 class OptimizerPart:
     """The optimizer over some fragments: `step(gradients)` updates them in place."""
 
-    def __init__(self, optimizer: Optimizer, parts: Sequence[Fragment], parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parts: Sequence[Fragment],
+        parameters: dict[str, nn.Parameter],
+        unused: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
+        """`unused`: parameters that have no gradient in this step, and are left as they are."""
+        self._unused = unused
         self.fragments = tuple(parts)
         self._whole = optimizer
         self._looked = False
@@ -180,9 +204,11 @@ class OptimizerPart:
             if fragment.whole and leaf in optimizer.state:
                 self._part.state[leaf] = optimizer.state[leaf]
 
-    def step(self, gradients: Sequence[Formed]) -> None:
+    def step(self, gradients: Sequence[Formed | None]) -> None:
         """Updates the fragments from gradients in their shapes: all at once, but those that are still to be formed one
         after the other."""
+        if unused := self._unused():
+            gradients = [None if f.name in unused else g for f, g in zip(self.fragments, gradients, strict=True)]
         formed = [isinstance(g, torch.Tensor) for g in gradients]
         known = [g for g in gradients if isinstance(g, torch.Tensor)]
         sparse = any(g.is_sparse for g in known)
@@ -197,9 +223,11 @@ class OptimizerPart:
             known = [g.to_dense() for g in known]
         self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
-            if not isinstance(gradient, torch.Tensor):
+            if not isinstance(gradient, torch.Tensor) and gradient is not None:
                 self._apply([leaf], [gradient()])
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+            if fragment.name in unused:
+                continue
             if fragment.whole:
                 self._whole.state[leaf] = self._part.state[leaf]
             elif not self._looked:
@@ -254,6 +282,68 @@ class OptimizerPart:
             self._whole.state[leaf] = state
 
 
+class JointPart:
+    """Several optimizers over some fragments: each is updated by the optimizer that holds its parameter."""
+
+    def __init__(
+        self,
+        optimizer: JointOptimizer,
+        parts: Sequence[Fragment],
+        parameters: dict[str, nn.Parameter],
+        unused: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
+        """`unused`: as of `OptimizerPart`."""
+        self.fragments = tuple(parts)
+        holders = [of_parameter(optimizer, parameters[f.name]) for f in parts]
+        self._places = [[i for i, h in enumerate(holders) if h is one] for one in optimizer.each]
+        self._parts = [
+            OptimizerPart(one, [parts[i] for i in places], parameters, unused)
+            for one, places in zip(optimizer.each, self._places, strict=True)
+        ]
+        self._at: dict[int, tuple[OptimizerPart, int]] = {}
+        """Of each fragment, its part and its place there."""
+        for part, places in zip(self._parts, self._places, strict=True):
+            self._at |= {i: (part, place) for place, i in enumerate(places)}
+
+    def step(self, gradients: Sequence[Formed]) -> None:
+        """Updates the fragments, as `OptimizerPart` does."""
+        for part, places in zip(self._parts, self._places, strict=True):
+            if places:
+                part.step([gradients[i] for i in places])
+
+    def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
+        """The optimizer state of each fragment."""
+        each = {part: part.state() for part in self._parts}
+        return [each[part][place] for part, place in (self._at[i] for i in range(len(self.fragments)))]
+
+    def kept_state(self) -> Callable[[], None]:
+        """Keeps the state as it is; what is returned puts it back."""
+        each = [part.kept_state() for part in self._parts]
+
+        def put_back() -> None:
+            for one in each:
+                one()
+
+        return put_back
+
+    def load_state(self, index: int, state: dict[str, Any]) -> None:
+        """Sets the optimizer state of one fragment."""
+        part, place = self._at[index]
+        part.load_state(place, state)
+
+
+def part_of(
+    optimizer: Optimizer,
+    parts: Sequence[Fragment],
+    parameters: dict[str, nn.Parameter],
+    unused: Callable[[], frozenset[str]] = frozenset,
+) -> OptimizerPart | JointPart:
+    """The optimizer, or each of several, over some fragments."""
+    if isinstance(optimizer, JointOptimizer):
+        return JointPart(optimizer, parts, parameters, unused)
+    return OptimizerPart(optimizer, parts, parameters, unused)
+
+
 def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
     """Whether the optimizer does nothing to an element whose gradient is zero, and takes sparse gradients: then rows
     that no rank has looked up need not be touched."""
@@ -266,6 +356,10 @@ def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
 
 def without_wrong_kernels(optimizer: Optimizer) -> None:
     """Switches fused implementations off for groups of parameters for which PyTorch's compute something else."""
+    if isinstance(optimizer, JointOptimizer):
+        for one in optimizer.each:
+            without_wrong_kernels(one)
+        return
     for group in optimizer.param_groups:
         if group.get("fused") and _fuses_wrongly(optimizer, group):
             group["fused"] = False

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast, overload
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.backends import collectives
@@ -19,7 +20,6 @@ from autopar.ir.batch import Batch, flatten
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
-from autopar.ops.parts import added
 from autopar.ops.updates import Observer
 from autopar.runtime import checkpoint, checkpoint_load, checkpoint_save
 from autopar.runtime.base_program import BaseProgram, Write
@@ -27,20 +27,30 @@ from autopar.runtime.captures import check_batches
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.drift import StepTimes
-from autopar.runtime.local_proof import copies
-from autopar.runtime.looks import Observers
+from autopar.runtime.eager_steps import EagerStep
+from autopar.runtime.gathering import gathered_sizes, gathering
+from autopar.runtime.gradient_norm import GradientNorms
+from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
-from autopar.runtime.optimizer import OptimizerPart, ParameterGroups
+from autopar.runtime.loss_scale import LossScale, check_scaled
+from autopar.runtime.loss_shares import LossShares
+from autopar.runtime.optimizer import JointPart, OptimizerPart, ParameterGroups, part_of
+from autopar.runtime.outputs import output_template
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import Memory
+from autopar.runtime.snapshots import evaluated, snapshot
 from autopar.runtime.state import scatter_state
 from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
-from autopar.runtime.step_writer import LocalWriter, StepWriter, batch_share, loss_share
+from autopar.runtime.step_result import Asked, StepResult
+from autopar.runtime.step_runs import StepRuns
+from autopar.runtime.step_writer import LocalWriter, StepWriter
 from autopar.runtime.subject import Subject
-from autopar.runtime.writer import NARROW, Target
+from autopar.runtime.sync_batch_norm import check_loss_dtype
+from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import HELD, moments_of
@@ -60,6 +70,7 @@ class Program(BaseProgram):
         "last micro-batch": lambda *of: StepWriter(*of).write(accumulated=True),
         "earlier micro-batch": lambda *of: LocalWriter(*of).write(),
     }
+    synchronizing = ("step", "last micro-batch")
     needed = ("step",)
 
     def __init__(
@@ -73,17 +84,35 @@ class Program(BaseProgram):
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
-        self._parts: dict[int, OptimizerPart] = {}
+        self._parts: dict[int, OptimizerPart | JointPart] = {}
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
+        self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
+        if self._scale is not None:
+            check_scaled(self._parameters, plan, self._context)
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         )
+        self._shares = LossShares(settings.weight, group, self._device, self._meaning)
+        self._runs = StepRuns(
+            group,
+            self._device,
+            self._buffers,
+            self._meaning,
+            self._same_settings,
+            self._arguments,
+            self.written,
+            self._scale,
+        )
+        self._gathers = False
+        """Whether the model or its loss compares samples of all ranks."""
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._since = [0] * len(plan.groups)
         """Of each group, from which step on its gradients are held back, where a checkpoint did not have them."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
+        self._looking = Looking(self._graphs)
+        self._norms = GradientNorms(self._context.clips, group, self._device, self._looking)
         subject = partial(
             Subject,
             model=model,
@@ -93,20 +122,28 @@ class Program(BaseProgram):
             optimizer=optimizer,
             shows_updates=lambda: self._context.elementwise_update and not self._loaded,
             max_norm=settings.clip_grad_norm,
-            observed=self._also_observed,
+            scale=self._scale,
+            observed=self._looking.also,
             gathered=self.gathered,
             random=lambda: self._random,
             snapshot=self._snapshot,
+            state=self._states.of,
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
-        self._observers = Observers()
         self._is_timed = any(g.timing for g in plan.groups)
-        self._times = StepTimes(plan.prediction, group.rank == 0, self._device.type == "cuda")
+        self._times = StepTimes(plan.own_prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
-        """The rewritten step on this rank, for the first batch signature: `print(program.graph_module.code)`."""
-        return next(iter(self._compiled)).graphs["step"]
+        """The rewritten step, for the first batch signature: `print(program.graph_module.code)`; of a model that runs
+        eagerly, what is done between its passes."""
+        step = (self._outlined or next(iter(self._compiled))).graphs["step"]
+        return cast(torch.fx.GraphModule, step.written if isinstance(step, EagerStep) else step)
+
+    @property
+    def loss_scaler(self) -> GradScaler | None:
+        """What keeps the scale of the loss: `get_scale()` says it. `None` where the loss is not scaled."""
+        return self.settings.scaler
 
     @property
     def step_time_s(self) -> float | None:
@@ -114,45 +151,75 @@ class Program(BaseProgram):
         What was predicted is `plan.prediction.step_time_s`."""
         return self._times.median_s
 
-    def step(self, batch: Any = None, *, micro_batches: Sequence[Any] | None = None) -> torch.Tensor:
+    @overload
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: Literal[False] = False,
+        grad_norm: Literal[False] = False,
+    ) -> torch.Tensor: ...
+    @overload
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: bool = False,
+        grad_norm: bool = False,
+    ) -> StepResult: ...
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: bool = False,
+        grad_norm: bool = False,
+    ) -> torch.Tensor | StepResult:
         """One optimizer step on this rank's batch, or on several micro-batches as on one batch; returns the global
-        mean loss, detached.
+        mean loss, detached. With `outputs`, or `grad_norm`, returns it in a `StepResult`, with the model's output for
+        this rank's batch, or with the norm over all gradients before they are clipped.
 
         Raises `SignatureError` where the batch cannot be used, `CaptureError` where a batch of a new shape cannot be
         captured, and `CollectiveError`, naming the rank, where another rank is late or gone.
         """
-        if (batch is None) == (micro_batches is None):
-            raise SignatureError("step takes one batch, or micro_batches=[...], not both and not neither")
-        batches = [flatten(batch)] if micro_batches is None else [flatten(b) for b in micro_batches]
-        if not batches:
-            raise SignatureError("micro_batches is empty: a step needs at least one")
+        given = [batch] if micro_batches is None else list(micro_batches)
+        if (batch is None) == (micro_batches is None) or not given:
+            raise SignatureError("step takes one batch, or micro_batches=[...] with at least one, and not both")
         self._held.check()
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
-        check_batches(batches, self._device, is_first=not self._has_stepped)
-        captures = [self.compile_for(b) for b in batches]
+        batches = [flatten(b, needs_tensor=self._eager is None) for b in self._shares.of(given)]
+        check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
+        sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
+        with gathering(self._group, sizes):
+            return self._step(batches, given, sizes, Asked(outputs, grad_norm, micro_batches is not None))
+
+    def _step(
+        self, batches: list[Batch], given: list[Any], sizes: tuple[int, ...], asked: Asked
+    ) -> torch.Tensor | StepResult:
+        """`sizes`: of all ranks' batches, where ranks gather them."""
+        captures = [self.compile_for(b, asked.outputs, sizes) for b in batches]
         compiled = captures
         if self._is_timed:
             moments = moments_of(self.plan.groups, self._steps, self._since)
             compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle([c.weight for c in compiled], batches)
-        originals = [batch] if micro_batches is None else list(micro_batches)
-        run = partial(self._run, compiled, batches, originals)
-        if self._proofs.is_due(self._has_stepped):
-            shares = self._shares_of(compiled, batches, originals)
-            loss = self._proofs.step(compiled, batches, shares, run, is_first=not self._has_stepped)
-            for c in captures:
-                c.proved = True
-        else:
-            for c, b in zip(captures, batches, strict=True):
-                self._proofs.capture(c, b)
-            with self._times.one():
-                loss = run()
-        self._steps += 1
-        self._has_stepped = True
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
-        return loss
+        run = partial(self._run, compiled, batches, given)
+        norm = self._norms.of(compiled[-1], len(batches) > 1) if asked.grad_norm else None
+        self._same_settings.ask(asked.together(self._order.is_its_own(compiled[-1].program), norm))
+        with self._norms.taken(norm):
+            shares, is_first = partial(self._shares_of, compiled, batches, given), not self._has_stepped
+            timed = compiled[-1].program.groups if self._is_timed else ()
+            loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, is_first, timed)
+        if self._scale is not None:
+            self._scale.update()
+        self._steps, self._has_stepped = self._steps + 1, True
+        for one in each_of(self.optimizer):
+            one._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
+        return asked.result(loss, self._runs.take_outputs(), norm)
 
     def synchronize(self) -> None:
         """Receives parameters that are still on their way from the last step, as plans made with `late_parameters`
@@ -174,6 +241,13 @@ class Program(BaseProgram):
         """
         self.synchronize()
         return self._sharded.gathered()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """While it is open, the model is whole, in evaluation mode, with buffers averaged over the ranks and without
+        gradients: `with program.evaluation(): model(x)`. Each rank may run it as often as it likes; all enter and leave
+        together."""
+        self.synchronize_buffers()
+        return evaluated(self.model, self.gathered())
 
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer as one process would have them, whatever the plan; to be called by all ranks together.
@@ -243,6 +317,7 @@ class Program(BaseProgram):
             self._states.pieces(),
             self._steps,
             local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
+            scaler=self.settings.scaler,
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )
 
@@ -251,38 +326,35 @@ class Program(BaseProgram):
 
     def observe(self, observer: Observer | None) -> None:
         """Has every gradient that this rank updates with shown to `observer`, fragment by fragment."""
-        self._observers.users = observer
-        self._watch()
+        self._looking.observe(observer)
 
-    @contextmanager
-    def _also_observed(self, updates: Observer, own: Observer, alone: bool) -> Iterator[None]:
-        before = self._observers
-        self._observers = Observers(None if alone else before.users, updates, own)
-        self._watch()
-        try:
-            yield
-        finally:
-            self._observers = before
-            self._watch()
-
-    def _watch(self) -> None:
-        for compiled in self._compiled:
-            for one in (compiled, *compiled.others.values()):
-                for graph in one.graphs.values():
-                    self._observers.watch(graph)
-
-    def _write(self, compiled: Compiled, name: str) -> torch.fx.GraphModule:
+    def _write(self, compiled: Compiled, name: str) -> Any:
         graph = super()._write(compiled, name)
-        self._observers.watch(graph)
+        self._looking.watch(graph)
         return graph
+
+    def _graphs(self) -> Iterator[nn.Module]:
+        for compiled in [*self._compiled, *([self._outlined] if self._outlined else ())]:
+            for one in (compiled, *compiled.others.values()):
+                yield from one.graphs.values()
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         self._sharded.spread(m.slice.name for m in program.sharded_members)
-        return super()._lowered(graph, program, batch)
+        compiled = super()._lowered(graph, program, batch)
+        check_loss_dtype(compiled)
+        if compiled.joint.gathers and not self._gathers:
+            self._gathers = True
+            self._meaning.take_as_samples()
+        if not compiled.joint.has_outputs:
+            return compiled
+        with self._traceable():
+            template = output_template(self.model, batch, self.settings.loss_fn is not None)
+        return replace(compiled, output=template)
 
     def _target(self) -> Target:
         return replace(
             super()._target(),
+            loss_scale=self._scale,
             shards=self._sharded.shards,
             part=self._part,
             deferred=self._deferred.of,
@@ -295,19 +367,22 @@ class Program(BaseProgram):
         with self._sharded.traceable(), self._deferred.traceable():
             yield
 
-    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
+    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart | JointPart:
         if index not in self._parts:
-            self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters)
+            unused = frozenset if self._eager is None else self._eager.unused
+            self._parts[index] = part_of(self.optimizer, parts, self._parameters, unused)
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
         return self._parts[index]
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
+            if self._eager is not None:
+                self._eager.begin()
             if len(batches) == 1:
-                loss = self._run_one(compiled[0], batches[0], originals[0])
+                loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
-                loss = self._run_many(compiled, batches, originals)
+                loss = self._runs.many(compiled, batches, originals)
         self._share_buffers(compiled[-1], f"step {self._steps}")
         return loss
 
@@ -316,82 +391,9 @@ class Program(BaseProgram):
         if self.world_size == 1 and len(batches) == 1:
             return [1.0]
         with self._group.guard("the proof of the first step"):
-            return self._shares(compiled, batches, originals).tolist()
+            return self._runs.shares(compiled, batches, originals).tolist()
 
     def _snapshot(self) -> Callable[[], None]:
-        """Copies what a step changes: parameters, the optimizer's state, buffers, random numbers; what is returned puts
-        that back."""
-        self.synchronize()
         whole = [p.detach() for n, p in self._parameters.items() if n not in self._sharded.shards]
-        put_back = [
-            copies([*self._buffers.values(), *self._sharded.shards.values(), *whole]),
-            *(part.kept_state() for part in self._parts.values()),
-            self._random.kept(),
-            self._states.kept(),
-        ]
-
-        def back() -> None:
-            self.synchronize()
-            for one in put_back:
-                one()
-
-        return back
-
-    def _run_one(self, compiled: Compiled, batch: Batch, original: Any) -> torch.Tensor:
-        arguments, step = self._arguments(compiled, batch.tensors), self.written(compiled, "step")
-        if self.world_size == 1:
-            return step(*arguments, compiled.tangent(1.0, self._device)).detach()  # type: ignore[no-any-return]
-        weight = total = self._meaning.weigh(compiled.weight, batch, original)
-        if self._meaning.is_sum:  # a share of 1
-            weight, total = torch.full_like(weight, self.world_size), torch.ones_like(weight)
-        return step(*arguments, weight, self._same_settings.with_number(total)).to(compiled.loss_dtype)  # type: ignore[no-any-return]
-
-    def _run_many(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        """All but the last micro-batch add to local gradients; the last one's step synchronizes and updates."""
-        if compiled[-1].loss_dtype in NARROW:
-            raise SignatureError(
-                "micro-batches are weighted through the loss, which this model computes in 16 bits, too few for that: "
-                "compute it from float32 values, as in cross_entropy(logits.float(), target)"
-            )
-        shares = self._shares(compiled, batches, originals)
-        earlier: dict[str, Any] = {}
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for c, b, share in zip(compiled[:-1], batches[:-1], shares[:-1], strict=True):
-            loss += loss_share(self._accumulate(c, b, float(share), earlier), share)
-        last = compiled[-1]
-        ordered = [earlier[p.name] for p in last.graph.parameters]
-        earlier.clear()
-        share = shares[-1]
-        arguments, step = self._arguments(last, batches[-1].tensors), self.written(last, "last micro-batch")
-        found = step(*arguments, last.tangent(float(share), self._device), *ordered, share, loss)
-        if self._group.name is None:
-            found = loss + loss_share(found, share)
-        return found.to(last.loss_dtype)  # type: ignore[no-any-return]
-
-    def _accumulate(self, c: Compiled, batch: Batch, seed: float, into: dict[str, Any]) -> torch.Tensor:
-        """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
-        passes = self.written(c, "earlier micro-batch")
-        tangent = c.tangent(seed, self._device)
-        loss, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
-        for (name, _), value in zip(c.joint.mutations, buffers, strict=True):
-            self._buffers[name].copy_(value)
-        for name, gradient in gradients.items():
-            if isinstance(gradient, tuple):
-                into[name] = added(into[name], gradient) if name in into else gradient
-            elif name in into:
-                into[name].add_(gradient)
-            else:  # a copy, for two parameters may have one and the same gradient tensor
-                into[name] = gradient.clone(memory_format=torch.contiguous_format)
-        return loss  # type: ignore[no-any-return]
-
-    def _shares(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        """The share of each of this rank's micro-batches in the global batch, float64, by how much they count."""
-        each = zip(compiled, batches, originals, strict=True)
-        weights = torch.stack([self._meaning.weigh(c.weight, b, o) for c, b, o in each])
-        total = torch.ones_like(weights[0]) if self._meaning.is_sum else weights.sum()
-        if self._group.name is not None:  # of a loss that is a sum, too: other ranks may have one micro-batch
-            total = self._same_settings.with_number(total)
-            total = self._same_settings(collectives.wait(collectives.all_reduce(total, self._group.name)))
-        if self._meaning.is_sum:
-            return torch.ones_like(weights)
-        return batch_share(weights, total, torch.float64, self.world_size * len(weights))
+        tensors = [*self._buffers.values(), *self._sharded.shards.values(), *whole]
+        return snapshot(tensors, self._parts.values(), self._random, self._states, self.synchronize)

@@ -3,9 +3,9 @@
 Compared are the loss, every synchronized gradient (by probes, summed over ranks with the weights that the definition of
 the gradient asks for), the updated values (against a copy of the optimizer on the sampled elements), and the buffers.
 Of groups that are compressed or delayed, or that each rank updates alone, the sum of the ranks' own gradients is
-compared instead. First on a trial with slightly perturbed parameters, since zeros hide errors, after which everything
-is put back; then on the step itself. What looks wrong is judged by how far rounding moves the eager result itself,
-before it is refused.
+compared instead, and what the first two update with and keep must add up to it (`autopar.runtime.feedback`). First on a
+trial with slightly perturbed parameters, since zeros hide errors, after which everything is put back; then on the step
+itself. What looks wrong is judged by how far rounding moves the eager result itself, before it is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,23 @@ from torch import nn
 
 from autopar.errors import AutoparWarning, CaptureError, TracingError, VerificationError
 from autopar.ir.batch import Batch
+from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
-from autopar.runtime.blame import blame, blame_tracing, first_difference
+from autopar.runtime.blame import blame, blame_feedback, blame_tracing, first_difference
 from autopar.runtime.differences import Comparison, Difference, Expected, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.feedback import KIND, Feedback
+from autopar.runtime.looks import Observers
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
 from autopar.runtime.tracing import tracing_fault
 
+_LOWERED, _MOST_LOWERED = 1 / 16, 8
+"""By what the scale of the loss is lowered in a trial, and how often at most."""
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
 ROUNDING = 16.0
@@ -53,38 +60,70 @@ class Proof:
 
     def trial(self) -> None:
         """Compares on perturbed parameters, and puts everything back."""
-        put_back = self.of.snapshot()
+        put_back, scale = self.of.snapshot(), self.of.scale
+        state = None if scale is None else scale.state()
         try:
             with self.of.gathered():
                 perturb(self.of.parameters, PERTURBATION)
+                self._lower_scale()
             self.step("with slightly perturbed parameters")
         finally:
             put_back()
+            if scale is not None and state is not None:
+                scale.load(state)
+
+    def _lower_scale(self) -> None:
+        """Lowers the scale of the loss until the eager gradients are finite, so that there is something to compare."""
+        for _ in range(_MOST_LOWERED if self.of.scale is not None else 0):
+            if self._eagerly().is_finite:
+                return
+            assert self.of.scale is not None
+            self.of.scale.lower(_LOWERED)
 
     def step(self, how: str = "") -> torch.Tensor:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
         of = self.of
         with of.gathered():
-            expected = self._eagerly()
+            expected = None if of.eager else self._eagerly()
             before, states = self._values(), self._states()
         begin = of.snapshot()
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         own: list[tuple[Fragment, torch.Tensor, Seen]] = []
-        with of.observed(self._into(held), self._into(own), bool(how)):
-            loss = of.run()
+        feedback = Feedback(of)
+        with of.observed(Observers(None, self._into(held), self._into(own), feedback.see), bool(how)):
+            if of.eager is None:
+                loss = of.run()
+            else:
+                loss, expected = self._as_it_ran(of.eager)
         with of.gathered():
             after = self._values()
+        assert expected is not None
         comparison = Comparison(of, expected, self.tolerance)
+        if of.scale is not None and self._overflows(expected, of.scale):
+            found = [comparison.loss(loss), *comparison.buffers()]
+            if of.scale.skipped:
+                found += [Difference(f"the updated '{n}'", math.inf) for n in before if not _same(before[n], after[n])]
+            self._judge(found, comparison, how, begin)
+            return loss
         gradients, found = comparison.gradients(held, own)
-        found += [comparison.loss(loss), *comparison.buffers()]
+        found += [comparison.loss(loss), *comparison.buffers(), *feedback.differences(own)]
         if states is not None:
             # Later, the user's optimizer has the state of the parameters that this rank updates as a whole.
             whole = {f.name for f, _, _ in held if f.whole}
             compared = gradients.keys() & states.keys()
+            if of.eager is not None:  # what no rank has a gradient of is left as it was
+                still = [n for n in compared if of.probes[n].piece.name in of.eager.unused()]
+                compared -= {*still, *(n for n in compared if of.probes[n].piece.name in of.eager.written)}
+                found += [Difference(f"the updated '{n}'", math.inf) for n in still if not before[n].equal(after[n])]
             known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}
             found += comparison.updates(before, after, known, gradients)
         self._judge(found, comparison, how, begin)
         return loss
+
+    def _overflows(self, expected: Expected, scale: LossScale) -> bool:
+        """Whether gradients that are scaled have left what their dtype can hold, in the step or on any rank's model."""
+        mine = torch.tensor(float(scale.skipped or not expected.is_finite))
+        return bool(largest(mine, self.of.group))
 
     def _into(self, held: list[tuple[Fragment, torch.Tensor, Seen]]) -> Observer:
         def see(fragment: Fragment, gradient: torch.Tensor) -> None:
@@ -92,38 +131,78 @@ class Proof:
 
         return see
 
+    def _as_it_ran(self, model: EagerModel) -> tuple[torch.Tensor, Expected]:
+        """Runs the step, of a model that runs eagerly in it; the ranks' own gradients, and parts of the loss, are
+        summed."""
+        flats, own = self._probed()
+        # What begins from a loss in 16 bits is scaled only as it is sent.
+        assert self.of.graph.joint is not None
+        narrow = self.of.graph.joint.outputs[0].meta["val"].dtype.itemsize < EXACT_BYTES
+        factor = self.shares[0] if narrow and self.of.group.world_size > 1 else 1.0
+        if self.of.scale is not None:
+            factor /= self.of.scale.factor
+
+        def see(name: str, gradient: torch.Tensor) -> None:
+            for n, probe in own[name]:
+                flats[n] += factor * probe.see(gradient).flat()
+
+        parts: list[torch.Tensor] = []
+        with model.seen(see, parts):
+            loss = self.of.run()
+        shares = [float(part) * share for part, share in zip(parts, self.shares, strict=True) if share]
+        return loss, self._summed(torch.tensor([sum(shares)], dtype=torch.float64), flats, {}, ())
+
+    def _probed(self) -> tuple[dict[str, torch.Tensor], dict[str, list[tuple[str, Probe]]]]:
+        """What is seen of each probe, nothing yet; and each parameter's probes."""
+        own: dict[str, list[tuple[str, Probe]]] = {n: [] for n in self.of.parameters}
+        for n, probe in self.of.probes.items():
+            own[probe.piece.name].append((n, probe))
+        return {n: torch.zeros(p.width, dtype=torch.float64) for n, p in self.of.probes.items()}, own
+
+    def _summed(
+        self,
+        loss: torch.Tensor,
+        flats: Mapping[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        strangers: Sequence[str],
+    ) -> Expected:
+        sizes = [len(f) for f in flats.values()]
+        whole = summed(torch.cat([loss, *flats.values()]), self.of.group)
+        pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
+        seen = {n: self.of.probes[n].read(piece) for n, piece in pieces.items()}
+        return Expected(float(whole[0]), seen, buffers, sorted(strangers))
+
     def _eagerly(self) -> Expected:
         """The model on this rank's batches; losses and gradients are summed over ranks."""
         of = self.of
-        flats = {n: torch.zeros(p.width, dtype=torch.float64) for n, p in of.probes.items()}
-        own: dict[str, list[tuple[str, Probe]]] = {n: [] for n in of.parameters}
-        for n, probe in of.probes.items():
-            own[probe.piece.name].append((n, probe))
+        flats, own = self._probed()
         trained = set(map(id, of.parameters.values()))
         everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
-        watched = {**of.parameters, **{n: p for n, p in everything.items() if id(p) not in trained}}
+        updated = {id(p) for g in of.optimizer.param_groups for p in g["params"]}  # others are as if they were frozen
+        others = {n: p for n, p in everything.items() if id(p) in updated and id(p) not in trained}
+        watched = {**of.parameters, **others}
         strangers: set[str] = set()
         loss = torch.zeros(1, dtype=torch.float64)
+        factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())
+        joined = of.graph.joint is not None and of.graph.joint.sums_over_ranks
         with of.random(), without_trace(of.owners) as buffers, torch.enable_grad():
             for batch, share in zip(self.batches, self.shares, strict=True):
 
                 def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
+                    gradient = gradient if factor == 1 else gradient / factor
                     for n, probe in own.get(name, ()):
-                        flats[n] += share * probe.see(gradient).flat()
+                        flats[n] += (1.0 if joined else share) * probe.see(gradient).flat()
                     if name not in own and bool(gradient.count_nonzero()):
                         strangers.add(name)
 
                 given = batch.copied()
                 one = loss_of(of.model, of.loss_fn, batch.rebuild(given))
                 _check_unwritten(given)
-                if share:  # else the loss may be no number
+                if share or joined:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
-                    backward(one, watched, take)
-        sizes = [len(f) for f in flats.values()]
-        whole = summed(torch.cat([loss, *flats.values()]), of.group)
-        pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
-        seen = {n: of.probes[n].read(piece) for n, piece in pieces.items()}
-        return Expected(float(whole[0]), seen, buffers, sorted(strangers))
+                    seed = factor * share if joined else factor  # gradients that cross ranks have each rank's share
+                    backward(one if seed == 1 else one * seed, watched, take)
+        return self._summed(loss, flats, buffers, sorted(strangers))
 
     def _values(self) -> dict[str, torch.Tensor]:
         """The sampled elements of the parameters."""
@@ -151,6 +230,10 @@ class Proof:
         if not wrong or not math.isfinite(comparison.expected.loss):
             end()
             return
+        if all(n.startswith(KIND) for n in wrong):  # own gradients are right
+            raise VerificationError(blame_feedback(wrong, how, self._strategies(wrong)))
+        if of.eager is not None:
+            raise VerificationError(blame(wrong, how, ""))
         with of.gathered():
             line = self._tracing_fault()
             # A rank whose batch does not show it, an empty one, says the same as the others.
@@ -159,6 +242,11 @@ class Proof:
         if by_tracing:
             raise TracingError(blame_tracing(wrong, how, line or ""))
         raise VerificationError(blame(wrong, how, where))
+
+    def _strategies(self, wrong: Iterable[str]) -> list[str]:
+        """Those of the groups in which something does not add up."""
+        named = {f"{KIND} '{m.slice}'": g.spec.strategy for g in self.of.groups for m in g.members}
+        return sorted({named[n] for n in wrong})
 
     def _where(self) -> str:
         of, joint = self.of, self.of.graph.joint
@@ -183,7 +271,8 @@ class Proof:
 
     def _on_any_rank(self, found: Sequence[Difference]) -> dict[str, float]:
         """The largest difference of each kind on any rank. What only some ranks can name goes by a common name."""
-        named = ["the loss", *(f"{what} '{n}'" for n in self.of.probes for what in ("the gradient of", "the updated"))]
+        kinds = ("the gradient of", "the updated", KIND)
+        named = ["the loss", *(f"{what} '{n}'" for n in self.of.probes for what in kinds)]
         common = ["the clipping of gradients, or a gradient that was not captured", "a buffer"]
         most = dict.fromkeys([*named, *common], 0.0)
         for d in found:
@@ -247,6 +336,10 @@ def _check_unwritten(given: Sequence[torch.Tensor]) -> None:
             "written to; "
             "write to a copy of the input"
         )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _of_gradient(what: str) -> str:

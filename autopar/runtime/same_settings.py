@@ -46,7 +46,14 @@ class SameSettings(nn.Module):
         """By group and place, settings that may change in place, and how to know that they have not."""
         self._number = torch.zeros(1, dtype=torch.float64, device=device)
         self._own = 0.0
+        self._asked, self._asked_number = "", 0
         self._on_its_way: tuple[torch.Tensor, torch.cuda.Event, float] | None = None
+
+    def ask(self, what: str) -> None:
+        """Has ranks compare, too, what is asked of the next step, as far as it decides which collectives they issue."""
+        if what != self._asked:
+            self._asked, self._asked_number = what, _digest(what) if what else 0
+            self._number_anew()
 
     def with_number(self, weight: torch.Tensor) -> torch.Tensor:
         """What is to be summed over ranks: a float64 scalar, and the number of this rank's settings as they are now."""
@@ -98,17 +105,25 @@ class SameSettings(nn.Module):
             if not _is_constant(value):
                 self._watched[i, j] = value, _state(value)
         self._values = values
-        self._own = float(self._sum % 2**BITS)
+        self._number_anew()
+
+    def _number_anew(self) -> None:
+        self._own = float((self._sum + self._asked_number) % 2**BITS)
         self._number = torch.tensor([self._own], dtype=torch.float64, device=self._device)
 
     def _hold(self, total: float, own: float) -> None:
         if total == own * self._group.world_size:
             return
-        mine = self._described()
+        mine = self._described() | {_ASKED: self._asked}
         texts = Rendezvous(self._group).exchange("settings of the optimizer", json.dumps(mine))
         for rank, text in enumerate(texts):
             theirs = json.loads(text)
             for what in [*mine, *(w for w in theirs if w not in mine)]:
+                if what == _ASKED and mine[what] != theirs[what]:
+                    raise PlanMismatchError(
+                        f"rank {self._group.rank} calls {what}({mine[what]}), rank {rank} {what}({theirs[what]}). "
+                        "Under this plan ranks compute these together, so all must ask for them in the same steps"
+                    )
                 if mine.get(what) != theirs.get(what):
                     raise PlanMismatchError(
                         f"rank {self._group.rank} and rank {rank} have different settings of the optimizer: {what} is "
@@ -138,3 +153,6 @@ def _state(setting: Any) -> object:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=BITS // 8).digest(), "big")
+
+
+_ASKED = "program.step"

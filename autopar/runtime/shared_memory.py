@@ -8,12 +8,13 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from autopar.errors import OptimizerError
+from autopar.errors import OptimizerError, PlanError
 
 
 def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises `OptimizerError` where two parameters that are trained overlap in memory, or one overlaps with itself: the
-    order of their updates decides what they become, and a plan may update them on different ranks."""
+    order of their updates decides what they become, and a plan may update them on different ranks. Raises `PlanError`
+    where one is spread over the ranks by another program."""
     names = {p: n for n, p in reversed(list(parameters.items())) if p.requires_grad and p.numel()}
     spans = sorted((*_span(p), n) for p, n in names.items())
     for (_, end, first), (begin, _, second) in pairwise(spans):
@@ -22,6 +23,13 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameters '{first}' and '{second}' share memory, but are two parameters, each with an update of its "
                 "own: make them one (`b.weight = a.weight`), or give one memory of its own (`p.data = p.data.clone()`)."
                 " With optimize() without an optimizer they may stay as they are"
+            )
+    for name, p in parameters.items():
+        if p.numel() > 1 and not any(p.stride()) and bool(p.detach().reshape(-1)[0].isnan()):
+            raise PlanError(
+                f"parameter '{name}' holds no values: another program has spread its rows over the ranks. Use it "
+                "within 'with that_program.gathered():', which all ranks must enter, or give that program a plan that "
+                "leaves parameters whole, as strategy='ddp' does"
             )
     for p, name in names.items():
         if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
@@ -37,7 +45,7 @@ class Memory:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         check_memory(parameters)
         self._parameters = dict(parameters)
-        self._addresses: list[int] = []
+        self._addresses = [p.data_ptr() for p in self._parameters.values()]
 
     def check(self, elsewhere: Collection[str]) -> None:
         """Raises `OptimizerError` where two parameters overlap. `elsewhere`: names of those that have no memory now, of
@@ -46,7 +54,7 @@ class Memory:
             gone = {id(p) for n, p in self._parameters.items() if n in elsewhere}
             self._parameters = {n: p for n, p in self._parameters.items() if id(p) not in gone}
         addresses = [p.data_ptr() for p in self._parameters.values()]
-        if self._addresses and addresses != self._addresses:
+        if addresses != self._addresses:
             check_memory(self._parameters)
         self._addresses = addresses
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopar.backends.collectives import may_fail
 from autopar.errors import OptimizerError
 from autopar.ops.fragments import Fragment
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizer import JointPart, OptimizerPart
 from autopar.runtime.process_group import Group, Rendezvous, average
 
 State = dict[str, dict[str, Any]]
@@ -29,7 +29,7 @@ def cut_out(fragment: Fragment, key: str, value: torch.Tensor, into: torch.Tenso
 
 
 def gather_state(
-    parts: Iterable[OptimizerPart],
+    parts: Iterable[OptimizerPart | JointPart],
     parameters: dict[str, torch.nn.Parameter],
     group: Group,
     local: Collection[str] = (),
@@ -149,7 +149,10 @@ def _from_all_ranks(
 
 
 def scatter_state(
-    parts: Iterable[OptimizerPart], state: State, parameters: dict[str, torch.nn.Parameter], take: Take = cut_out
+    parts: Iterable[OptimizerPart | JointPart],
+    state: State,
+    parameters: dict[str, torch.nn.Parameter],
+    take: Take = cut_out,
 ) -> None:
     """Gives each part the state of its fragments, in place of what it has."""
     for part in parts:

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import Batch
+from autopar.ops.group import Group
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
+from autopar.runtime.drift import StepTimes
 from autopar.runtime.eager import loss_of
 from autopar.runtime.local_proof import prove_locally
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
@@ -17,6 +19,8 @@ from autopar.runtime.own_state import check_own_state
 from autopar.runtime.probes import probes
 from autopar.runtime.proof import Proof, fits
 from autopar.runtime.subject import Subject
+
+_SYNCHRONIZING = ("synchronize", "delayed")
 
 
 class StepProofs:
@@ -35,10 +39,40 @@ class StepProofs:
         self._subject = subject
         self._parameters = parameters
         self._is_spread = is_spread
+        self._looked: set[int] = set()
+        """Groups of which a step was compared in which they synchronize."""
+        self._told: set[int] = set()
 
-    def is_due(self, has_stepped: bool) -> bool:
-        """Whether all ranks compare the next step."""
-        return self._check == "always" or (self._check == "first" and not has_stepped)
+    def run(
+        self,
+        captures: Sequence[Compiled],
+        compiled: Sequence[Compiled],
+        batches: Sequence[Batch],
+        shares: Callable[[], Sequence[float]],
+        run: Callable[[], torch.Tensor],
+        times: StepTimes,
+        is_first: bool,
+        timed: Sequence[Group],
+    ) -> torch.Tensor:
+        """Runs a step, and compares it, or what was captured for it, where that is due. `captures`: of the batches;
+        `compiled`: what is run of them in this step. `shares`: of each micro-batch in the global batch. `timed`: what
+        groups do in it, where steps differ."""
+        if self.is_due(not is_first, timed):
+            loss = self.step(compiled, batches, shares(), run, is_first)
+            for c in captures:
+                c.proved = True
+            return loss
+        for c, b in zip(captures, batches, strict=True):
+            self.capture(c, b)
+        with times.one():
+            return run()
+
+    def is_due(self, has_stepped: bool, timed: Sequence[Group]) -> bool:
+        """Whether all ranks compare the next step. `timed`: what groups do in it, where steps differ; the first step in
+        which a group synchronizes is compared, too."""
+        if self._check != "first" or not has_stepped:
+            return self._check != "never"
+        return any(g.index not in self._looked for g in timed if g.moment.doing in _SYNCHRONIZING)
 
     def step(
         self,
@@ -55,6 +89,8 @@ class StepProofs:
             graph=last.graph,
             parameters={p.name: self._parameters[p.name] for p in last.graph.parameters},
             groups=last.program.groups,
+            calls=last.program.calls,
+            told=self._told,
             probes=probes(last.program.groups),
             shared_buffers=last.shared_buffers,
             arguments=lambda buffers: [
@@ -62,11 +98,15 @@ class StepProofs:
                 last.tangent(1.0, device),
             ],
             run=run,
+            eager=last.eager,
         )
+        self._looked |= {g.index for g in last.program.groups if g.moment.doing in _SYNCHRONIZING}
         for c in compiled:
             c.proved = True
         if not fits(subject):
             return run()
+        if subject.eager is not None:
+            return Proof(subject, batches, shares, is_first).step()
         on_device = [b.to(device) for b in batches]
         with subject.gathered():
             for c, b in zip(compiled, on_device, strict=True):
@@ -78,7 +118,7 @@ class StepProofs:
 
     def capture(self, c: Compiled, batch: Batch) -> None:
         """Compares what was captured later than the first step, on this rank alone, unless that was done before."""
-        if c.proved or self._check == "never" or self._is_spread():
+        if c.proved or c.graph.eager or self._check == "never" or self._is_spread() or c.joint.sums_over_ranks:
             return
         c.proved = True
         trained = {n: self._parameters[n] for n in c.joint.gradients}
@@ -87,6 +127,8 @@ class StepProofs:
             graph=c.graph,
             parameters=trained,
             groups=(),
+            calls=(),
+            told=self._told,
             probes={},
             shared_buffers=(),
             arguments=lambda b: [],

@@ -8,9 +8,12 @@ import torch
 import torch.fx
 
 from autopar.backends import collectives
+from autopar.errors import PlanError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops import parts
 from autopar.ops.base import Call
+from autopar.runtime.loss_scale import Scaled
+from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.writer import NARROW, Target, Writer
 from autopar.strategies.lowering import StepProgram
 
@@ -28,7 +31,8 @@ class StepWriter(Writer):
         self.loss: torch.fx.Node | None = None
 
     def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
-        """The step as a module from tensors to the loss.
+        """The step as a module from tensors to the loss; where the model's output is asked for, to it and a list of the
+        output's tensors.
 
         Placeholders are those of the joint graph, in order, but the tangent; then, with several ranks, `weight` and
         `total_weight`, float64: how much this batch, and this rank's whole step, count, the latter followed by the
@@ -59,7 +63,8 @@ class StepWriter(Writer):
         for name, value in self.joint.mutations:
             buffer = inputs[self.joint.inputs.index(("buffer", name))]
             self.call(torch.ops.aten.copy_.default, (self.copies[buffer], self.copies[value]))
-        self.graph.output(self.copies[self.loss_source] if self.loss is None else self.loss)
+        loss = self.copies[self.loss_source] if self.loss is None else self.loss
+        self.graph.output((loss, outputs_of(self)) if len(self.joint.outputs) > 1 else loss)
         return self.module("Step")
 
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
@@ -108,12 +113,21 @@ class StepWriter(Writer):
         if narrow:  # a share rounded to 16 bits would scale every gradient by the same error: scale them later
             self.scale = self.share
             shape = tuple(self.tangent.meta["val"].shape)
-            self.copies[self.tangent] = self.call(one_or_none, (self.share, shape, dtype))
+            self.copies[self.tangent] = self._scaled(self.call(one_or_none, (self.share, shape, dtype)), False)
+            if self.loss_scale is not None:
+                self.scale = self.call(torch.mul, (self.share, self.target.world_size))
+        elif self.loss_scale is not None:
+            self.copies[self.tangent] = self._scaled(self.share, True)
         else:
             self.copies[self.tangent] = self.share
             if self.tangent.meta["val"].dim() == 0:
                 self.share.meta["val"] = self.tangent.meta["val"]
         return total
+
+    def _scaled(self, seed: torch.fx.Node, by_ranks: bool) -> torch.fx.Node:
+        if self.loss_scale is None:
+            return seed
+        return self.call_module("loss_scale", Scaled(self.loss_scale, by_ranks), (seed,))
 
 
 class LocalWriter(Writer):
@@ -122,8 +136,9 @@ class LocalWriter(Writer):
     is_last = False
 
     def write(self) -> torch.fx.GraphModule:
-        """The step as a module from the joint graph's inputs to the loss, the buffers' new values in the order of
-        `JointGraph.mutations`, and each parameter's gradient, or the parts that it is made of, by name."""
+        """The step as a module from the joint graph's inputs to the loss, the output's tensors where they are asked
+        for, the buffers' new values in the order of `JointGraph.mutations`, and each parameter's gradient, or the parts
+        that it is made of, by name."""
         for node in self.joint.module.graph.find_nodes(op="placeholder"):
             self.copy(node)
         self.walk(self.compute())
@@ -131,7 +146,7 @@ class LocalWriter(Writer):
         for name, terms in self._terms.items():
             gradients[name] = self.call(parts.joined, ([a for a, _ in terms], [b for _, b in terms]))
         buffers = [self.copies[value] for _, value in self.joint.mutations]
-        self.graph.output((self.copies[self.joint.outputs[0]], buffers, gradients))
+        self.graph.output((self.copies[self.joint.outputs[0]], outputs_of(self), buffers, gradients))
         return self.module("Local")
 
     def write_call(self, call: Call) -> None:
@@ -143,6 +158,14 @@ class LocalWriter(Writer):
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
         self.gradients[name] = node
         return node
+
+
+def outputs_of(writer: Writer) -> list[torch.fx.Node]:
+    """The tensors of the model's output, where the step returns them; raises `PlanError` where no rank has one."""
+    wanted = writer.joint.outputs[1:]
+    if any(n not in writer.copies for n in wanted):
+        raise PlanError(NO_OUTPUT)
+    return [writer.copies[n] for n in wanted]
 
 
 def loss_share(loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,12 @@ from torch.optim import Optimizer
 
 from autopar.backends.collectives import may_fail
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.base import Call
 from autopar.ops.group import Group as SyncGroup
-from autopar.ops.updates import Observer
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.looks import Observers
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.probes import Probe
 from autopar.runtime.process_group import Group
 
@@ -42,18 +45,27 @@ class Subject:
     shows_updates: Callable[[], bool]
     """Whether the optimizer updates each element for itself, from a state that it holds."""
     max_norm: float | None
+    scale: LossScale | None
+    """Of the loss, where it is scaled."""
     arguments: Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]
     """Of the joint graph, on the last micro-batch; given the buffers."""
     run: Callable[[], torch.Tensor]
     """The step; returns the global loss."""
-    observed: Callable[[Observer, Observer, bool], AbstractContextManager[None]]
-    """Has an observer see the gradients that are updated with, while it is open, and another one a rank's own
-    gradients, where those are something else; whether they alone, rather than the user's own as well."""
+    observed: Callable[[Observers, bool], AbstractContextManager[None]]
+    """Has observers see gradients while it is open; whether they alone, rather than the user's own as well."""
+    calls: Sequence[Call]
+    """Of the step."""
+    state: Callable[[Call, str], torch.Tensor]
+    """This rank's part of a state, by its name in the group."""
+    told: set[int]
+    """Groups of which was said that they are not looked at."""
     gathered: Callable[[], AbstractContextManager[None]]
     random: Callable[[], AbstractContextManager[None]]
     """Draws from this rank's stream of random numbers while it is open."""
     snapshot: Callable[[], Callable[[], None]]
     """Copies what a step changes; what it returns puts that back."""
+    eager: EagerModel | None = None
+    """The model, where the program runs it eagerly: what its step shows is then what is expected."""
 
     @property
     def owners(self) -> dict[str, nn.Module]:

@@ -7,12 +7,14 @@ are trained written into its plan; so what would make it compute something else 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from itertools import product
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError, PlanMismatchError
+from autopar.runtime.joint_optimizer import each_of
 
 _AGAIN = "Call autopar.optimize again, with the model as it is now"
 
@@ -25,20 +27,27 @@ class Unchanged:
         owners: Mapping[str, nn.Module],
         buffers: MutableMapping[str, torch.Tensor],
         optimizer: Optimizer | None = None,
+        eager: bool = False,
     ) -> None:
         """`owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
         of buffers that the program runs on, in which those are replaced that the model replaces. `optimizer`: where
-        the program runs it, and gradients are not left on the parameters."""
+        the program runs it, and gradients are not left on the parameters. `eager`: whether the model itself runs in
+        each step, and the hooks on its gradients with it."""
         self._buffers = buffers
         self._optimizer = optimizer
-        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool, str]] = []
+        self._eager = eager
+        self._optimizers = () if optimizer is None else each_of(optimizer)
+        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool | None, str]] = []
+        """Where each is held, whether it is trained (`None`: elsewhere, by another program), and its name."""
         self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        held = None if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
         for prefix, owner in owners.items():
             for path, module in owner.named_modules(remove_duplicate=False):
                 start = prefix + (path + "." if path else "")
                 for key, p in module._parameters.items():
                     if p is not None:
-                        self._parameters.append((module._parameters, key, p, p.requires_grad, start + key))
+                        trains = None if p.requires_grad and held is not None and p not in held else p.requires_grad
+                        self._parameters.append((module._parameters, key, p, trains, start + key))
                 for key, b in module._buffers.items():
                     if b is not None and start + key in buffers:
                         self._held.append((module._buffers, key, start + key))
@@ -49,18 +58,16 @@ class Unchanged:
         that the model has replaced are taken over."""
         hooks = self._optimizer is not None
         for table, key, p, trains, name in self._parameters:
-            if table.get(key) is not p or p.requires_grad is not trains:
+            if table.get(key) is not p or (trains is not None and p.requires_grad is not trains):
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
-            if hooks and (p._backward_hooks or p._post_accumulate_grad_hooks):
+            if hooks and self._is_hooked(p):
                 self._refuse_hooks()
         for held, key, name in self._held:
             buffer, mine = held.get(key), self._buffers[name]
             if buffer is not mine:
                 self._take_over(name, buffer, mine)
-        if self._optimizer is not None and (
-            self._optimizer._optimizer_step_pre_hooks
-            or self._optimizer._optimizer_step_post_hooks
-            or "step" in vars(self._optimizer)
+        if any(
+            o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or "step" in vars(o) for o in self._optimizers
         ):
             self._refuse_hooks()
 
@@ -71,8 +78,15 @@ class Unchanged:
             return f"parameter '{name}' was frozen when the plan was made, and trains now: it is in no plan. {_AGAIN}"
         return f"parameter '{name}' was trained when the plan was made, and is frozen now. {_AGAIN}"
 
+    def _is_hooked(self, p: nn.Parameter) -> bool:
+        """Whether a parameter has a hook that a step would not call, or call out of turn."""
+        return bool(p._post_accumulate_grad_hooks or (p._backward_hooks and not self._eager))
+
     def _take_over(self, name: str, buffer: torch.Tensor | None, mine: torch.Tensor) -> None:
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (mine.shape, mine.dtype, mine.device):
+        fits = self._eager or (
+            buffer is not None and (buffer.shape, buffer.dtype, buffer.device) == (mine.shape, mine.dtype, mine.device)
+        )
+        if buffer is None or not fits:
             found = "nothing" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
             raise PlanMismatchError(
                 f"buffer '{name}' was replaced by one that the captured step does not fit: {found} in place of "
@@ -84,18 +98,18 @@ class Unchanged:
         if self._optimizer is None:
             return
         for _, _, p, _, name in self._parameters:
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
+            if self._is_hooked(p):
                 raise OptimizerError(
                     f"parameter '{name}' has a hook on its gradient, which a step that runs as one program would not "
                     "call: remove it, or leave the optimizer out of optimize() and step it yourself, where hooks run"
                 )
-        for when in ("pre", "post"):
-            if getattr(self._optimizer, f"_optimizer_step_{when}_hooks"):
+        for one, when in product(self._optimizers, ("pre", "post")):
+            if getattr(one, f"_optimizer_step_{when}_hooks"):
                 raise OptimizerError(
                     f"the optimizer has a step {when}-hook, which a step that runs as one program would not call: "
                     "remove it and call what it does around program.step(), or leave the optimizer out of optimize()"
                 )
-        if _is_wrapped(self._optimizer):
+        if any(map(_is_wrapped, self._optimizers)):
             raise OptimizerError(
                 "the optimizer's step() was replaced by another function, which a step that runs as one program would "
                 "not call: call what it does around program.step(), override step() in a class of your own, or leave "

@@ -29,6 +29,7 @@ from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import OptimizerPart, Received
 from autopar.runtime.deferred import Deferred
 from autopar.runtime.looks import Look
+from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.lowering import StepProgram
 
@@ -52,6 +53,8 @@ class Target:
     part: Callable[[int, tuple[Fragment, ...]], OptimizerPart]
     """The optimizer over fragments of a sync group; called once per group, with its index."""
     max_norm: float | None = None
+    loss_scale: LossScale | None = None
+    """What multiplies the loss of each step; `None` where nothing does."""
     deferred: Callable[[int, Received | None], Deferred] | None = None
     """What is on its way between two steps of a sync group; given its index, and what writes it into the parameters.
     `None` where nothing is."""
@@ -84,6 +87,7 @@ class Writer(Site):
         self.program = program
         self.target = target
         self.rank, self.world_size, self.max_norm = target.rank, target.world_size, target.max_norm
+        self.loss_scale = target.loss_scale
         self.parameters, self.shards = target.parameters, target.shards
         self.device = next((p.device for p in target.parameters.values()), torch.device("cpu"))
         self.graph = torch.fx.Graph()
@@ -244,6 +248,8 @@ class Writer(Site):
 
     def owns(self, name: str) -> bool:
         node = self.gradient_source(name)
+        if self.training.eager:
+            return False  # autograd may have left it in memory that another gradient lies in, too
         if repeats_memory(node.meta.get("val")):
             return False  # slices of it lie in one memory, and the sum of one would be added to the next
         while node.op == "call_function" and len(node.users) == 1:

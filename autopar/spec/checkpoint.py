@@ -75,6 +75,8 @@ class StoredOptimizer(Record):
     groups: tuple[StoredGroup, ...]
     state: dict[str, dict[str, Any]]
     """By parameter."""
+    each: tuple[Count, ...] = ()
+    """Of several optimizers, how many of the groups are whose; empty of one."""
 
 
 class CheckpointIndex(JsonFile):
@@ -102,6 +104,8 @@ class CheckpointIndex(JsonFile):
     """`model.state_dict()`."""
     loss_fn: dict[str, Any] | None
     optimizer: StoredOptimizer
+    loss_scale: dict[str, float | int] | None = None
+    """`GradScaler.state_dict()`, where the loss was scaled."""
     random: tuple[tuple[str, ...], ...]
     """By rank: the states of its generators, in base64."""
     tensors: dict[str, StoredTensor]

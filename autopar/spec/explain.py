@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 
 from autopar.formatting import count, duration, mebibytes, number_of, shorten, size, table
-from autopar.spec.plan_parts import PlanParts, Prediction
+from autopar.spec.plan_parts import FIDELITIES, Fidelity, PlanParts, Prediction
 from autopar.spec.summary import (
     FIDELITY_MEANING,
     PROVENANCE_MEANING,
@@ -17,6 +17,8 @@ from autopar.spec.summary import (
     GroupRow,
     alternative_rows,
     group_rows,
+    label_text,
+    least_fidelity,
     parameter_bytes,
     parameters_text,
     verdict,
@@ -27,12 +29,15 @@ WIDTH = 100
 _MAX_ALTERNATIVES = 8
 
 
-def explain(plan: PlanParts) -> str:
-    """The whole plan as a page of plain text."""
-    return "\n".join([*_header(plan), "", *_predictions(plan), "", *_groups(plan)]) + "\n"
+def explain(plan: PlanParts, kept: Fidelity | None = None) -> str:
+    """The whole plan as a page of plain text. `kept`: what its groups promise, where strategies were asked."""
+    return "\n".join([*_header(plan, kept), "", *_predictions(plan), "", *_groups(plan)]) + "\n"
 
 
-def _header(plan: PlanParts) -> list[str]:
+def _header(plan: PlanParts, kept: Fidelity | None) -> list[str]:
+    # Where no strategy was asked, it may lose something besides, as the label says.
+    least: Fidelity = max(plan.fidelity, least_fidelity(plan), key=FIDELITIES.index)
+    label = label_text(plan, kept or least)
     model = plan.model.parameters
     trainable = [p for p in model if p.trainable]
     held = sum(parameter_bytes(p) for p in model)
@@ -47,6 +52,7 @@ def _header(plan: PlanParts) -> list[str]:
         *wrapped("model", f"{plan.model.name}: {', '.join(parts)}"),
         *wrapped("cluster", f"{plan.cluster.summary} ({number_of(plan.cluster.world_size, 'rank')})"),
         *wrapped("fidelity", f"{plan.fidelity}: {FIDELITY_MEANING[plan.fidelity]}"),
+        *(wrapped("", label) if label else []),
         *(wrapped("recompute", RECOMPUTE_MEANING[plan.recompute]) if plan.recompute != "none" else []),
         fact("digest", plan.digest),
     ]
@@ -58,7 +64,8 @@ def _predictions(plan: PlanParts) -> list[str]:
     mine = plan.prediction
     others = alternative_rows(plan)
     shown = others[:_MAX_ALTERNATIVES]
-    rows = [_prediction_row("this plan", mine, mine), *(_prediction_row(a.label, a.prediction, mine) for a in shown)]
+    this = "before it was edited" if plan.was_edited else "this plan"
+    rows = [_prediction_row(this, mine, mine), *(_prediction_row(a.label, a.prediction, mine) for a in shown)]
     header = ("", "step", "", "of this", "exposed", "sent/rank", "memory/rank")
     body = table(header, rows, "lrlrrrr")
     lines = ["Predicted, per optimizer step (sent and memory: of the rank with most)", *body[:2]]
@@ -69,7 +76,7 @@ def _predictions(plan: PlanParts) -> list[str]:
         rest = others[_MAX_ALTERNATIVES:]
         fastest = min(a.prediction.step_time_s for a in rest)
         lines.append(f"  and {sum(len(a.names) for a in rest)} more, the fastest of them {duration(fastest)}")
-    said = f"{verdict(plan)} {PROVENANCE_MEANING[mine.provenance]}"
+    said = verdict(plan) if plan.was_edited else f"{verdict(plan)} {PROVENANCE_MEANING[mine.provenance]}"
     return [*lines, "", *textwrap.wrap(said, WIDTH)]
 
 

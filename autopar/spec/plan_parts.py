@@ -202,6 +202,23 @@ class PlanParts(JsonFile):
     """What of the forward pass is computed again in the backward pass, where memory is short."""
     prediction: Prediction | None = None
     alternatives: tuple[Alternative, ...] = ()
+    priced: str | None = None
+    """The `basis` of `prediction`, as it was when that was made; `None` in files that are older than this field."""
+
+    @property
+    def basis(self) -> str:
+        """A hash of what a prediction depends on: what is executed, and the cluster."""
+        return hashlib.sha256(f"{self.digest} {self.cluster.digest}".encode()).hexdigest()[:16]
+
+    @property
+    def was_edited(self) -> bool:
+        """Whether the prediction is of another plan: this one was changed since it was priced."""
+        return self.prediction is not None and self.priced is not None and self.priced != self.basis
+
+    @property
+    def own_prediction(self) -> Prediction | None:
+        """The prediction, unless it is of another plan."""
+        return None if self.was_edited else self.prediction
 
     @property
     def digest(self) -> str:

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from autopar.formatting import name_pattern, number_of, size
 from autopar.spec.plan_parts import (
+    FIDELITIES,
     Alternative,
     Fidelity,
     OptionValue,
@@ -39,6 +40,9 @@ PROVENANCE_MEANING = {
     "looked up": "The prediction rests on tables of devices and networks; nothing was measured on this cluster.",
     "guessed": "The prediction rests in part on guesses: take its times as an order of magnitude.",
 }
+
+NARROWED = "wire"
+"""The option that says in which number format a strategy sends; `same` is the gradients' own."""
 
 # Which plan a reader compares with first.
 BASELINE = "ddp"
@@ -179,10 +183,35 @@ def interval(prediction: Prediction) -> tuple[float, float]:
     return max(0.0, prediction.step_time_s - half), prediction.step_time_s + half
 
 
+def least_fidelity(plan: PlanParts) -> Fidelity:
+    """The label that a plan must have at least, by when its groups synchronize and the formats that they send in. A
+    strategy that loses something by itself is not known here."""
+    found: set[Fidelity] = {"exact"}
+    for group in plan.groups:
+        narrow = group.options.get(NARROWED, "same") != "same"
+        found.add("local" if group.every > 1 else "stale" if group.delay else "rounded" if narrow else "exact")
+    return max(found, key=FIDELITIES.index)
+
+
+def label_text(plan: PlanParts, kept: Fidelity) -> str:
+    """What a plan's label says otherwise than its groups keep; empty where they agree."""
+    if FIDELITIES.index(kept) > FIDELITIES.index(plan.fidelity):
+        return (
+            f"but its groups are '{kept}': {FIDELITY_MEANING[kept]}. It will not run under this label: `autopar plan "
+            "MODEL --plan FILE -o FILE` writes the right one"
+        )
+    return "" if kept == plan.fidelity else f"and its groups keep more: they are '{kept}'"
+
+
 def verdict(plan: PlanParts) -> str:
     """One or two sentences: how the plan compares with the baseline, and whether the error bars allow saying so."""
     if plan.prediction is None:
         return "This plan carries no prediction: it was not priced by a cost model."
+    if plan.was_edited:
+        return (
+            "What is predicted is of another plan: this one was edited since it was priced. `autopar plan MODEL --plan "
+            "FILE -o FILE` prices it again."
+        )
     others = ordered_alternatives(plan)
     if not others:
         return "No other plan was priced, so there is nothing to compare with."

@@ -9,7 +9,7 @@ import click
 from autopar.errors import AutoparError
 from autopar.lab import JobFailed, JobTimeout
 from autopar.strategies import STRATEGIES
-from autopar.testing.check import WORLDS, check_strategy
+from autopar.testing.check import DEADLINE_S, WORLDS, check_strategy
 
 
 @click.command()
@@ -17,13 +17,23 @@ from autopar.testing.check import WORLDS, check_strategy
 @click.option(
     "--ranks", type=click.IntRange(1, 16), multiple=True, help="On so many; may be repeated. Default: 1 to 5."
 )
-def main(strategies: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEADLINE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long one look at a strategy may take; what takes longer is ended, and the operation named.",
+)
+def main(strategies: tuple[str, ...], ranks: tuple[int, ...], deadline: float) -> None:
     """Train small models under each strategy, on ranks of this machine, and compare with one process; count the bytes
-    on the wire (as root); compare what is issued with what is priced. Without arguments: every strategy of autopar."""
+    on the wire (as root); compare what is issued with what is priced, and what is declared with what is done. Without
+    arguments: every strategy of autopar."""
+    worlds = tuple(sorted(ranks)) or WORLDS
     passed = True
     for name in strategies or sorted(STRATEGIES):
         try:
-            found = check_strategy(name, tuple(sorted(ranks)) or WORLDS, lambda line: click.echo(line, err=True))
+            found = check_strategy(name, worlds, lambda line: click.echo(line, err=True), deadline)
         except (AutoparError, JobFailed, JobTimeout) as e:
             raise click.ClickException(str(e)) from e
         click.echo(str(found))

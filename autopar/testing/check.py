@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autopar.lab import Job, private_namespace, this_machine, unavailable_reason
+from autopar.lab import Job, JobFailed, private_namespace, this_machine, unavailable_reason
 from autopar.lab.host import Host
 from autopar.strategies import Strategy
+from autopar.testing.deadline import STUCK
 from autopar.testing.findings import Conformance, Finding
 from autopar.testing.load import load
 from autopar.testing.rank import LOOKS_AT, MARK
 
 WORLDS = (1, 2, 3, 4, 5)
+DEADLINE_S = 120.0
 _TIMEOUT_S = 1800.0
 
 
@@ -23,9 +25,12 @@ def check_strategy(
     strategy: str | type[Strategy],
     worlds: Sequence[int] = WORLDS,
     progress: Callable[[str], None] = lambda line: None,
+    deadline_s: float = DEADLINE_S,
 ) -> Conformance:
     """Looks whether a strategy keeps its promises (`autopar.testing.findings.PROMISES`), on as many ranks as `worlds`
-    says, all on this machine; takes a minute or a few. `progress` is told what is looked at.
+    says, all on this machine; takes a minute or a few. `progress` is told what is looked at. `deadline_s`: how long a
+    rank may take for one look, a few steps of a small model; what takes longer is a broken promise, which names the
+    operation that the rank was in, and nothing is looked at behind it.
 
     `strategy`: its name, its class, or where that is: `package.module:MyStrategy`. The class must be importable by
     other processes. Raises `PlanError` where there is no such strategy, `JobFailed` or `JobTimeout` where a rank dies
@@ -35,23 +40,31 @@ def check_strategy(
     name = load(where).name
     reason = unavailable_reason()
     if reason is not None:
-        findings = _found(this_machine(), where, worlds, False, progress)
-        return Conformance(name, findings, (f"bytes on the wire were not counted: {reason}",))
+        findings, notes = _found(this_machine(), where, worlds, False, progress, deadline_s)
+        return Conformance(name, findings, (*notes, f"bytes on the wire were not counted: {reason}"))
     with private_namespace() as host:
-        return Conformance(name, _found(host, where, worlds, True, progress))
+        return Conformance(name, *_found(host, where, worlds, True, progress, deadline_s))
 
 
 def _found(
-    host: Host, where: str, worlds: Sequence[int], with_bytes: bool, progress: Callable[[str], None]
-) -> tuple[Finding, ...]:
-    told = {"strategy": where, "worlds": list(worlds), "bytes": with_bytes}
+    host: Host, where: str, worlds: Sequence[int], with_bytes: bool, progress: Callable[[str], None], deadline_s: float
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """What ranks have found, and what is to be said of that."""
+    told = {"strategy": where, "worlds": list(worlds), "bytes": with_bytes, "deadline_s": deadline_s}
+    notes: tuple[str, ...] = ()
     argv = [sys.executable, "-m", "autopar.testing.rank", json.dumps(told)]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
     with Job([host] * max(worlds), argv, env) as job:
-        said = job.wait(_TIMEOUT_S, _Following(job, progress))
+        try:
+            said = job.wait(_TIMEOUT_S, _Following(job, progress))
+        except JobFailed as e:
+            if e.exit_status != STUCK:
+                raise
+            said = [job.output(rank).read_text(errors="replace") for rank in range(max(worlds))]
+            notes = (f"nothing was looked at behind what did not end within {deadline_s:g} s",)
     merged: dict[tuple[str, str], Finding] = {}
     for rank, text in enumerate(said):
-        line = next(line for line in text.splitlines() if line.startswith(MARK))
+        line = next((line for line in text.splitlines() if line.startswith(MARK)), f"{MARK}[]")
         for entry in json.loads(line.removeprefix(MARK)):
             finding = Finding(**entry)
             if not finding.kept:
@@ -59,7 +72,7 @@ def _found(
             first = merged.setdefault((finding.kind, finding.case), finding)
             if first.kept and not finding.kept:
                 merged[finding.kind, finding.case] = finding
-    return tuple(merged.values())
+    return tuple(merged.values()), notes
 
 
 class _Following:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from autopar.errors import ConformanceError
 
-Kind = Literal["equality", "rounding", "feedback", "order", "parity", "bytes"]
+Kind = Literal["equality", "rounding", "feedback", "order", "parity", "bytes", "traffic", "memory"]
 PROMISES: dict[Kind, str] = {
     "equality": "trains as one process does, in float64, within 1e-10; all ranks alike to the last bit",
     "rounding": "with 16 bits on the wire, the first gradients are within the format's rounding",
@@ -16,6 +16,8 @@ PROMISES: dict[Kind, str] = {
     "order": "all ranks issue the same collectives, whatever their batches",
     "parity": "what is issued is what is priced, and what virtual compute issues",
     "bytes": "the bytes on the wire are those declared, within 3 %",
+    "traffic": "the phases of collectives put on the links what ranks send and receive",
+    "memory": "operations allocate no more than they declare",
 }
 
 

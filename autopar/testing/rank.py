@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.optimizers import optimizer_cost
 from autopar.errors import AutoparError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.values import Setting
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group, Rendezvous, join
@@ -27,6 +29,8 @@ from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.spec.topology import Topology
 from autopar.strategies import Strategy
 from autopar.testing.cases import SERVERS, Use, cluster_of, uses
+from autopar.testing.deadline import Deadline
+from autopar.testing.declared import memory_differences, traffic_differences
 from autopar.testing.findings import Finding, Kind
 from autopar.testing.load import load
 from autopar.testing.recorder import Recorder
@@ -46,7 +50,6 @@ from autopar.testing.wire import WIDE, seen_and_declared
 from autopar.verification import ROUNDED_TOLERANCE
 
 STEPS = 4
-PATIENCE_S = 60.0
 MARK = "autopar-conformance "
 """In front of what is found, on a line of its own: strategies may print, too."""
 LOOKS_AT = "autopar-conformance looks at "
@@ -64,10 +67,13 @@ def _sum_of(state: dict[str, Any], name: str) -> Any:
 class Rank:
     """Looks at one strategy, on one number of ranks."""
 
-    def __init__(self, strategy: Strategy, group: Group) -> None:
+    def __init__(self, strategy: Strategy, group: Group, findings: list[Finding], deadline_s: float) -> None:
+        """`findings`: to which what is found is added. `deadline_s`: for each look."""
         self.strategy = strategy
         self.group = group
-        self.findings: list[Finding] = []
+        self.findings = findings
+        self._deadline = Deadline(deadline_s, self._last_words)
+        self._looks_at: tuple[Kind, str] = "equality", ""
         self._graphs: dict[tuple[str, int], TrainingGraph] = {}
         self._turn = group.world_size
 
@@ -89,9 +95,11 @@ class Rank:
                 self._equality(task, use, case)
                 if self.group.world_size > 1:
                     self._issued(task, use, case)
-        if with_bytes and self.group.world_size > 1:
-            for use in self._uses(WIDE, WIDE_SAMPLES):
-                self._bytes(use, f"{use.options}, {self.group.world_size} ranks")
+        for use in self._uses(WIDE, WIDE_SAMPLES) if self.group.world_size > 1 else ():
+            case = f"{use.options}, {self.group.world_size} ranks"
+            self._declared(use, case)
+            if with_bytes:
+                self._bytes(use, case)
 
     def _uses(self, task: Task, samples: int) -> Iterator[Use]:
         context = context_for(
@@ -182,7 +190,7 @@ class Rank:
             program = self._program(task, use, "sgd", samples)
             compiled = program.compile_for(batch)
             recorder = Recorder(compiled.graphs["step"])
-            compiled.graphs["step"] = recorder.run  # type: ignore[assignment]
+            compiled.graphs["step"] = recorder.run
             program.step(batch)
             program.synchronize()
 
@@ -211,6 +219,22 @@ class Rank:
 
         self._see("parity", case, look)
         self._see("order", case, agree)
+
+    def _declared(self, use: Use, case: str) -> None:
+        """What operations declare of traffic and of memory."""
+        n, batch = self.group.world_size, WIDE.batch(WIDE_SAMPLES, 0)
+
+        def traffic() -> str | None:
+            calls = self._program(WIDE, use, "plain", WIDE_SAMPLES).compile_for(batch).program.calls
+            return "; ".join(traffic_differences(calls, n, len(SERVERS))) or None
+
+        def memory() -> str | None:
+            program = self._program(WIDE, use, "sgd", WIDE_SAMPLES)
+            setting = Setting(n, optimizer_cost("SGD").moved_tensors, rounds=True)
+            return "; ".join(memory_differences(program, batch, setting)) or None
+
+        self._see("traffic", case, traffic)
+        self._see("memory", case, memory)
 
     def _bytes(self, use: Use, case: str) -> None:
         def look() -> str | None:
@@ -241,17 +265,29 @@ class Rank:
 
     def _see(self, kind: Kind, case: str, look: Callable[[], Any]) -> None:
         """Writes down what is wrong, where something is, errors included."""
+        self._looks_at = kind, case
         try:
-            wrong = look()
+            with self._deadline.on():
+                wrong = look()
         except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as e:
             wrong = f"{type(e).__name__}: {e}"
         self.findings.append(Finding(kind, case, wrong is None, wrong or ""))
 
+    def _last_words(self, stuck: str) -> None:
+        """Says what was found so far, and what does not end."""
+        say([*self.findings, Finding(*self._looks_at, False, stuck)])
 
-def main(strategy: Strategy, worlds: list[int], with_bytes: bool) -> list[Finding]:
+
+def say(findings: list[Finding]) -> None:
+    """Hands findings over to the process that has started this one."""
+    sys.stdout.write(f"\n{MARK}{json.dumps([asdict(f) for f in findings])}\n")
+    sys.stdout.flush()
+
+
+def main(strategy: Strategy, worlds: list[int], with_bytes: bool, deadline_s: float) -> list[Finding]:
     """Looks at a strategy on each number of ranks that this rank is part of, one after the other."""
     torch.set_num_threads(1)
-    rank, port, findings = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), []
+    rank, port, findings = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), list[Finding]()
     for i, world_size in enumerate(worlds):
         if rank >= world_size:
             continue
@@ -260,9 +296,8 @@ def main(strategy: Strategy, worlds: list[int], with_bytes: bool) -> list[Findin
             dist.init_process_group("gloo")
             if rank == 0:
                 serve_here(SERVERS)
-        looks = Rank(strategy, join(PATIENCE_S))
-        looks.look(with_bytes)
-        findings += looks.findings
+        # What does not end is to be found by the deadline, which can say where it is.
+        Rank(strategy, join(2 * deadline_s), findings, deadline_s).look(with_bytes)
         if world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -271,5 +306,4 @@ def main(strategy: Strategy, worlds: list[int], with_bytes: bool) -> list[Findin
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    found = main(load(told["strategy"]), told["worlds"], told["bytes"])
-    sys.stdout.write(f"{MARK}{json.dumps([asdict(f) for f in found])}\n")
+    say(main(load(told["strategy"]), told["worlds"], told["bytes"], told["deadline_s"]))

@@ -19,6 +19,8 @@ from torch import nn
 from benchmarks.fuzz import prelude
 
 SAMPLES = (7, 5)
+_CONFIRMED = 5, 5, 3, 2, 1
+"""Further inputs on which samples must not be mixed: the last so many of as many samples as there are at first."""
 _MOST_ELEMENTS = 4000
 _TAME, _WILD = 3.0, 1e4
 _ASSIGNED = re.compile(r"^(h\d+) = ")
@@ -146,16 +148,16 @@ class Draft:
         value = self._spaces[0][name]
         self.variables[name] = Variable(name, (None, *value.shape[1:]), value.is_floating_point())
 
-    def replay(self) -> None:
-        """Begins anew with what was kept."""
+    def replay(self, seed: int = 0, last: int = SAMPLES[1]) -> None:
+        """Begins anew with what was kept, on the inputs of a seed, and on the last so many of their samples."""
         self._spaces = []
         whole: Tree = {}
-        for samples in SAMPLES:
+        for samples in (SAMPLES[0], last):
             model: Any = nn.Module()
             model.c0 = 0.75
             space: dict[str, Any] = {**vars(prelude), "torch": torch, "F": F, "self": model}
             for name, expression in self.inputs:
-                drawn = eval(expression, {**vars(prelude), "torch": torch, "n": samples, "seed": 0})
+                drawn = eval(expression, {**vars(prelude), "torch": torch, "n": samples, "seed": seed})
                 space[name] = whole[name][-samples:].clone() if name in whole else drawn
             whole = whole or {n: space[n].clone() for n, _ in self.inputs}
             for line in [*self.init, *self.lines]:
@@ -202,6 +204,20 @@ class Draft:
             self.buffers = {n: s for n, s in self.buffers.items() if any(f'"{n}"' in x for x in self.init)}
             self.replay()
             raise
+
+    def confirm(self) -> None:
+        """Raises `Rejected` where samples that must not be mixed are mixed on other inputs, or on fewer, than those
+        that statements were tried on: a maximum, or as many columns, may hide there what reads one sample for all."""
+        for seed, last in enumerate(_CONFIRMED) if self.rowwise else ():
+            try:
+                self.replay(1000 * (seed + 1), last)
+            except (RuntimeError, IndexError, ValueError) as e:
+                raise Rejected(str(e)) from e
+            for name in [n for n, v in self.variables.items() if v.floating]:
+                first, second = (s[name] for s in self._spaces)
+                if not _rowwise(first, second, self._shape(first, second), last):
+                    raise Rejected("mixes samples of other inputs")
+        self.replay()
 
     def drop_pending(self) -> None:
         """Forgets parameters that were drawn for what was rejected."""
@@ -254,10 +270,15 @@ class Draft:
             raise Rejected(str(e)) from e
 
 
-def _rowwise(first: torch.Tensor, second: torch.Tensor, shape: Shape) -> bool:
+def _rowwise(first: torch.Tensor, second: torch.Tensor, shape: Shape, last: int = SAMPLES[1]) -> bool:
+    """Whether each of the `last` samples, which `second` has alone, is as in `first`."""
     follows = [i for i, s in enumerate(shape) if s is None]
-    if len(follows) > 1 or any((first.shape[i], second.shape[i]) != SAMPLES for i in follows):  # samples left out, too
+    sizes = SAMPLES[0], last
+    if len(follows) > 1 or any((first.shape[i], second.shape[i]) != sizes for i in follows):  # samples left out, too
         return False
-    for i in follows:
-        first = first.narrow(i, SAMPLES[0] - SAMPLES[1], second.shape[i])
-    return torch.allclose(first, second, rtol=1e-10, atol=1e-12)
+    try:
+        for i in follows:
+            first = first.narrow(i, SAMPLES[0] - last, last)
+        return torch.allclose(first, second, rtol=1e-10, atol=1e-12)
+    except RuntimeError as e:  # one of several views, of which one was written to, may not be looked at any more
+        raise Rejected(str(e)) from e

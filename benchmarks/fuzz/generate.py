@@ -57,6 +57,7 @@ def _model(name: str, rng: random.Random, rowwise: bool) -> Case:
         except Rejected:
             d.drop_pending()
     output, columns = _output(d)
+    d.confirm()
     case = Case(
         name,
         inputs=tuple(d.inputs),

@@ -132,10 +132,14 @@ def _is_as_ddp(built: Built, found: Record, weighting: Weighting) -> bool:
 
 
 def _refused(case: Case, group: Group) -> Outcome:
-    """Of a case that autopar must refuse."""
+    """Of a case that autopar must refuse, or warn of where ranks' batches differ in shape."""
+    record = Record()
     try:
         built = build(case)
-        run(prepare(built, group), group)
+        with said(record):
+            run(prepare(built, group), group)
+        if not _ranks_matter(built):
+            return Outcome("equal")
     except CollectiveError as e:
         return Outcome("crashed", _words(e))
     except AutoparError as e:
@@ -144,7 +148,15 @@ def _refused(case: Case, group: Group) -> Outcome:
         return Outcome("crashed", f"{_words(e)} [{_place(e)}]")
     finally:
         torch._dynamo.reset()
-    return Outcome("wrong", "ranks that differ were trained without a word")
+    warned = next((w for w in record.warned if "compute different things" in w), "")
+    return Outcome("wrong", "ranks that differ were trained without a word", warned, as_ddp=True)
+
+
+def _ranks_matter(built: Built) -> bool:
+    """Whether what ranks do otherwise, by the global `RANK`, leads to other numbers: nothing may read it."""
+    ranks = range(built.case.world_size)
+    first, *others = (eager(replace(built, first={**built.first, "RANK": rank})) for rank in ranks)
+    return any(difference(other, first, 0.0, True) is not None for other in others)
 
 
 def _words(e: BaseException) -> str:

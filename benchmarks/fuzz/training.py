@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,9 +57,13 @@ def batches_of(built: Built, step: int, rank: int) -> list[Any]:
     return [built.batch(n, case.data_seed + 1000 * step + 100 * rank + 10 * i) for i, n in enumerate(sizes)]
 
 
-def eager(built: Built, weighting: Weighting = "joined", noise: float = 0.0, like: nn.Module | None = None) -> Record:
+def eager(
+    built: Built, weighting: Weighting = "joined", noise: float = 0.0, like: nn.Module | None = None, rounding: int = 0
+) -> Record:
     """Training in one process. `noise`: changes parameters by so much of their values first; `like`: a model whose
-    values to begin with, and to whose dtype its batches are rounded, in float64."""
+    values to begin with, and to whose dtype its batches are rounded, in float64; `rounding`: unless 0, a seed by which
+    each step's loss and gradients are those of parameters that are a rounding off, while it updates those that are
+    not."""
     case, record = built.case, Record()
     model, loss_fn = built.model(), built.loss_fn()
     if like is not None:
@@ -82,6 +86,7 @@ def eager(built: Built, weighting: Weighting = "joined", noise: float = 0.0, lik
         optimizer.zero_grad()
         record.inputs.append({})
         record.outputs.append({})
+        put_back = _rounded(parameters, 1000 * rounding + step) if rounding else None
         if weighting == "joined":
             batch = joined(parts)
             loss = _loss(built, model, loss_fn, batch, record)
@@ -90,6 +95,8 @@ def eager(built: Built, weighting: Weighting = "joined", noise: float = 0.0, lik
         else:
             loss = _by_rank(built, model, loss_fn, parts, weighting, record)
         loss.backward()  # type: ignore[no-untyped-call]
+        if put_back is not None:
+            put_back()
         _end_of_step(built, record, model, loss_fn, parameters, optimizer, scheduler, loss)
     return record
 
@@ -170,6 +177,23 @@ def _disturb(model: nn.Module, noise: float) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + noise * torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype))
+
+
+def _rounded(parameters: Sequence[nn.Parameter], seed: int) -> Callable[[], None]:
+    """Moves each element by a rounding, up or down, or not at all; what is returned puts them back."""
+    draw = torch.Generator().manual_seed(seed)
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            signs = torch.randint(-1, 2, p.shape, generator=draw).to(p.dtype)
+            p.mul_(1 + torch.finfo(p.dtype).eps * signs)
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for p, value in zip(parameters, before, strict=True):
+                p.copy_(value)
+
+    return put_back
 
 
 @dataclass(frozen=True)

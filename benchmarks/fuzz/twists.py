@@ -166,11 +166,13 @@ _OTHERWISE = (
 
 
 def ranks_that_differ(case: Case, rng: random.Random) -> Case:
-    """Ranks with other settings, activations or losses, which are to be refused."""
+    """Ranks with other settings, activations or losses, which are to be refused, or told of on uneven batches."""
     if case.world_size == 1:
         raise Rejected("one rank")
     even = case.samples[0] if 0 not in case.samples[0] else (2,)
-    case = replace(case, entry="optimize", samples=(even,) * case.world_size, must_refuse=True, events=(), schedule="")
+    more = rng.choice((0, 0, 1))
+    samples = tuple(tuple(n + more * rank for n in even) for rank in range(case.world_size))
+    case = replace(case, entry="optimize", samples=samples, must_refuse=True, events=(), schedule="")
     if rng.random() < 0.5:
         able = [(a, b) for a, b in _OTHERWISE if re.search(a, case.optimizer)]
         return replace(case, optimizer=re.sub(*rng.choice(able), case.optimizer))

@@ -77,8 +77,9 @@ class _Doubling(Messages):
         self._x = x
 
     def _messages(self) -> None:
+        received = torch.empty_like(self._x)
         for bit in bits(self._pg.size()):
-            other, received = self._rank ^ bit, torch.empty_like(self._x)
+            other = self._rank ^ bit
             works = [self._receive(received, other, bit), self._send(self._x, other, bit)]
             for work in works:
                 if work is not None:

@@ -41,7 +41,8 @@ class EncodeSigns(Operation):
         return copied(2 * gradient.bytes + 3 * residual.bytes, 8)
 
     def passing_bytes(self, call: Call, setting: Setting) -> int:
-        return 9 * call.inputs[0].elements  # a bit is a byte before it is packed, and its weight another eight
+        # A bit is a byte, twice, before it is packed; its weight is another eight, and as many before it is multiplied.
+        return 18 * call.inputs[0].elements
 
     def write(self, site: Site, call: Call) -> Any:
         return site.call(encode, tuple(map(site.value_of, call.inputs)))
@@ -60,7 +61,8 @@ class SumSigns(Operation):
         return copied(setting.world_size * 3 * call.bytes, 4 * setting.world_size)
 
     def passing_bytes(self, call: Call, setting: Setting) -> int:
-        return 9 * call.elements + 2 * call.bytes
+        # Shifted and masked, a bit is eight bytes, and so is each operand meanwhile.
+        return 24 * call.elements + 2 * call.bytes
 
     def write(self, site: Site, call: Call) -> Any:
         gathered = site.value_of(call.inputs[0])

@@ -84,7 +84,7 @@ def differences(rank: int, n: int, plan: str) -> list[str]:
         program.step(batch(rank))
     compiled = program.compile_for(batch(rank))
     measured = Measured(compiled.graphs["step"])
-    compiled.graphs["step"] = measured.run  # type: ignore[assignment]
+    compiled.graphs["step"] = measured.run
     program.step(batch(rank))
     setting = Setting(n, optimizer_cost("SGD").moved_tensors, rounds=True)
     found = []

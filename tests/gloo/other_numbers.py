@@ -52,10 +52,10 @@ def batch(rank: int, size: int | None = None) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-def program_of(net: nn.Module, rank: int, lr: float = 0.1, **settings: Any) -> autopar.Program:
+def program_of(net: nn.Module, rank: int, lr: float = 0.1, size: int | None = 3, **settings: Any) -> autopar.Program:
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     program: autopar.Program = autopar.optimize(
-        net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=batch(rank, 3), **settings
+        net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=batch(rank, size), **settings
     )
     return program
 
@@ -128,6 +128,30 @@ def other_rates(rank: int, n: int) -> str:
 
 def other_activations(rank: int, n: int) -> str:
     return refused(lambda: program_of(Net((torch.tanh, torch.relu)[rank]).double(), rank, strategy="ddp"))
+
+
+def said_of_uneven(rank: int, n: int) -> dict[str, list[str]]:
+    """What is said where batches differ in shape, of ranks that compute different things, and of ranks that do not,
+    though their graphs have different constants."""
+
+    def scaled(by: Callable[[torch.Tensor], float]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.tanh(x) * by(x)
+
+    activations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "an activation": (torch.tanh, torch.relu)[rank],
+        "a factor": scaled(lambda x: (0.3, 0.4)[rank]),
+        "a whole factor": scaled(lambda x: (2, 3)[rank]),
+        "alike": torch.tanh,
+        "alike, by shape": scaled(lambda x: 0.7 / len(x)),
+        "alike, by a case": lambda x: torch.sin(x) if len(x) > 2 else torch.cos(x) * 2,
+    }
+    found = {}
+    for what, activation in activations.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            program_of(Net(activation).double(), rank, size=None, strategy="ddp")
+        found[what] = [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
+    return found
 
 
 def rates_that_change(rank: int, n: int) -> dict[str, str]:
@@ -223,6 +247,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "rates that change": rates_that_change(rank, n),
         "a sum over uneven micro-batches": sum_over_uneven_micro_batches(rank, n),
         "other activations": other_activations(rank, n),
+        "uneven": said_of_uneven(rank, n),
         "always compared": always_compared(rank, n),
         "wrong sums": wrong_sums(rank, n),
     }

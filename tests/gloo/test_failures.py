@@ -99,7 +99,7 @@ print("done", flush=True)
 
 
 STARTER = """
-import importlib, json, os, runpy, signal, sys
+import importlib, json, os, runpy, signal, sys, time
 from pathlib import Path
 
 script, folder, imported, worlds, at_once = sys.argv[1:]
@@ -118,6 +118,10 @@ def rank_of(trouble, port, world_size):
             output = os.open(f"{folder}/{trouble}-{rank}.txt", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            # On a loaded machine one process may begin seconds behind another: that is no rank that is late.
+            Path(folder, f"{trouble}-{rank}.here").touch()
+            while not all(Path(folder, f"{trouble}-{r}.here").exists() for r in range(world_size)):
+                time.sleep(0.02)
             return rank
         ranks[pid] = rank
     ended = dict(os.wait() for _ in range(len(ranks) - (trouble == "rank 0 freezes")))

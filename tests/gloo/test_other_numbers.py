@@ -44,6 +44,22 @@ def test_ranks_that_train_otherwise_are_refused(ranks: list[dict[str, Any]], wha
     assert ranks[1][what].startswith("PlanMismatchError")
 
 
+@pytest.mark.parametrize("what", ["an activation", "a factor", "a whole factor"])
+def test_ranks_that_compute_otherwise_on_uneven_batches_are_told(ranks: list[dict[str, Any]], what: str) -> None:
+    for rank, found in enumerate(ranks):
+        (said,) = found["uneven"][what]
+        assert said.startswith(f"rank {rank} and rank {1 - rank} seem to compute different things"), said
+    told = {"an activation": "aten.relu", "a factor": "aten.mul.Tensor 0.4", "a whole factor": "aten.mul.Tensor 3"}
+    assert told[what] in said
+
+
+@pytest.mark.parametrize("what", ["alike", "alike, by shape", "alike, by a case"])
+def test_what_differs_with_the_shape_alone_is_not_taken_for_another_model(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    assert [found["uneven"][what] for found in ranks] == [[], []]
+
+
 def test_a_rate_that_one_rank_changes_is_refused_before_anything_is_updated(ranks: list[dict[str, Any]]) -> None:
     for rank, other in ((0, 1), (1, 0)):
         for said in ranks[rank]["rates that change"].values():

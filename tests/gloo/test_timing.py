@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from autopar.ops.moments import Moment
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies.lowering import fidelity_of, lower_plan
-from autopar.strategies.timing import cycle, moments_of
+from autopar.strategies.timing import KINDS, cycle, moments_of
 from tests.gloo import timing
 from tests.gloo.ranks import run_ranks, run_worlds
 from tests.gloo.training import adamw, batch, net
@@ -76,6 +77,22 @@ def test_a_cycle_has_each_kind_of_step_once() -> None:
         }
     )
     assert cycle([_group(delay=1), _group()]) == [((Moment("delayed", 1), Moment()), 1.0)]
+
+
+@pytest.mark.parametrize(
+    "periods", [range(1, 302), range(1000, 1301), [1, *range(2, 60), *[10**9 + i for i in range(60)]]]
+)
+def test_very_many_periods_are_priced_by_few_kinds_of_steps(periods: Sequence[int]) -> None:
+    """Each group comes nearly as often as it does, all together exactly; those of each step come in each; and a step
+    with all of them is there, for its memory."""
+    found = cycle([_group(every=p) for p in periods])
+    assert len(found) <= KINDS + 1 and sum(share for _, share in found) == pytest.approx(1)
+    often = [sum(share for moments, share in found if moments[i].doing != "alone") for i in range(len(periods))]
+    assert sum(often) == pytest.approx(sum(1 / p for p in periods), rel=1e-9)
+    assert max(abs(f - 1 / p) for f, p in zip(often, periods, strict=True)) < 0.003
+    assert any(all(m.doing != "alone" for m in moments) for moments, _ in found)
+    each = [[m.doing for m, p in zip(moments, periods, strict=True) if p == 1] for moments, _ in found]
+    assert all(set(doing) <= {"synchronize"} for doing in each)
 
 
 @pytest.mark.parametrize(

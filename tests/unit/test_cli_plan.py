@@ -113,6 +113,78 @@ def test_a_plan_by_name_rounds_only_where_that_is_allowed_and_says_so(model_file
     assert "  fidelity  rounded: " in done.stdout
 
 
+def test_an_edited_plan_is_priced_again_and_labelled(model_file: Path, tmp_path: Path) -> None:
+    """Until then, what is predicted is said to be of another plan, and the label not to be that of its groups."""
+    written, model = tmp_path / "plan.json", f"{model_file}:mlp"
+    run("plan", model, "--cluster", "local:4", "--strategy", "ddp", "-o", str(written))
+    before = Plan.load(written)
+    assert "another plan" not in run("explain", str(written)).stdout
+    told = json.loads(run("explain", str(written), "--json").stdout)
+    assert told["edited_since_priced"] is False and told["fidelity_of_groups"] == "exact"
+
+    content = json.loads(written.read_text())
+    content["groups"][0]["every"] = 50
+    written.write_text(json.dumps(content))
+    said = run("explain", str(written)).stdout
+    assert "What is predicted is of another plan: this one was edited since" in said and "before it was edited" in said
+    assert "but its groups are 'local'" in said
+    told = json.loads(run("explain", str(written), "--json").stdout)
+    assert told["edited_since_priced"] is True and told["fidelity_of_groups"] == "local"
+    assert "another plan" in run("explain", str(written), "--diff", str(written)).stdout
+
+    done = run("plan", model, "--plan", str(written), "-o", str(written))
+    assert done.exit_code == 0, done.output
+    after = Plan.load(written)
+    assert after.name == "ddp (edited)" and after.fidelity == "local" and after.groups[0].every == 50
+    assert after.prediction is not None and before.prediction is not None
+    assert after.prediction.wire_bytes * 49 < before.prediction.wire_bytes
+    assert [a.name for a in after.alternatives] == ["ddp"] and after.alternatives[0].prediction == before.prediction
+    said = run("explain", str(written)).stdout
+    assert "another plan" not in said and "its groups" not in said
+    again = run("plan", model, "--plan", str(written), "--json")
+    assert Plan.loads(again.stdout) == after
+
+
+def test_plans_of_before_say_nothing_of_what_was_priced(model_file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp", "-o", str(written))
+    content = json.loads(written.read_text())
+    del content["priced"]
+    content["groups"][0]["delay"] = 1
+    written.write_text(json.dumps(content))
+    assert "before it was edited" not in run("explain", str(written)).stdout
+    assert json.loads(run("explain", str(written), "--json").stdout)["edited_since_priced"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--strategy", "zero1"), "leave --strategy out"),
+        (("--fidelity", "exact"), "leave --fidelity out"),
+        (("--cluster", "local:3"), "the plan was made for 2 ranks"),
+        (("--optimizer", "none"), "needs a program that runs the optimizer"),
+    ],
+)
+def test_what_cannot_be_priced_says_why(options: tuple[str, ...], said: str, model_file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    run(
+        "plan",
+        f"{model_file}:mlp",
+        "--cluster",
+        "local:2",
+        "--strategy",
+        "ddp+delay=1",
+        "-o",
+        str(written),
+        "--fidelity",
+        "stale",
+    )
+    done = run("plan", f"{model_file}:mlp", "--plan", str(written), *options)
+    assert done.exit_code == 2 and said in done.stderr, done.output
+    other = run("plan", f"{model_file}:other", "--plan", str(written))
+    assert other.exit_code == 2 and "the plan was made for another model" in other.stderr
+
+
 @pytest.mark.parametrize(
     ("factory", "options", "code", "said"),
     [

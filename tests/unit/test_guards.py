@@ -56,8 +56,9 @@ class _Pair:
         self.loss = settings.pop("loss_fn", _Annealed())
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.other = torch.optim.SGD(self.eager.parameters(), lr=0.1)
+        settings = {"strategy": "ddp", "capture": "always", **settings}
         self.program = autopar.optimize(
-            self.net, optimizer=self.optimizer, loss_fn=self.loss, example_inputs=(X, Y), strategy="ddp", **settings
+            self.net, optimizer=self.optimizer, loss_fn=self.loss, example_inputs=(X, Y), **settings
         )
 
     def step(self) -> None:
@@ -233,7 +234,9 @@ def test_hooks_that_would_not_run_are_refused(hang: Any) -> None:
     pair.step()
     hang(pair.net, pair.optimizer)
     with pytest.raises(OptimizerError, match="hook"):
-        autopar.optimize(pair.net, optimizer=pair.optimizer, loss_fn=F.mse_loss, example_inputs=(X, Y))
+        autopar.optimize(
+            pair.net, optimizer=pair.optimizer, loss_fn=F.mse_loss, example_inputs=(X, Y), capture="always"
+        )
 
 
 @pytest.mark.parametrize("entry", ["step", "module"])

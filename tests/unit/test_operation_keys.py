@@ -35,7 +35,8 @@ def test_calls_with_equal_keys_declare_the_same() -> None:
                 work = tuple(call.op.work(call, rank, setting) for rank in range(n))
                 size = call.op.allocates(call, setting)
                 memory = None if size is None else tuple(np.broadcast_to(size, n).tolist())
-                declared = (work, memory, call.op.passing_bytes(call, setting), wire_bytes(call, n))
+                passing = tuple(np.broadcast_to(call.op.passing_bytes(call, setting), n).tolist())
+                declared = (work, memory, passing, wire_bytes(call, n))
                 first, expected = known.setdefault(call.key, (name, declared))
                 assert declared == expected, f"{call.op.name} in {name}, and in {first}"
                 seen += 1

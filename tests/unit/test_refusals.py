@@ -36,7 +36,8 @@ class Model(nn.Linear):
 
 
 def program(model: nn.Module, batch: Any = X) -> Any:
-    return autopar.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), example_inputs=batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autopar.optimize(model, optimizer=optimizer, example_inputs=batch, capture="always")
 
 
 class Branch(Model):

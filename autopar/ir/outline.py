@@ -1,0 +1,239 @@
+"""The outline of a step that runs eagerly: what a graph shows of a model that cannot be captured as one.
+
+It has one node for the forward pass, one for where the backward pass begins, and one for each gradient, in the order in
+which they were seen to become complete, with the times that were measured. Strategies are lowered into it, priced on it
+and written into it as into any joint graph; `autopar.runtime.eager_steps` runs what was written, the model's own part
+of it by calling the model.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Never
+
+import torch
+import torch.fx
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.batch import Batch
+from autopar.ir.batch_weight import UnreadWeight
+from autopar.ir.capture import JointGraph
+from autopar.ir.training_graph import ComputeNode, Parameter, TrainingGraph
+from autopar.spec.plan import ModelFingerprint, ParameterSpec
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one eager step has shown, on the batch that was looked at."""
+
+    gradients: tuple[tuple[str, float], ...]
+    """Parameters in the order in which their gradients became complete, each with the seconds since the one before it,
+    or since the backward pass began. Those that got no gradient come last, with none."""
+    forward_s: float
+    flops: int
+    """Of the forward pass."""
+    in_pieces: tuple[str, ...]
+    """Parameters whose gradients come in several pieces, as those of layers that a reentrant checkpoint runs twice."""
+    saved_bytes: int
+    """What the forward pass has kept for the backward pass, parameters and the batch not counted."""
+    loss_dtype: str
+    """Of the loss; of a module's outputs, the widest that gradients begin from."""
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> Seen:
+        found = json.loads(text)
+        pairs = tuple((str(n), float(s)) for n, s in found["gradients"])
+        return Seen(**(found | {"gradients": pairs, "in_pieces": tuple(found["in_pieces"])}))
+
+
+@dataclass(frozen=True)
+class Outline(JointGraph):
+    """An outline, as a joint graph: placeholders are the parameters that are trained, the batch as a whole, and the
+    tangent of the loss."""
+
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    """Of each node, by name, as it was measured."""
+    in_pieces: frozenset[str] = frozenset()
+    """Parameters whose gradients are complete only when the backward pass has ended."""
+
+
+def run_forward(batch: Any, *parameters: Any) -> Never:
+    """Stands for the forward pass; its value is the loss."""
+    raise AssertionError("the forward pass of an outline is run by who runs the outline")
+
+
+def run_backward(loss: Any, tangent: Any) -> Never:
+    """Stands for the beginning of the backward pass."""
+    raise AssertionError("the backward pass of an outline is run by who runs the outline")
+
+
+def take_gradient(backward: Any, name: str) -> Never:
+    """Stands for the moment at which a gradient is complete; its value is the gradient."""
+    raise AssertionError("a gradient of an outline is taken by who runs the outline")
+
+
+def opaque(node: torch.fx.Node) -> bool:
+    """Whether a node stands for a part of the model's own run."""
+    return node.op == "call_function" and node.target in (run_forward, run_backward, take_gradient)
+
+
+def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_bytes: int) -> TrainingGraph:
+    """The training graph of a model that runs eagerly, as one step has shown it. All ranks must use what one has
+    `seen`: the order of collectives follows from it. Raises `CaptureError` where no parameter is trained."""
+    table = {p.name: p for p in fingerprint.parameters if p.trainable}
+    order = [(n, s) for n, s in seen.gradients if n in table]
+    order += [(n, 0.0) for n in table if n not in dict(order)]
+    if not order:
+        raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
+    graph = torch.fx.Graph()
+    inputs: list[tuple[str, str | int]] = []
+    trained = []
+    for name in table:
+        trained.append(graph.placeholder(f"parameter_{len(inputs)}"))
+        trained[-1].meta["val"] = _like(table[name])
+        inputs.append(("parameter", name))
+    whole, tangent = graph.placeholder("batch"), graph.placeholder("tangent")
+    inputs += [("whole batch", 0), ("tangent", 0)]
+    loss = torch.empty((), dtype=getattr(torch, seen.loss_dtype), device="meta")
+    forward = graph.call_function(run_forward, (whole, *trained))
+    backward = graph.call_function(run_backward, (forward, tangent))
+    tangent.meta["val"] = forward.meta["val"] = loss
+    gradients = {}
+    for name, _ in order:
+        gradients[name] = graph.call_function(take_gradient, (backward, name))
+        gradients[name].meta["val"] = _like(table[name])
+    graph.output([forward, *gradients.values()])
+    seconds = {forward.name: seen.forward_s, backward.name: 0.0}
+    seconds |= {gradients[n].name: s for n, s in order}
+    joint = Outline(
+        module=torch.fx.GraphModule(nn.Module(), graph, class_name="Outline"),
+        inputs=tuple(inputs),
+        mutations=(),
+        outputs=(forward,),
+        gradients=gradients,
+        weight=UnreadWeight("samples", is_sum=True),
+        seconds=seconds,
+        in_pieces=frozenset(seen.in_pieces),
+    )
+    end = len(seconds) - 1
+    positions = {node.name: i for i, node in enumerate((forward, backward, *gradients.values()))}
+    return TrainingGraph(
+        model=fingerprint,
+        parameters=tuple(
+            # A parameter may be read until the backward pass has ended: nobody knows by what.
+            Parameter(spec, gradients[n].name, positions[gradients[n].name], first_use=0, last_use=end)
+            for n, spec in table.items()
+        ),
+        compute=_nodes(seconds, seen, end),
+        backward_start=1,
+        batch_size=batch.size,
+        buffer_bytes=buffer_bytes,
+        input_bytes=sum(t.numel() * t.element_size() for t in batch.tensors),
+        joint=joint,
+        eager=True,
+    )
+
+
+def _like(spec: ParameterSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
+def _nodes(seconds: dict[str, float], seen: Seen, end: int) -> tuple[ComputeNode, ...]:
+    """The nodes, with the backward pass's operations, twice the forward pass's, shared out as time is."""
+    names = list(seconds)
+    backward_s = sum(seconds[n] for n in names[1:])
+    shares = [seconds[n] / backward_s if backward_s else 1 / max(1, len(names) - 2) for n in names]
+    return tuple(
+        ComputeNode(
+            name=n,
+            op=("forward pass", "backward pass")[i] if i < 2 else "gradient",
+            flops=seen.flops if i == 0 else round(2 * seen.flops * shares[i]) if i > 1 else 0,
+            bytes_moved=seen.saved_bytes if i == 0 else round(2 * seen.saved_bytes * shares[i]) if i > 1 else 0,
+            live_bytes=seen.saved_bytes,
+            own_bytes=seen.saved_bytes if i == 0 else 0,
+            needed_until=end if i == 0 else i,
+        )
+        for i, n in enumerate(names)
+    )
+
+
+def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Parameter], batch: Batch) -> Seen:
+    """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
+    gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name. What running
+    the model changes is for the caller to put back. Raises `CaptureError` where nothing gets a gradient."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    kept = _Kept([*parameters.values(), *batch.tensors])
+    counter = FlopCounterMode(display=False)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
+        begun = [t for t in run() if t.requires_grad]
+    if not begun:
+        raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
+    dtype = max((t.dtype for t in begun), key=lambda d: d.itemsize)
+    fired = [name for name, _ in _backward(begun, parameters)]
+    del begun
+    start = time.perf_counter()
+    with torch.enable_grad():
+        begun = [t for t in run() if t.requires_grad]
+    before = forwarded = time.perf_counter()
+    in_pieces = {n for n in fired if fired.count(n) > 1}
+    gradients = []
+    for name, at in _backward(begun, parameters):
+        if name not in in_pieces:
+            gradients.append((name, at - before))
+            before = at
+    gradients += [(n, 0.0) for n in parameters if n not in dict(gradients)]
+    return Seen(
+        gradients=tuple(gradients),
+        forward_s=forwarded - start,
+        flops=counter.get_total_flops(),
+        in_pieces=tuple(n for n in parameters if n in in_pieces),
+        saved_bytes=kept.bytes,
+        loss_dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]) -> list[tuple[str, float]]:
+    """Runs the backward pass; returns which gradients came, and when, in their order."""
+    found: list[tuple[str, float]] = []
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def done(p: torch.Tensor) -> None:
+            found.append((name, time.perf_counter()))
+            p.grad = None
+
+        return done
+
+    handles = [p.register_post_accumulate_grad_hook(hook(n)) for n, p in parameters.items()]  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.backward(begun, [torch.ones_like(t) for t in begun])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+class _Kept:
+    """Counts the memory that the forward pass keeps for the backward pass."""
+
+    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+        self.bytes = 0
+        self._known = {t.untyped_storage().data_ptr() for t in there if t.layout is torch.strided}
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        if t.layout is torch.strided:
+            memory = t.untyped_storage()
+            if memory.data_ptr() not in self._known:
+                self._known.add(memory.data_ptr())
+                self.bytes += memory.nbytes()
+        return t
+
+    def unpack(self, t: torch.Tensor) -> torch.Tensor:
+        return t

@@ -1,0 +1,127 @@
+"""The program of a drop-in module that runs its model eagerly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.batch import flatten
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.runtime.base_program import BaseProgram
+from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.differences import tolerance_of
+from autopar.runtime.eager_gradients import EagerGradients
+from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.eager_steps import Run
+from autopar.runtime.gradient_program import GradientProgram
+from autopar.runtime.local_proof import SynchronizedOnce
+from autopar.runtime.loss_shares import one_weight
+from autopar.runtime.process_group import Group
+from autopar.spec.plan import Plan
+
+
+class EagerGradientProgram(BaseProgram):
+    """Has the user's own backward pass, of a model that is called as it is, leave synchronized gradients.
+
+    What it computes is what `GradientProgram` does. A parameter that no rank has a gradient of keeps the `grad` that it
+    had, as after DDP with `find_unused_parameters`.
+    """
+
+    mode = "module"
+    writers = GradientProgram.writers
+    synchronizing = GradientProgram.synchronizing
+    needed = synchronizing[:1]
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
+        super().__init__(model, plan, group, settings, context)
+        self.synchronizes = True
+        """Whether `backward()` sends gradients, rather than keeping them for a later one."""
+        self._earlier: dict[str, torch.Tensor] = {}
+        self._earlier_weight, self._earlier_count = 0.0, 0
+        self._gradients: EagerGradients | None = None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._earlier_count > 0
+
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
+        compiled = super().adopt(graph, batch, outputs, sizes)
+        assert compiled.eager is not None
+        self._gradients = EagerGradients(
+            compiled.eager, self._begin, self._end, lambda: self._group.guard(f"backward pass {self._steps}")
+        )
+        return compiled
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output."""
+        assert self._gradients is not None
+        self._unchanged.check()
+        with self._random:
+            return self._gradients.forward(self._weight(args, kwargs), lambda: self.model(*args, **kwargs))
+
+    def _weight(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        if self.settings.weight is None:
+            size = flatten((args, kwargs), needs_tensor=False).size
+            return 1.0 if size is None else float(size)
+        return one_weight(self.settings.weight, inspect.signature(self.model.forward).bind(*args, **kwargs).arguments)
+
+    def _begin(self, weight: float) -> Run | None:
+        """Begins to synchronize the gradients of a backward pass."""
+        c, model = self._parts()
+        several = self._group.world_size > 1
+        if several and not self.synchronizes:
+            return None
+        arguments: list[Any] = [None, c.tangent(1.0, self._device)]
+        if several:
+            numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
+            arguments += [torch.tensor(float(x), dtype=torch.float64, device=self._device) for x in numbers]
+        if not self._earlier:
+            return Run(self.written(c, "backward"), arguments)
+        for name in self._earlier:
+            model.reach(name)
+        arguments += [self._earlier.get(n, torch.zeros_like(p)) for n, p in model.parameters.items()]
+        return Run(self.written(c, "backward after accumulation"), arguments)
+
+    def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
+        """Ends a backward pass; returns the synchronized gradients, by name. Without `run`, this rank keeps its own."""
+        c, model = self._parts()
+        if run is None:
+            for name, gradient in own.items():
+                weighted = gradient * weight
+                self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
+            self._earlier_weight += weight
+            self._earlier_count += 1
+            return {}
+        run.end()
+        found = dict(zip(model.parameters, run.result(), strict=True))
+        if self.settings.check == "always" or (self.settings.check == "first" and not self._steps):
+            self._compare(c, own, weight, found)
+        self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
+        unused = model.unused()
+        self._share_buffers(c, f"backward pass {self._steps}")
+        self._steps += 1
+        return {n: g for n, g in found.items() if n not in unused}
+
+    def _compare(
+        self, c: Compiled, own: Mapping[str, torch.Tensor], weight: float, found: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Holds synchronized gradients to what the ranks' own add up to. By all ranks together."""
+        assert c.eager is not None
+        clips = self.settings.clip_grad_norm is not None
+        proof = SynchronizedOnce(c.eager.parameters, self._group, tolerance_of(c.graph), clips)
+        local = [own.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()]
+        count, total = 1 + self._earlier_count, weight + self._earlier_weight
+        proof.compare(proof.expected(local, self._earlier, weight, count, total), found.values())
+
+    def _parts(self) -> tuple[Compiled, EagerModel]:
+        c = self._outlined
+        assert c is not None and c.eager is not None, "a program runs what it has adopted"
+        return c, c.eager

@@ -1,0 +1,120 @@
+"""Looks at a model that is to run eagerly: why it cannot be captured, and what a step of it shows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import AutoparWarning, CaptureError, SignatureError, UnusedParameterError
+from autopar.ir.batch import Batch, call_model
+from autopar.ir.build import model_fingerprint, named_parameters
+from autopar.ir.capture import Mode, output_tensors
+from autopar.ir.outline import Seen, look, outline
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.compiled import Settings
+from autopar.runtime.eager import owners_of, without_trace
+from autopar.runtime.eager_model import loss_and_output
+from autopar.runtime.optimizer import updated_by
+from autopar.runtime.process_group import Group, Rendezvous
+
+
+def settled(
+    model: nn.Module,
+    batch: Batch,
+    settings: Settings,
+    mode: Mode,
+    optimizer: Optimizer | None,
+    capture: Callable[[], TrainingGraph],
+    group: Group,
+) -> TrainingGraph | None:
+    """The outline of a model that is to run eagerly, as `settings.capture` has it; `None` where it is captured. Decided
+    by all ranks together, for they must do the same. Warns, on rank 0, where the graph cannot be had, and why. Raises
+    `CaptureError` where it must be had, or where the model cannot be trained eagerly either."""
+    rendezvous, reason = Rendezvous(group), _why_eager(model, settings, optimizer, capture)
+    if settings.capture != "always":  # all ranks have the same setting
+        reason = next(filter(None, rendezvous.exchange("capture", reason)), "")
+    if not reason:
+        return None
+
+    def looked() -> str:
+        try:
+            return look_at(model, batch, settings, mode).dumps()
+        except Exception as e:
+            if settings.capture == "never":
+                raise
+            raise CaptureError(reason) from e  # it says more of what is wrong
+
+    mine = looked()  # on all ranks, as the model may exchange values between them; what rank 0 has seen holds
+    seen = rendezvous.from_rank_0("order of gradients", lambda: mine)
+    fingerprint = model_fingerprint(model, settings.loss_fn)
+    if optimizer is not None:  # others are trained elsewhere, by another program
+        held, named = updated_by(optimizer) or set(), named_parameters(model, settings.loss_fn)
+        table = [
+            p.model_copy(update={"trainable": p.trainable and named[p.name] in held}) for p in fingerprint.parameters
+        ]
+        fingerprint = fingerprint.model_copy(update={"parameters": tuple(table)})
+    buffers = [b for owner in owners_of(model, settings.loss_fn).values() for b in owner.buffers()]
+    size = sum(b.numel() * b.element_size() for b in buffers)
+    if settings.capture == "auto" and group.rank == 0:
+        warnings.warn(_said(reason, settings), AutoparWarning, stacklevel=4)
+    return outline(fingerprint, batch, Seen.loads(seen), size)
+
+
+def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> Seen:
+    """What a step of the model shows, run eagerly on a batch; leaves the model as it was."""
+    loss_fn = settings.loss_fn
+    parameters: dict[str, nn.Parameter] = {}
+    for name, p in named_parameters(model, loss_fn).items():
+        if p.requires_grad and all(p is not other for other in parameters.values()):
+            parameters[name] = p
+
+    def run() -> Sequence[torch.Tensor]:
+        given = batch.rebuild(batch.copied())
+        if mode == "step":
+            return [loss_and_output(model, loss_fn, given)[0]]
+        return list(output_tensors(call_model(model, given, False)[0]))
+
+    with without_trace(owners_of(model, loss_fn)):
+        return look(run, parameters, batch)
+
+
+def _why_eager(
+    model: nn.Module, settings: Settings, optimizer: Optimizer | None, capture: Callable[[], TrainingGraph]
+) -> str:
+    """Why the model is not captured, in words; empty where it is."""
+    if settings.capture == "never":
+        return "capture='never'"
+    if settings.capture == "auto" and optimizer is not None:
+        for name, p in named_parameters(model, settings.loss_fn).items():
+            if p._backward_hooks:
+                return f"parameter '{name}' has a hook on its gradient, which a captured step would not call"
+    try:
+        capture()
+    except (SignatureError, UnusedParameterError):
+        raise
+    except CaptureError as e:
+        if settings.capture == "always":
+            raise
+        return str(e)
+    return ""
+
+
+def _said(reason: str, settings: Settings) -> str:
+    compiled = " Nothing is compiled." if settings.compiler is not None else ""
+    counted = (
+        ""
+        if settings.weight
+        else (
+            " Each rank's batch counts by its samples (dimension 0 of its first tensor): where the loss is a mean over "
+            "something else, as tokens, pass weight=."
+        )
+    )
+    return (
+        f"{reason.rstrip('.')}. So the model runs eagerly, and its gradients are synchronized beside its backward "
+        "pass, as with DistributedDataParallel. What needs the graph is left out of the "
+        f"plan.{counted}{compiled} capture='always' raises instead"
+    )

@@ -1,0 +1,220 @@
+"""A model that its program runs eagerly, and what a step of it shows: gradients as they come, and what got none.
+
+What a rank has no gradient of, in one step, is zeros to the others; what no rank has a gradient of is not updated, as
+in one process. Which these are, ranks tell each other as the backward pass ends, and which buffers have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from autopar.backends.collectives import may_fail
+from autopar.errors import CaptureError, SignatureError
+from autopar.ir.batch import call_model
+from autopar.ir.capture import find_loss
+from autopar.runtime.eager import owners_of
+from autopar.runtime.process_group import Group
+
+See = Callable[[str, torch.Tensor], None]
+"""Is shown each of a rank's own gradients, by name."""
+
+
+def loss_and_output(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """The model's loss on a batch, for gradients to begin from, and its output. Raises `SignatureError` where the loss
+    is no scalar."""
+    with torch.enable_grad():
+        output, target = call_model(model, batch, loss_fn is not None)
+        loss: Any = find_loss(output if loss_fn is None else loss_fn(output, target), batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise SignatureError(
+            f"the loss must be one scalar, got {shape}: reduce it with .mean() or .sum() in the model or in loss_fn"
+        )
+    return loss, output
+
+
+class EagerModel:
+    """The model that a program runs eagerly, and what its last step has shown."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        parameters: Mapping[str, nn.Parameter],
+        in_pieces: frozenset[str],
+        group: Group,
+    ) -> None:
+        """`parameters`: those that are trained, by the plan's names. `in_pieces`: those among them whose gradients are
+        complete only when the backward pass has ended."""
+        self.model = model
+        self.loss_fn = loss_fn
+        self.parameters = dict(parameters)
+        self.in_pieces = in_pieces
+        self.keeps_output = False
+        """Whether the next steps' outputs are wanted."""
+        self.written: set[str] = set()
+        """Parameters that the last forward pass has written to."""
+        self._outputs: list[Any] = []
+        self._see: See | None = None
+        self._losses: list[torch.Tensor] = []
+        self._group = group
+        owners = owners_of(model, loss_fn)
+        self._everything = [p for owner in owners.values() for p in owner.parameters()]
+        """Those that other programs train, too."""
+        self._tables = _buffer_tables(owners)
+        self._reached: set[str] = set()
+        """Parameters that have got a gradient on this rank, in this step so far."""
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._take: See | None = None
+        self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
+        """What autograd adds each gradient up in; they live, with hooks on them, for as long as they are held."""
+        for name, node in self.accumulators.items():
+            node.register_hook(lambda *_, name=name: self._complete(name))
+        self._asked: tuple[torch.Tensor, Any] | None = None
+        """Who has what, on its way between ranks."""
+        self._unused: frozenset[str] = frozenset()
+        self._changed: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """Begins a step, of one or several micro-batches."""
+        self._reached.clear()
+        self._unused, self._changed, self._asked = frozenset(), (), None
+        self._versions = {n: (id(b), b._version) for n, b in self._buffers()}
+
+    @contextmanager
+    def seen(self, see: See, losses: list[torch.Tensor]) -> Iterator[None]:
+        """While it is open, `see` is shown this rank's own gradients, which count as its share of the global batch, and
+        `losses` takes its batches' losses."""
+        self._see, self._losses = see, losses
+        try:
+            yield
+        finally:
+            self._see, self._losses = None, []
+
+    def take_outputs(self) -> list[Any]:
+        """What the model has returned since this was called last, where that was wanted."""
+        found, self._outputs = self._outputs, []
+        return found
+
+    def reach(self, name: str) -> None:
+        """Notes that a parameter has got a gradient on this rank."""
+        self._reached.add(name)
+
+    def unused(self) -> frozenset[str]:
+        """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended."""
+        self._settle()
+        return self._unused
+
+    def changed_buffers(self) -> tuple[str, ...]:
+        """Buffers that the step has changed on some rank, but for statistics of batch normalization, which nothing
+        reads in training."""
+        self._settle()
+        return self._changed
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The forward pass, for gradients to begin from. Raises `SignatureError` where its loss is no scalar, and
+        `CaptureError` where it writes to parameters that other ranks have, too."""
+        written = {n: p._version for n, p in self.parameters.items()}
+        loss, output = loss_and_output(self.model, self.loss_fn, batch)
+        if self.keeps_output:
+            self._outputs.append(pytree.tree_map(_detached, output))
+        self.written = {n for n, p in self.parameters.items() if p._version != written[n]}
+        if self.written and self._group.world_size > 1:
+            raise CaptureError(
+                f"the model writes to its parameter '{min(self.written)}' in its forward pass, as "
+                "Embedding(max_norm=...) does: each rank would write something else, for its own batch, and ranks "
+                "would drift apart. Change the parameter between steps, under torch.no_grad()"
+            )
+        if self._see is not None:
+            self._losses.append(loss.detach())
+        return loss
+
+    def begin_from(self, loss: torch.Tensor, tangent: torch.Tensor, take: See) -> None:
+        """The backward pass; each gradient is handed to `take` once it is complete. What lies on the parameters as
+        gradients meanwhile stays there."""
+        before = [p.grad for p in self._everything]
+        for p in self._everything:
+            p.grad = None
+        self._take = take
+        try:
+            loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
+        finally:
+            self._take = None
+            for p, gradient in zip(self._everything, before, strict=True):
+                p.grad = gradient
+
+    def own_gradient(self, name: str) -> torch.Tensor | None:
+        """Takes a parameter's gradient, that was complete just now, from where autograd has left it."""
+        p = self.parameters[name]
+        gradient, p.grad = p.grad, None
+        if gradient is None:
+            return None
+        self._reached.add(name)
+        return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+
+    def _complete(self, name: str) -> None:
+        take = self._take
+        if take is None:
+            return
+        with torch.no_grad():
+            gradient = self.own_gradient(name)
+            assert gradient is not None
+            if self._see is not None:
+                self._see(name, gradient)
+            take(name, gradient)
+
+    def end_passes(self) -> None:
+        """Behind the last backward pass of a step: begins to ask which parameters and buffers others have used."""
+        names, buffers = list(self.parameters), list(self._buffers())
+        changed = [float(self._versions.get(n) != (id(b), b._version)) for n, b in buffers]
+        flags = torch.tensor([*(float(n in self._reached) for n in names), *changed])
+        work = None
+        if self._group.pg is not None:
+            device = next(iter(self.parameters.values())).device
+            flags = flags.to(device)
+            with may_fail():
+                work = dist.all_reduce(flags, group=self._group.pg, async_op=True)
+        self._asked = flags, work
+
+    def _settle(self) -> None:
+        if self._asked is None:
+            return
+        (flags, work), self._asked = self._asked, None
+        if work is not None:
+            with may_fail():
+                work.wait()
+        found = [flag > 0 for flag in flags.tolist()]
+        of_parameters, of_buffers = found[: len(self.parameters)], found[len(self.parameters) :]
+        self._unused = frozenset(n for n, used in zip(self.parameters, of_parameters, strict=True) if not used)
+        buffers = (n for n, _ in self._buffers())
+        self._changed = tuple(n for n, one in zip(buffers, of_buffers, strict=True) if one)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name, once each; those of batch normalization left out."""
+        for start, table in self._tables:
+            for name, buffer in table.items():
+                if buffer is not None:
+                    yield start + name, buffer
+
+
+def _buffer_tables(owners: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, torch.Tensor | None]]]:
+    """Each module's buffers, with what their names begin with; those of batch normalization left out."""
+    return [
+        (start + path + "." if path else start, module._buffers)
+        for start, owner in owners.items()
+        for path, module in owner.named_modules()
+        if not isinstance(module, _NormBase)
+    ]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,204 @@
+"""Runs a step whose model runs eagerly: what was written into its outline, between the model's own passes.
+
+The model is called, and its loss's backward pass begun; as gradients become complete, what was written behind them
+runs, in the outline's order, which is the same on all ranks: collectives go beside the backward pass, as with DDP. What
+is written behind the last gradient, as updates are, runs when the backward pass has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.outline import opaque, run_forward, take_gradient
+from autopar.runtime.eager_model import EagerModel
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Nodes between two parts of the model's own run."""
+
+    run: torch.fx.GraphModule
+    takes: tuple[torch.fx.Node, ...]
+    gives: tuple[torch.fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients that the next piece reads."""
+
+    nodes: frozenset[torch.fx.Node]
+
+
+Part = _Piece | _Gradients | torch.fx.Node
+"""What a step is run by: pieces, and the model's passes and gradients between them."""
+
+
+class EagerStep(nn.Module):
+    """A graph that was written into an outline, run between the model's own passes. Called as the graph would be."""
+
+    written: torch.fx.GraphModule
+    model: EagerModel
+
+    def __init__(self, written: torch.fx.GraphModule, model: EagerModel, synchronizes: bool) -> None:
+        """`synchronizes`: whether gradients are complete behind it, rather than added to by a later one."""
+        super().__init__()
+        for name, module in written.named_children():
+            self.add_module(name, module)
+        self.__dict__["written"] = written  # no submodule: its own are here already
+        self.model = model
+        self.synchronizes = synchronizes
+        self.inputs = tuple(written.graph.find_nodes(op="placeholder"))
+        self.results = written.graph.output_node().args[0]
+        nodes = [n for n in written.graph.nodes if n.op not in ("placeholder", "output")]
+        self.parts = self._cut(nodes)
+        self.gradients = {str(n.args[1]): n for n in nodes if n.target is take_gradient}
+        self.place = {n: i for i, part in enumerate(self.parts) for n in _makes(part)}
+        """Of each node, among the parts."""
+        self.last_own = max(self.place[n] for n in nodes if opaque(n))
+        """Of the parts, the last one of the model's own run."""
+        self.frees = self._last_uses()
+        """Behind each part, the values that nobody reads any more."""
+
+    def forward(self, *arguments: Any) -> Any:
+        return Run(self, arguments).result()
+
+    def _last_uses(self) -> list[list[torch.fx.Node]]:
+        kept: set[torch.fx.Node] = set()
+        torch.fx.node.map_arg(self.results, kept.add)
+        last = {n: i for i, part in enumerate(self.parts) for n in _reads(part) if n not in kept}
+        found: list[list[torch.fx.Node]] = [[] for _ in self.parts]
+        for node, i in last.items():
+            found[i].append(node)
+        return found
+
+    def _cut(self, nodes: Sequence[torch.fx.Node]) -> list[Part]:
+        found: list[Part] = []
+        for kind, group in groupby(nodes, lambda n: n.target if opaque(n) else None):
+            own = list(group)
+            if kind is None:
+                found.append(self._piece(own))
+            elif kind is take_gradient:
+                found.append(_Gradients(frozenset(own)))
+            else:
+                found += own
+        return found
+
+    def _piece(self, nodes: Sequence[torch.fx.Node]) -> _Piece:
+        graph, own = torch.fx.Graph(), set(nodes)
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own))
+        for taken in takes:
+            copies[taken] = graph.placeholder(taken.name)
+        for node in nodes:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+        gives = tuple(n for n in nodes if any(u not in own for u in n.users))
+        graph.output(tuple(copies[n] for n in gives))
+        return _Piece(torch.fx.GraphModule(self.written, graph), tuple(takes), gives)
+
+
+def _makes(part: Part) -> Iterable[torch.fx.Node]:
+    if isinstance(part, torch.fx.Node):
+        return (part,)
+    return part.nodes if isinstance(part, _Gradients) else part.gives
+
+
+def _reads(part: Part) -> Iterable[torch.fx.Node]:
+    if isinstance(part, torch.fx.Node):
+        return part.all_input_nodes
+    return () if isinstance(part, _Gradients) else part.takes
+
+
+class Run:
+    """One run of a step."""
+
+    def __init__(self, step: EagerStep, arguments: Sequence[Any]) -> None:
+        self.of = step
+        self.at = 0
+        self.values: dict[torch.fx.Node, Any] = dict(zip(step.inputs, arguments, strict=True))
+        self.missing: set[torch.fx.Node] = set()
+        """Gradients that are waited for."""
+        self.ended = False
+        """Whether the backward pass has ended."""
+        self.begun: torch.Tensor | None = None
+
+    def result(self) -> Any:
+        """Runs to the end."""
+        self.advance()
+        assert self.at == len(self.of.parts), "a step ends behind the backward pass"
+        return torch.fx.node.map_arg(self.of.results, lambda n: self.values[n])
+
+    def advance(self) -> None:
+        """Runs on, until a gradient is awaited that is not complete."""
+        parts = self.of.parts
+        while self.at < len(parts):
+            at, part = self.at, parts[self.at]
+            if isinstance(part, _Gradients) and not self._has(part):
+                return
+            if at > self.of.last_own and not self.ended:
+                return  # what is still to come of the backward pass may read parameters
+            self.at += 1  # a backward pass comes back here, from its hooks
+            if isinstance(part, _Piece):
+                with torch.no_grad():
+                    made = part.run(*(self.values[n] for n in part.takes))
+                self.values.update(zip(part.gives, made, strict=True))
+            elif isinstance(part, torch.fx.Node):
+                self.values[part] = self._own(part)
+            for node in self.of.frees[at]:
+                self.values.pop(node, None)
+            if at == self.of.last_own and self.of.synchronizes:
+                self.of.model.end_passes()
+
+    def end(self) -> None:
+        """Behind the backward pass: what has got no gradient by now gets none."""
+        self.ended = True
+        self.missing.clear()
+
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """Takes a gradient that is complete, and runs on."""
+        node = self.of.gradients[name]
+        if self.of.place[node] < self.at:
+            raise CaptureError(
+                f"parameter '{name}' has got a second gradient in one backward pass, after its first one was sent, "
+                "which the first batches did not show. Where a checkpoint computes it twice, pass use_reentrant=False "
+                "to torch.utils.checkpoint"
+            )
+        self.values[node] = self.values[node] + gradient if node in self.values else gradient
+        if node in self.missing and name not in self.of.model.in_pieces:
+            self.missing.remove(node)
+            if not self.missing:
+                self.advance()
+
+    def _has(self, part: _Gradients) -> bool:
+        """Whether gradients are there; of a backward pass that has ended, those that are not are zeros."""
+        model = self.of.model
+        if self.missing:
+            return False
+        if not self.ended:
+            self.missing = {n for n in part.nodes if n not in self.values or n.args[1] in model.in_pieces}
+            return not self.missing
+        for node in part.nodes:
+            if node not in self.values:
+                self.values[node] = torch.zeros_like(model.parameters[str(node.args[1])])
+        return True
+
+    def _own(self, part: torch.fx.Node) -> Any:
+        """Runs a pass of the model."""
+        if part.target is run_forward:
+            self.begun = self.of.model.loss(self.values[part.args[0]])  # type: ignore[index]
+            return self.begun.detach()
+        loss, self.begun = self.begun, None
+        if loss is None:  # the user's own backward pass is under way
+            return None
+        tangent = self.values[part.args[1]]  # type: ignore[index]
+        if bool(tangent.count_nonzero()) and loss.requires_grad:  # else the loss may be no number
+            self.of.model.begin_from(loss, tangent, self.take)
+        self.end()
+        return None

@@ -1,0 +1,109 @@
+"""What the tests of synchronized batch normalization run on each rank: against one process on the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+
+SIZES = (3, 2, 4)
+
+
+def net(momentum: float | None = 0.1, converted: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    model: nn.Module = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4, momentum=momentum),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 6),
+        nn.BatchNorm1d(6, affine=False),
+        nn.Linear(6, 3),
+    ).double()
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if converted else model
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    size = SIZES[rank] + step % 2 * rank
+    return torch.randn(size, 2, 3, 3, generator=draw).double() + rank, torch.randint(0, 3, (size,), generator=draw)
+
+
+def joined(step: int, n: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cat(x) for x in zip(*(batch(step, r) for r in range(n)), strict=True))
+
+
+def train(rank: int, n: int, strategy: str, momentum: float | None = 0.1, converted: bool = False) -> list[float]:
+    """How far losses and parameters, buffers, and outputs in evaluation mode are from one process's, over some steps of
+    which the second has other shapes."""
+    model, eager = net(momentum, converted), net(momentum)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
+    program = autopar.optimize(
+        model,
+        example_inputs=batch(0, rank),
+        loss_fn=F.cross_entropy,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        strategy=strategy,
+        sync_batch_norm=not converted,
+    )
+    worst = 0.0
+    for step in range(3):
+        loss = program.step(batch(step, rank))
+        optimizer.zero_grad()
+        x, y = joined(step, n)
+        expected = F.cross_entropy(eager(x), y)
+        expected.backward()
+        optimizer.step()
+        worst = max(worst, abs(loss.item() - expected.item()))
+    x, _ = joined(7, n)
+    with program.evaluation():
+        assert not model.training and not torch.is_grad_enabled()
+        shown = apart([model(x)], [eager.eval()(x)])
+        parameters = apart(model.parameters(), eager.parameters())
+    assert all(m.training for m in model.modules())
+    return [max(worst, parameters), apart(model.buffers(), eager.buffers()), shown]
+
+
+def apart(a: Any, b: Any) -> float:
+    return max(float((x.double() - y.double()).detach().abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def refused(rank: int) -> list[str]:
+    said = []
+    half = net().bfloat16()
+    x, y = batch(0, rank)
+    tries: list[tuple[nn.Module, Any, dict[str, Any]]] = [
+        (net(), x, {"optimizer": None}),
+        (half, (x.bfloat16(), y), {"optimizer": torch.optim.SGD(half.parameters(), lr=0.1)}),
+    ]
+    for model, data, settings in tries:
+        try:
+            autopar.optimize(
+                model,
+                example_inputs=data,
+                loss_fn=F.cross_entropy if settings["optimizer"] else None,
+                strategy="ddp",
+                sync_batch_norm=True,
+                **settings,
+            )
+            said.append("")
+        except AutoparError as e:
+            said.append(str(e))
+    return said
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    cases: dict[int, tuple[tuple[Any, ...], ...]] = {
+        1: (("ddp", 0.1, True),),
+        2: (("ddp", None), ("sharded", 0.1)),
+        3: (("zero1", 0.1, True),),
+    }
+    return {
+        "trained": {str(case): train(rank, n, *case) for case in cases[n]},
+        "refused": refused(rank) if n == 2 else [],
+    }

@@ -1,0 +1,107 @@
+"""What the tests of `autopar.gather` run on each rank: contrastive losses of the global batch, against one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+
+SIZES = (3, 1, 2)
+
+
+class Pair(nn.Module):
+    """Two encoders; each of a rank's pairs is told from those of all ranks."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 6), nn.Linear(5, 6)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.whole = whole
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        a, b = F.normalize(torch.tanh(self.left(a)), dim=-1), F.normalize(self.right(b), dim=-1)
+        if self.whole:  # the loss of the global batch, on each rank
+            a = autopar.gather(a)
+            index = autopar.gather(index)
+        place = (autopar.gather(index) if not self.whole else index).argsort()
+        others = autopar.gather(b)[place]
+        return F.cross_entropy(self.scale * a @ others.T, index)
+
+
+class Plain(Pair):
+    """The same on a global batch in one process."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        a, b = F.normalize(torch.tanh(self.left(a)), dim=-1), F.normalize(self.right(b), dim=-1)
+        return F.cross_entropy(self.scale * a @ b.T, index)
+
+
+def model(kind: type[Pair], whole: bool) -> Pair:
+    torch.manual_seed(6)
+    return kind(whole).double()
+
+
+def batch(step: int, rank: int, n: int) -> dict[str, torch.Tensor]:
+    sizes = [s + (step == 2) for s in SIZES[:n]]
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    first = sum(sizes[:rank])
+    return {
+        "a": torch.randn(sizes[rank], 4, generator=draw).double(),
+        "b": torch.randn(sizes[rank], 5, generator=draw).double(),
+        "index": torch.arange(first, first + sizes[rank]),
+    }
+
+
+def train(rank: int, n: int, strategy: str, whole: bool) -> float:
+    """How far losses and parameters are from one process's, over steps of two sizes; warnings are errors."""
+    mine, eager = model(Pair, whole), model(Plain, whole)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (mine, eager)]
+    worst = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.AutoparWarning)
+        program = autopar.optimize(mine, example_inputs=batch(0, rank, n), optimizer=optimizers[0], strategy=strategy)
+        for step in range(4):
+            loss = program.step(batch(step, rank, n))
+            optimizers[1].zero_grad()
+            every = [batch(step, r, n) for r in range(n)]
+            expected = eager(**{k: torch.cat([b[k] for b in every]) for k in every[0]})
+            expected.backward()
+            optimizers[1].step()
+            worst = max(worst, abs(loss.item() - expected.item()))
+    with program.gathered():
+        pairs = list(zip(mine.parameters(), eager.parameters(), strict=True))
+        return max(worst, *(float((x - y).detach().abs().max()) for x, y in pairs))
+
+
+def refused(rank: int, n: int) -> list[str]:
+    said: list[str] = []
+    mine = model(Pair, True)
+    program = autopar.optimize(
+        mine, example_inputs=batch(0, rank, n), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), strategy="ddp"
+    )
+    data = batch(0, rank, n)
+    with program.evaluation():
+        mine(data["a"], data["b"], torch.arange(len(data["a"])))  # each rank's own
+    for run in (lambda: program.step(micro_batches=[data, data]), lambda: mine(**data)):
+        try:
+            run()
+            said.append("")
+        except AutoparError as e:
+            said.append(str(e))
+    return said
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    cases: dict[int, tuple[tuple[str, bool], ...]] = {
+        1: (("ddp", True),),
+        2: (("ddp", False), ("zero1", True)),
+        3: (("sharded", False), ("zero1", True)),
+    }
+    trained = {str(case): train(rank, n, *case) for case in cases[n]}
+    return {"trained": trained, "refused": refused(rank, n) if n == 2 else []}

@@ -1,0 +1,222 @@
+"""What the tests of models that run eagerly run on each rank, beside one process."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.errors import AutoparError
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+STRATEGIES = ("ddp", "PS", "PartitionedPS", "hierarchical", "zero1", "zero1+late", "PartitionedAR", "ddp+bf16")
+
+
+class Chooses(nn.Module):
+    """Takes one of two layers, or none, by the values in its batch: no graph shows it, and ranks differ in it."""
+
+    def __init__(self, again: bool = False, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.warm, self.cold, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(3, 3)
+        self.table = nn.Embedding(20, 8, sparse=sparse)
+        self.last = nn.Linear(8, 2)
+        self.again = again
+        self.calls = 0
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.first(x)
+        if x.sum().item() > 0:
+            h = checkpoint(self.warm, h, use_reentrant=True) if self.again else self.warm(h)
+        elif x.sum().item() < -3:
+            h = self.cold(h)
+        h = h + self.table((x[:, 0].abs() * 5).long().clamp(max=19))
+        self.seen += 1
+        found: torch.Tensor = self.last(h.relu())
+        return found
+
+
+def batches(step: int, n: int, each: int) -> list[list[Batch]]:
+    """Of every rank: so many micro-batches, of two to four samples, on which the model chooses differently."""
+    draw = torch.Generator().manual_seed(step)
+
+    def one(r: int, k: int) -> Batch:
+        size = 2 + (r + step + k) % 3
+        return torch.randn(size, 4, generator=draw) + (0.5 if (r + k) % 2 else -1.2), torch.randn(
+            size, 2, generator=draw
+        )
+
+    return [[one(r, k) for k in range(each)] for r in range(n)]
+
+
+def optimizers(parameters: Any) -> dict[str, torch.optim.Optimizer]:
+    listed = list(parameters)
+    return {
+        "adamw": torch.optim.AdamW(listed, lr=0.01),
+        "momentum": torch.optim.SGD(listed, lr=0.1, momentum=0.9, weight_decay=0.01),
+    }
+
+
+def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, of_all: list[Batch], clip: float | None) -> float:
+    """A step on all batches together; returns the loss."""
+    total = sum(len(x) for x, _ in of_all)
+    optimizer.zero_grad()
+    loss = sum(nn.functional.mse_loss(model(x), y) * (len(x) / total) for x, y in of_all)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()
+
+
+def apart(model: nn.Module, other: nn.Module) -> float:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def program_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, n: int, **settings: Any) -> Any:
+    batch = batches(0, n, 1)[rank][0]
+    return autopar.optimize(
+        model, example_inputs=batch, loss_fn=nn.functional.mse_loss, optimizer=optimizer, time_budget_s=1, **settings
+    )
+
+
+def steps(rank: int, n: int, strategy: str, kind: str, each: int, clip: float | None) -> float:
+    """How far losses and parameters are from one process's, over three steps, of which the first is proved."""
+    model, other = Chooses(again=kind == "adamw"), Chooses(sparse=False)
+    optimizer, theirs = optimizers(model.parameters())[kind], optimizers(other.parameters())[kind]
+    settings = {"fidelity": "rounded"} if "bf16" in strategy else {}
+    program = program_of(
+        model,
+        optimizer,
+        rank,
+        n,
+        strategy=strategy,
+        clip_grad_norm=clip,
+        late_parameters="late" in strategy,
+        **settings,
+    )
+    worst = 0.0
+    for step in range(3):
+        own = batches(step, n, each)
+        loss = program.step(own[rank][0]) if each == 1 else program.step(micro_batches=own[rank])
+        expected = one_process(other, theirs, [b for of_rank in own for b in of_rank], clip)
+        program.synchronize()
+        worst = max(worst, abs(float(loss) - expected), apart(model, other))
+        assert model.calls == (step + 1) * each, (
+            "the model runs once a batch, and the first step's proof leaves no trace"
+        )
+    assert (model.never.weight in optimizer.state) is False
+    assert float(model.seen) == 3 * each
+    return worst
+
+
+def resumed(rank: int, n: int, folder: str) -> float:
+    """How far two steps behind a checkpoint are from those that were not interrupted."""
+    model, optimizer = Chooses(), None
+    optimizer = optimizers(model.parameters())["adamw"]
+    program = program_of(model, optimizer, rank, n, strategy="zero1")
+    for step in range(4):
+        if step == 2:
+            program.save(folder)
+        program.step(batches(step, n, 1)[rank][0])
+    again = Chooses()
+    for p in again.parameters():
+        p.data.zero_()
+    other = program_of(again, optimizers(again.parameters())["adamw"], rank, n, strategy="PartitionedPS")
+    other.load(folder)
+    for step in range(2, 4):
+        other.step(batches(step, n, 1)[rank][0])
+    return apart(model, again)
+
+
+def module(rank: int, n: int, accumulates: bool) -> float:
+    """How far a drop-in's gradients and updates are from one process's, over three steps of two backward passes."""
+    model, other = Chooses(), Chooses(sparse=False)
+    optimizer, theirs = optimizers(model.parameters())["adamw"], optimizers(other.parameters())["adamw"]
+    synced = autopar.optimize(model, example_inputs=batches(0, n, 1)[rank][0][0], strategy="ddp", check="always")
+    worst = 0.0
+    for step in range(3):
+        of_ranks = batches(step, n, 2)
+        optimizer.zero_grad()
+        (x, y), (x2, y2) = of_ranks[rank]
+        if accumulates:
+            with synced.no_sync():
+                nn.functional.mse_loss(synced(x), y).backward()
+        else:
+            nn.functional.mse_loss(synced(x), y).backward()
+        # What goes no further than here is none of its business.
+        torch.autograd.grad(nn.functional.mse_loss(synced(x2), y2), model.last.weight)
+        nn.functional.mse_loss(synced(x2), y2).backward()
+        theirs.zero_grad()
+        both = [[of_ranks[r][k] for r in range(n)] for k in range(2)]
+        for part in [both[0] + both[1]] if accumulates else both:
+            total = sum(len(x) for x, _ in part)
+            # As with DDP, a pass that was kept back is added, not averaged.
+            times = 2 if accumulates else 1
+            loss = sum(nn.functional.mse_loss(other(x), y) * (times * len(x) / total) for x, y in part)
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None and b.grad is not None:
+                worst = max(worst, float((a.grad - b.grad).abs().max()))
+        optimizer.step()
+        theirs.step()
+        worst = max(worst, apart(model, other))
+    return worst
+
+
+class Renorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, max_norm=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(x).mean()
+        return found if x.sum().item() >= 0 else 2 * found
+
+
+def refused(rank: int) -> str:
+    """What is said of a model whose ranks would drift apart."""
+    model = Renorms()
+    with torch.no_grad():
+        model.table.weight.mul_(10)
+    program = autopar.optimize(
+        model,
+        example_inputs=torch.tensor([0, 1]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        weight=lambda _: 1.0,
+    )
+    try:
+        program.step(torch.tensor([rank, 2]))
+    except AutoparError as e:
+        return str(e)
+    return ""
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {"steps": {}}
+    for i, strategy in enumerate(STRATEGIES):
+        kind, each, clip = ("adamw", "momentum")[i % 2], 1 + (i // 2) % 2, (None, 0.05)[(i // 4) % 2]
+        found["steps"][f"{strategy} {kind} {each} {clip}"] = steps(rank, n, strategy, kind, each, clip)
+    found["module"] = [module(rank, n, accumulates) for accumulates in ((False, True) if n > 1 else (False,))]
+    folder = [tempfile.mkdtemp()] if rank == 0 else [None]
+    if n > 1:
+        torch.distributed.broadcast_object_list(folder)
+    found["resumed"] = resumed(rank, n, str(Path(str(folder[0])) / "checkpoint"))
+    found["refused"] = refused(rank)
+    return found

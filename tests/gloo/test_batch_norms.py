@@ -1,0 +1,30 @@
+"""Batch normalization over the global batch of uneven ranks: as in one process, also evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gloo.batch_norms import everything
+from tests.gloo.ranks import run_worlds
+
+Worlds = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Worlds:
+    return run_worlds(everything, {1: (), 2: (), 3: ()})
+
+
+def test_trains_and_evaluates_as_one_process_would(worlds: Worlds) -> None:
+    for n, ranks in worlds.items():
+        for found in ranks:
+            assert {k: d for k, d in found["trained"].items() if max(d) > 1e-10} == {}, n
+
+
+def test_what_cannot_be_synchronized_is_refused(worlds: Worlds) -> None:
+    for found in worlds[2]:
+        module, narrow = found["refused"]
+        assert "needs the optimizer" in module
+        assert "whose loss is in 16 bits" in narrow

@@ -1,0 +1,30 @@
+"""Losses that compare the samples of the global batch, by `autopar.gather`: as in one process, on uneven ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gloo.contrasts import everything
+from tests.gloo.ranks import run_worlds
+
+Worlds = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Worlds:
+    return run_worlds(everything, {1: (), 2: (), 3: ()})
+
+
+def test_contrastive_losses_train_as_in_one_process(worlds: Worlds) -> None:
+    for n, ranks in worlds.items():
+        for found in ranks:
+            assert {k: d for k, d in found["trained"].items() if d > 1e-10} == {}, n
+
+
+def test_what_cannot_be_gathered_is_refused(worlds: Worlds) -> None:
+    for found in worlds[2]:
+        micro_batches, outside = found["refused"]
+        assert "several micro-batches cannot be compared" in micro_batches
+        assert "works within program.step" in outside
