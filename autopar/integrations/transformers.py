@@ -13,13 +13,14 @@ way, and is multiplied with what the rank has of all ranks' labels.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import Trainer
 
-from autopar.errors import SpecError
+from autopar.errors import AutoparWarning, SpecError
 from autopar.integrations import accelerate
 from autopar.integrations.drop_in import DropIn
 from autopar.integrations.ranks import equal, samples, share, sums
@@ -58,6 +59,7 @@ class AutoparTrainer(Trainer):
         cluster, options = self.autopar_options
         accelerate.use(self.accelerator, cluster, weight=equal, **options)
         self._weights: _StepWeights | None = None
+        self._said = False
         self.accelerator.autopar.share = lambda: 1.0 if self._weights is None else self._weights.now
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -83,6 +85,9 @@ class AutoparTrainer(Trainer):
         self._weights.next(model, items)
         with self._own_items(), self._weights.watching():
             loss = super().training_step(model, inputs, num_items_in_batch if items is None else items)
+        if not self._said:
+            self._said = True
+            self._say_what_ddp_would_do()
         return loss * self._weights.now
 
     @contextlib.contextmanager
@@ -93,6 +98,19 @@ class AutoparTrainer(Trainer):
             yield
         finally:
             self.args.average_tokens_across_devices = before
+
+    def _say_what_ddp_would_do(self) -> None:
+        """Warns, once, where a run under `DistributedDataParallel` has other gradients than one process."""
+        assert self._weights is not None
+        if self.args.average_tokens_across_devices and self._weights.ignores_items and self.is_world_process_zero():
+            n = self.accelerator.num_processes
+            warnings.warn(
+                f"{type(self.model).__name__}'s loss is a mean that ignores num_items_in_batch, which Trainer takes it "
+                f"to be divided by. Under DistributedDataParallel, Trainer multiplies such losses and their gradients "
+                f"with the number of ranks, {n}; here they are those of one process",
+                AutoparWarning,
+                stacklevel=2,
+            )
 
     def _count(self, batch: Any) -> float:
         """The labels of a micro-batch that are not ignored, as Trainer counts them; its samples, where it has none."""
@@ -126,6 +144,11 @@ class _StepWeights:
         if len(self._of_batches) == 1 or of_batch == self._of_step:
             return of_batch  # the same for both
         return self._of_step if self._divides_by_items() else of_batch
+
+    @property
+    def ignores_items(self) -> bool:
+        """Whether this micro-batch's loss was computed without the `num_items_in_batch` that it was given."""
+        return self._items is not None and not self._divides_by_items()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.gloo.frameworks import EVEN, UNEVEN, Sizes, flat, loader, quiet, said
+from tests.gloo.frameworks import EVEN, UNEVEN, Sizes, flat, loader, quiet, ran, said
 
 
 class Net(nn.Module):
@@ -180,4 +180,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     for kind in ("ddp", "autopar"):
         _, model, _, losses = trained(kind, net(rank, 0.2), EVEN, rank, n, 2)
         found[f"even {kind}"] = [*flat(model), *losses]
-    return found | {"resumed": saved_and_loaded(rank, n), "says": says(rank)}
+    found |= {"resumed": saved_and_loaded(rank, n), "example": ran("accelerate_loop")}
+    return found | {"says": says(rank)}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+ROOT = Path(__file__).resolve().parents[2]
 Sizes = Sequence[tuple[int, ...]]
 """For each step, the samples of each rank."""
 EVEN: Sizes = [(4, 4), (3, 3), (4, 4), (2, 2)]
@@ -82,6 +87,13 @@ def said(function: Callable[[], Any]) -> str:
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "nothing was raised"
+
+
+def ran(example: str) -> str:
+    """What an example prints, run as one of the ranks that torchrun would have started."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 def quiet() -> None:

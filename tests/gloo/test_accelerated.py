@@ -34,6 +34,10 @@ def test_goes_on_from_a_saved_state(found: dict[int, list[dict[str, Any]]]) -> N
     assert all(rank["resumed"] for rank in found[2])
 
 
+def test_the_example_runs(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert "loss 0." in found[2][0]["example"] and "no plan" not in found[2][0]["example"]
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.gloo.frameworks import apart
+from tests.gloo.frameworks import ROOT, apart
 from tests.gloo.ranks import run_worlds
 
 pytest.importorskip("lightning")
@@ -33,6 +36,15 @@ def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, A
 
 def test_goes_on_from_a_checkpoint(found: dict[int, list[dict[str, Any]]]) -> None:
     assert all(rank["resumed"] for rank in found[2])
+
+
+def test_the_example_starts_its_processes_and_runs() -> None:
+    taken = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+    environment = {k: v for k, v in os.environ.items() if k not in taken} | {"PYTHONPATH": str(ROOT)}
+    example = [sys.executable, str(ROOT / "examples" / "lightning_trainer.py")]
+    done = subprocess.run(example, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "under autopar" in done.stdout
 
 
 @pytest.mark.parametrize(

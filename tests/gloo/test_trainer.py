@@ -45,6 +45,18 @@ def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, A
         assert apart(rank["uneven"][run][1], history) < 2e-6
 
 
+def test_says_where_ddp_would_have_other_gradients(found: dict[int, list[dict[str, Any]]]) -> None:
+    told = [[w for w in rank["warned"] if "ignores num_items_in_batch" in w] for rank in found[2]]
+    assert [len(t) for t in told] == [2, 0]
+    assert told[0][0].startswith("BertForSequenceClassification's loss") and told[0][1].startswith("Scored's loss")
+    assert "with the number of ranks, 2; here they are those of one process" in told[0][0]
+
+
+def test_the_examples_run(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert all("loss 2." in text and "under" in text for text in found[2][0]["examples"][:1])
+    assert "8 parameters under" in found[2][0]["examples"][1]
+
+
 def test_says_what_to_do(found: dict[int, list[dict[str, Any]]]) -> None:
     rank = found[2][0]
     assert "call autopar.integrations.transformers.use(trainer) before" in rank["given to optimize"]

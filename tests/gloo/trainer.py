@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.gloo.frameworks import Tokens, flat, quiet, said
+from tests.gloo.frameworks import Tokens, flat, quiet, ran, said
 
 GPT2: dict[str, Any] = {"vocab_size": 30, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
 BERT: dict[str, Any] = {
@@ -62,12 +63,14 @@ class Scored(nn.Module):
         return scores
 
 
-def trained(how: str, model: Any, n: int, data: Any, base: Any = None, resume: str | None = None, **args: Any) -> Any:
-    """A Trainer, after training. `how`: under "autopar", or under what Trainer takes by itself."""
-    from transformers import Trainer, TrainingArguments
+def trained(how: str, model: Any, n: int, data: Any, base: Any = None, **args: Any) -> Any:
+    """A Trainer, after training. `how`: under "autopar", or under what Trainer takes by itself. `args`: those of
+    `TrainingArguments`, `resume`, a checkpoint, and `evaluates`, whether it does so before."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     import autopar.integrations.transformers as integration
 
+    resume, evaluates = args.pop("resume", None), args.pop("evaluates", False)
     given: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(prefix="autopar-test-"),
         "per_device_train_batch_size": 8 // n,
@@ -80,13 +83,13 @@ def trained(how: str, model: Any, n: int, data: Any, base: Any = None, resume: s
         "disable_tqdm": True,
         "logging_steps": 1,
     }
-    settings = TrainingArguments(**(given | args))
-    trainer = (base or Trainer)(model=model, args=settings, train_dataset=data, eval_dataset=Tokens(12))
-    trainer.callback_handler.callbacks = [
-        c for c in trainer.callback_handler.callbacks if "Print" not in type(c).__name__
-    ]
+    settings, few = TrainingArguments(**(given | args)), torch.utils.data.Subset(data, range(16))
+    trainer = (base or Trainer)(model=model, args=settings, train_dataset=data, eval_dataset=few)
+    trainer.remove_callback(PrinterCallback)
     if how == "autopar":
         integration.use(trainer)
+    if evaluates:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -121,7 +124,7 @@ def uneven(how: str, n: int) -> dict[str, Any]:
     }
     runs = {
         "LoRA, smoothed labels": trained(how, lora(), n, Tokens(22), label_smoothing_factor=0.1, **args),
-        "ignores the items": trained(how, bert(), n, Tokens(22, 3), **args),
+        "ignores the items": trained(how, bert(), n, Tokens(22, 3), evaluates=True, **args),
         "a loss of one's own": trained(how, Scored(), n, Tokens(22), mine(), **args),
     }
     return {name: [flat(t.model), history(t)] for name, t in runs.items()}
@@ -167,12 +170,17 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         if dist.is_initialized():  # by accelerate
             dist.destroy_process_group()
         return found
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ignoring = uneven("autopar", 2)
     left: Any = Trainer(model=Scored(), args=trained_args())
     stranger: Any = Scored()
     return {
         "ddp": even("ddp"),
         "autopar": even("autopar", resumes=True),
-        "uneven": uneven("autopar", 2),
+        "uneven": ignoring,
+        "warned": [str(w.message) for w in caught if w.category is autopar.AutoparWarning],
+        "examples": [ran("transformers_trainer"), ran("peft_lora")],
         "given to optimize": said(lambda: autopar.optimize(left)),
         "no trainer": said(lambda: integration.use(stranger)),
     }
