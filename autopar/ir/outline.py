@@ -17,11 +17,13 @@ from typing import Any, Never
 import torch
 import torch.fx
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.capture import JointGraph
+from autopar.ir.reachable import reachable
 from autopar.ir.training_graph import ComputeNode, Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
@@ -32,7 +34,9 @@ class Seen:
 
     gradients: tuple[tuple[str, float], ...]
     """Parameters in the order in which their gradients became complete, each with the seconds since the one before it,
-    or since the backward pass began. Those that got no gradient come last, with none."""
+    or since the backward pass began. Those that got no gradient stand where it would be expected, with none: behind
+    that of the parameter that the model lists next; where nobody can say before the backward pass that they get none,
+    last."""
     forward_s: float
     flops: int
     """Of the forward pass."""
@@ -89,7 +93,8 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
     `seen`: the order of collectives follows from it. Raises `CaptureError` where no parameter is trained."""
     table = {p.name: p for p in fingerprint.parameters if p.trainable}
     order = [(n, s) for n, s in seen.gradients if n in table]
-    order += [(n, 0.0) for n in table if n not in dict(order)]
+    there = {n for n, _ in order}
+    order += [(n, 0.0) for n in table if n not in there]
     if not order:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     graph = torch.fx.Graph()
@@ -177,6 +182,8 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     if not begun:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     dtype = max((t.dtype for t in begun), key=lambda d: d.itemsize)
+    accumulators = [get_gradient_edge(p).node for p in parameters.values()]
+    foreseen = reachable(begun, accumulators) is not None
     fired = [name for name, _ in _backward(begun, parameters)]
     del begun
     start = time.perf_counter()
@@ -189,15 +196,35 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
         if name not in in_pieces:
             gradients.append((name, at - before))
             before = at
-    gradients += [(n, 0.0) for n in parameters if n not in dict(gradients)]
     return Seen(
-        gradients=tuple(gradients),
+        gradients=tuple(_with_absent(gradients, list(parameters), foreseen)),
         forward_s=forwarded - start,
         flops=counter.get_total_flops(),
         in_pieces=tuple(n for n in parameters if n in in_pieces),
         saved_bytes=kept.bytes,
         loss_dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _with_absent(
+    gradients: Sequence[tuple[str, float]], parameters: Sequence[str], foreseen: bool
+) -> list[tuple[str, float]]:
+    """Those that got none, too: where it is foreseen, which gradients come, each behind that of the next one that the
+    model lists, which is where it comes in another step; else last."""
+    there = {n for n, _ in gradients}
+    if not foreseen:
+        return [*gradients, *((n, 0.0) for n in parameters if n not in there)]
+    behind: dict[str | None, list[tuple[str, float]]] = {}
+    last: str | None = None
+    for name in reversed(parameters):
+        if name in there:
+            last = name
+        else:
+            behind.setdefault(last, []).append((name, 0.0))
+    found = behind.get(None, [])
+    for name, seconds in gradients:
+        found += [(name, seconds), *behind.get(name, ())]
+    return found
 
 
 def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]) -> list[tuple[str, float]]:

@@ -6,7 +6,7 @@ in one process. Which these are, ranks tell each other as the backward pass ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
+from autopar.ir.reachable import reachable
 from autopar.runtime.eager import owners_of
 from autopar.runtime.process_group import Group
 
@@ -70,6 +71,8 @@ class EagerModel:
         self._tables = _buffer_tables(owners_of(model, loss_fn))
         self._reached: set[str] = set()
         """Parameters that have got a gradient on this rank, in this step so far."""
+        self._misses = True
+        """Whether some have got none in the last step: then it is found out beforehand which."""
         self._versions: dict[str, tuple[int, int]] = {}
         self._take: See | None = None
         self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
@@ -149,6 +152,14 @@ class EagerModel:
             for p, gradient in zip(self.parameters.values(), before, strict=True):
                 p.grad = gradient
 
+    def absent(self, begun: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Parameters that get no gradient from a backward pass that begins from these tensors; none where nobody can
+        say, or where the last step has left none out."""
+        if not self._misses:
+            return frozenset()
+        found = reachable(begun, self.accumulators.values())
+        return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
+
     def own_gradient(self, name: str) -> torch.Tensor | None:
         """Takes a parameter's gradient, that was complete just now, from where autograd has left it."""
         p = self.parameters[name]
@@ -172,6 +183,7 @@ class EagerModel:
     def end_passes(self) -> None:
         """Behind the last backward pass of a step: begins to ask which parameters and buffers others have used."""
         names, buffers = list(self.parameters), list(self._buffers())
+        self._misses = len(self._reached) < len(names)
         changed = [float(self._versions.get(n) != (id(b), b._version)) for n, b in buffers]
         flags = torch.tensor([*(float(n in self._reached) for n in names), *changed])
         work = None

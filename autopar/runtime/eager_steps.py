@@ -128,6 +128,8 @@ class Run:
         self.ended = False
         """Whether the backward pass has ended."""
         self.begun: torch.Tensor | None = None
+        self.absent: frozenset[str] = frozenset()
+        """Parameters that get no gradient from the backward pass, as is known before it begins."""
 
     def result(self) -> Any:
         """Runs to the end."""
@@ -165,6 +167,12 @@ class Run:
         """Takes a gradient that is complete, and runs on."""
         node = self.of.gradients[name]
         if self.of.place[node] < self.at:
+            if name in self.absent:
+                raise CaptureError(
+                    f"parameter '{name}' has got a gradient, of which the loss's autograd graph does not show that it "
+                    "gets one, after it was synchronized as one without: a hook on a tensor or a gradient may not "
+                    "begin a backward pass through parameters. Do that in the loss"
+                )
             raise CaptureError(
                 f"parameter '{name}' has got a second gradient in one backward pass, after its first one was sent, "
                 "which the first batches did not show. Where a checkpoint computes it twice, pass use_reentrant=False "
@@ -177,17 +185,24 @@ class Run:
                 self.advance()
 
     def _has(self, part: _Gradients) -> bool:
-        """Whether gradients are there; of a backward pass that has ended, those that are not are zeros."""
+        """Whether gradients are there; those that do not come any more are zeros."""
         model = self.of.model
         if self.missing:
             return False
         if not self.ended:
-            self.missing = {n for n in part.nodes if n not in self.values or n.args[1] in model.in_pieces}
-            return not self.missing
+            self.missing = {n for n in part.nodes if self._is_awaited(n)}
+            if self.missing:
+                return False
         for node in part.nodes:
             if node not in self.values:
                 self.values[node] = torch.zeros_like(model.parameters[str(node.args[1])])
         return True
+
+    def _is_awaited(self, gradient: torch.fx.Node) -> bool:
+        name = gradient.args[1]
+        if name in self.of.model.in_pieces:
+            return True
+        return gradient not in self.values and name not in self.absent
 
     def _own(self, part: torch.fx.Node) -> Any:
         """Runs a pass of the model."""
@@ -199,6 +214,7 @@ class Run:
             return None
         tangent = self.values[part.args[1]]  # type: ignore[index]
         if bool(tangent.count_nonzero()) and loss.requires_grad:  # else the loss may be no number
+            self.absent = self.of.model.absent([loss])
             self.of.model.begin_from(loss, tangent, self.take)
         self.end()
         return None
