@@ -37,15 +37,17 @@ WORST, MEAN = 1.00, 0.90
 """Of the best DDP's time: at most, in each model over its clusters, and in the geometric mean."""
 EFFORT = Effort(rounds=8, slow_rounds=8, rounds_s=25.0, block_s=1.5, block_steps=4, search_time_s=5.0)
 NOTES = (
-    "Ratios are medians (quartiles) over rounds in which both take a block of steps in turn, in the same processes, one "
-    "thread each; below 1 autopar is faster. DDP is the fastest of its bucket sizes, with gradients as views of the "
-    "buckets, and find_unused_parameters=True for the models in which parameters go unused (experts, early exit). Both "
-    "have a fused AdamW. 'Predicted' is what the plan says, from times measured on an idle rank, over what its steps "
-    "took: hosts of the lab share the machine's cores, so it falls short where they compute more than the cores can.",
+    "Ratios are medians (quartiles) over rounds in which both take a block of steps in turn, in the same processes, "
+    "one thread each; below 1 autopar is faster. DDP is the fastest of its bucket sizes, with gradients as views of "
+    "the buckets, and find_unused_parameters=True for the models in which parameters go unused (experts, early exit). "
+    "Both have a fused AdamW. 'Predicted' is what the plan says, from times measured on an idle rank, over what its "
+    "steps took: hosts of the lab share the machine's cores, so it falls short where these are busy.",
 )
 
 
-def measure(workload: str, cluster_name: str, cluster: ClusterSpec, ranks: Ranks, note: str) -> tuple[CaseOutcome, float]:
+def measure(
+    workload: str, cluster_name: str, cluster: ClusterSpec, ranks: Ranks, note: str
+) -> tuple[CaseOutcome, float]:
     """Both systems in turn; and the step time that the plan predicts, in seconds."""
     start = time.monotonic()
 

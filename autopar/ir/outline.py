@@ -18,6 +18,8 @@ import torch
 import torch.fx
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
@@ -173,10 +175,8 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
     gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name. What running
     the model changes is for the caller to put back. Raises `CaptureError` where nothing gets a gradient."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     kept = _Kept([*parameters.values(), *batch.tensors])
-    counter = FlopCounterMode(display=False)
+    counter = _Flops()
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
         begun = [t for t in run() if t.requires_grad]
     if not begun:
@@ -199,7 +199,7 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     return Seen(
         gradients=tuple(_with_absent(gradients, list(parameters), foreseen)),
         forward_s=forwarded - start,
-        flops=counter.get_total_flops(),
+        flops=counter.total,
         in_pieces=tuple(n for n in parameters if n in in_pieces),
         saved_bytes=kept.bytes,
         loss_dtype=str(dtype).removeprefix("torch."),
@@ -245,6 +245,22 @@ def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]
         for handle in handles:
             handle.remove()
     return found
+
+
+class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations. PyTorch's own `FlopCounterMode` hangs hooks on what modules are given, with
+    which `torch.autograd.grad` fails within a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        count = flop_registry.get(getattr(func, "_overloadpacket", func))
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=found)
+        return found
 
 
 class _Kept:

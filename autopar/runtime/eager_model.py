@@ -6,7 +6,7 @@ in one process. Which these are, ranks tell each other as the backward pass ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +73,9 @@ class EagerModel:
         """Parameters that have got a gradient on this rank, in this step so far."""
         self._misses = True
         """Whether some have got none in the last step: then it is found out beforehand which."""
+        self._leaves_out = False
+        """Whether no rank had a gradient of some in the last step, as all ranks know: then they ask beforehand, too."""
+        self._asked_beforehand: tuple[torch.Tensor, Any] | None = None
         self._versions: dict[str, tuple[int, int]] = {}
         self._take: See | None = None
         self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
@@ -160,6 +163,25 @@ class EagerModel:
         found = reachable(begun, self.accumulators.values())
         return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
 
+    def ask_beforehand(self, absent: frozenset[str]) -> None:
+        """Ahead of the last backward pass of a step, of which this rank gets no gradients of `absent`: begins to ask
+        which parameters no rank uses, where that is worth it."""
+        self._asked_beforehand = None
+        if self._leaves_out and self._see is None:
+            has = [float(n in self._reached or n not in absent) for n in self.parameters]
+            self._asked_beforehand = self._summed(has)
+
+    def unused_beforehand(self) -> frozenset[str]:
+        """Parameters of which no rank will have a gradient in this step, as far as that was asked ahead of the backward
+        pass; the same on all ranks."""
+        if self._asked_beforehand is None:
+            return frozenset()
+        flags, work = self._asked_beforehand
+        if work is not None:
+            with may_fail():
+                work.wait()
+        return frozenset(n for n, used in zip(self.parameters, flags.tolist(), strict=True) if not used)
+
     def own_gradient(self, name: str) -> torch.Tensor | None:
         """Takes a parameter's gradient, that was complete just now, from where autograd has left it."""
         p = self.parameters[name]
@@ -185,14 +207,16 @@ class EagerModel:
         names, buffers = list(self.parameters), list(self._buffers())
         self._misses = len(self._reached) < len(names)
         changed = [float(self._versions.get(n) != (id(b), b._version)) for n, b in buffers]
-        flags = torch.tensor([*(float(n in self._reached) for n in names), *changed])
-        work = None
+        self._asked = self._summed([*(float(n in self._reached) for n in names), *changed])
+
+    def _summed(self, numbers: Sequence[float]) -> tuple[torch.Tensor, Any]:
+        """Begins to sum numbers over the ranks."""
+        flags, work = torch.tensor(numbers), None
         if self._group.pg is not None:
-            device = next(iter(self.parameters.values())).device
-            flags = flags.to(device)
+            flags = flags.to(next(iter(self.parameters.values())).device)
             with may_fail():
                 work = dist.all_reduce(flags, group=self._group.pg, async_op=True)
-        self._asked = flags, work
+        return flags, work
 
     def _settle(self) -> None:
         if self._asked is None:
@@ -204,6 +228,7 @@ class EagerModel:
         found = [flag > 0 for flag in flags.tolist()]
         of_parameters, of_buffers = found[: len(self.parameters)], found[len(self.parameters) :]
         self._unused = frozenset(n for n, used in zip(self.parameters, of_parameters, strict=True) if not used)
+        self._leaves_out = bool(self._unused)
         buffers = (n for n, _ in self._buffers())
         self._changed = tuple(n for n, one in zip(buffers, of_buffers, strict=True) if one)
 

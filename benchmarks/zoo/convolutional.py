@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,8 +29,7 @@ class _Residual(nn.Module):
 
 
 def _residuals(widths: tuple[int, ...]) -> nn.Sequential:
-    pairs = zip(widths[:-1], widths[1:], strict=True)
-    return nn.Sequential(nn.Conv2d(3, widths[0], 3, 1, 1), *(_Residual(a, b) for a, b in pairs))
+    return nn.Sequential(nn.Conv2d(3, widths[0], 3, 1, 1), *(_Residual(a, b) for a, b in pairwise(widths)))
 
 
 class Detector(nn.Module):

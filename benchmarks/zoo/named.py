@@ -11,7 +11,8 @@ from benchmarks.zoo.workload import Workload
 
 
 def any_workload(name: str) -> Workload:
-    """A workload of the suite, a small or tiny one, one that no graph shows, or the demo's; raises `KeyError` with the nearest right name."""
+    """A workload of the suite, a small or tiny one, one that no graph shows, or the demo's;
+    raises `KeyError` with the nearest right name."""
     if name.startswith(f"{demo.NAME} "):
         return demo.named(name)
     return (SMALL | TINY | UNCAPTURED).get(name) or workload_named(name)

@@ -101,9 +101,7 @@ class Trees(nn.Module):
 
     def forward(self, ids: torch.Tensor, cuts: torch.Tensor, labels: torch.Tensor) -> Loss:
         leaves = self.leaf(self.embed(ids))
-        tops = [
-            self._top(leaves[i], ids[i].count_nonzero().item(), c, 0)[0] for i, c in enumerate(cuts.tolist())
-        ]
+        tops = [self._top(leaves[i], ids[i].count_nonzero().item(), c, 0)[0] for i, c in enumerate(cuts.tolist())]
         return {"loss": F.cross_entropy(self.out(torch.stack(tops)), labels)}
 
     def _top(self, leaves: torch.Tensor, count: Any, cuts: list[float], at: int) -> tuple[torch.Tensor, torch.Tensor]:
