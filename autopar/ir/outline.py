@@ -46,6 +46,9 @@ class Seen:
     """Parameters whose gradients come in several pieces, as those of layers that a reentrant checkpoint runs twice."""
     saved_bytes: int
     """What the forward pass has kept for the backward pass, parameters and the batch not counted."""
+    foreseen: bool
+    """Whether the autograd graph says before the backward pass which gradients come. Not where a function or a hook
+    that is written in Python begins a backward pass of its own, or may do so."""
     loss_dtype: str
     """Of the loss; of a module's outputs, the widest that gradients begin from."""
 
@@ -68,6 +71,8 @@ class Outline(JointGraph):
     """Of each node, by name, as it was measured."""
     in_pieces: frozenset[str] = frozenset()
     """Parameters whose gradients are complete only when the backward pass has ended."""
+    foreseen: bool = False
+    """As in `Seen`."""
 
 
 def run_forward(batch: Any, *parameters: Any) -> Never:
@@ -128,6 +133,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         weight=UnreadWeight("samples", is_sum=True),
         seconds=seconds,
         in_pieces=frozenset(seen.in_pieces),
+        foreseen=seen.foreseen,
     )
     end = len(seconds) - 1
     positions = {node.name: i for i, node in enumerate((forward, backward, *gradients.values()))}
@@ -182,9 +188,10 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     if not begun:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     dtype = max((t.dtype for t in begun), key=lambda d: d.itemsize)
-    accumulators = [get_gradient_edge(p).node for p in parameters.values()]
-    foreseen = reachable(begun, accumulators) is not None
+    accumulators = {n: get_gradient_edge(p).node for n, p in parameters.items()}
+    reached = reachable(begun, accumulators.values())
     fired = [name for name, _ in _backward(begun, parameters)]
+    foreseen = reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
     start = time.perf_counter()
     with torch.enable_grad():
@@ -202,6 +209,7 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
         flops=counter.total,
         in_pieces=tuple(n for n in parameters if n in in_pieces),
         saved_bytes=kept.bytes,
+        foreseen=foreseen,
         loss_dtype=str(dtype).removeprefix("torch."),
     )
 

@@ -258,6 +258,7 @@ class Run:
         if self.of.synchronizes:
             self.of.model.ask_beforehand(self.absent)
         if counts:
+            self.advance()  # to the first gradient that is awaited, from where each that comes runs on
             self.of.model.begin_from(loss, tangent, self.take)
         self.end()
         return None
