@@ -17,11 +17,15 @@ from typing import Any, Never
 import torch
 import torch.fx
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.capture import JointGraph
+from autopar.ir.reachable import reachable
 from autopar.ir.training_graph import ComputeNode, Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
 
@@ -32,7 +36,9 @@ class Seen:
 
     gradients: tuple[tuple[str, float], ...]
     """Parameters in the order in which their gradients became complete, each with the seconds since the one before it,
-    or since the backward pass began. Those that got no gradient come last, with none."""
+    or since the backward pass began. Those that got no gradient stand where it would be expected, with none: behind
+    that of the parameter that the model lists next; where nobody can say before the backward pass that they get none,
+    last."""
     forward_s: float
     flops: int
     """Of the forward pass."""
@@ -40,6 +46,9 @@ class Seen:
     """Parameters whose gradients come in several pieces, as those of layers that a reentrant checkpoint runs twice."""
     saved_bytes: int
     """What the forward pass has kept for the backward pass, parameters and the batch not counted."""
+    foreseen: bool
+    """Whether the autograd graph says before the backward pass which gradients come. Not where a function or a hook
+    that is written in Python begins a backward pass of its own, or may do so."""
     loss_dtype: str
     """Of the loss; of a module's outputs, the widest that gradients begin from."""
 
@@ -62,6 +71,8 @@ class Outline(JointGraph):
     """Of each node, by name, as it was measured."""
     in_pieces: frozenset[str] = frozenset()
     """Parameters whose gradients are complete only when the backward pass has ended."""
+    foreseen: bool = False
+    """As in `Seen`."""
 
 
 def run_forward(batch: Any, *parameters: Any) -> Never:
@@ -89,7 +100,8 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
     `seen`: the order of collectives follows from it. Raises `CaptureError` where no parameter is trained."""
     table = {p.name: p for p in fingerprint.parameters if p.trainable}
     order = [(n, s) for n, s in seen.gradients if n in table]
-    order += [(n, 0.0) for n in table if n not in dict(order)]
+    there = {n for n, _ in order}
+    order += [(n, 0.0) for n in table if n not in there]
     if not order:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     graph = torch.fx.Graph()
@@ -121,6 +133,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         weight=UnreadWeight("samples", is_sum=True),
         seconds=seconds,
         in_pieces=frozenset(seen.in_pieces),
+        foreseen=seen.foreseen,
     )
     end = len(seconds) - 1
     positions = {node.name: i for i, node in enumerate((forward, backward, *gradients.values()))}
@@ -168,16 +181,17 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
     gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name. What running
     the model changes is for the caller to put back. Raises `CaptureError` where nothing gets a gradient."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     kept = _Kept([*parameters.values(), *batch.tensors])
-    counter = FlopCounterMode(display=False)
+    counter = _Flops()
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
         begun = [t for t in run() if t.requires_grad]
     if not begun:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     dtype = max((t.dtype for t in begun), key=lambda d: d.itemsize)
+    accumulators = {n: get_gradient_edge(p).node for n, p in parameters.items()}
+    reached = reachable(begun, accumulators.values())
     fired = [name for name, _ in _backward(begun, parameters)]
+    foreseen = reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
     start = time.perf_counter()
     with torch.enable_grad():
@@ -189,15 +203,36 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
         if name not in in_pieces:
             gradients.append((name, at - before))
             before = at
-    gradients += [(n, 0.0) for n in parameters if n not in dict(gradients)]
     return Seen(
-        gradients=tuple(gradients),
+        gradients=tuple(_with_absent(gradients, list(parameters), foreseen)),
         forward_s=forwarded - start,
-        flops=counter.get_total_flops(),
+        flops=counter.total,
         in_pieces=tuple(n for n in parameters if n in in_pieces),
         saved_bytes=kept.bytes,
+        foreseen=foreseen,
         loss_dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _with_absent(
+    gradients: Sequence[tuple[str, float]], parameters: Sequence[str], foreseen: bool
+) -> list[tuple[str, float]]:
+    """Those that got none, too: where it is foreseen, which gradients come, each behind that of the next one that the
+    model lists, which is where it comes in another step; else last."""
+    there = {n for n, _ in gradients}
+    if not foreseen:
+        return [*gradients, *((n, 0.0) for n in parameters if n not in there)]
+    behind: dict[str | None, list[tuple[str, float]]] = {}
+    last: str | None = None
+    for name in reversed(parameters):
+        if name in there:
+            last = name
+        else:
+            behind.setdefault(last, []).append((name, 0.0))
+    found = behind.get(None, [])
+    for name, seconds in gradients:
+        found += [(name, seconds), *behind.get(name, ())]
+    return found
 
 
 def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]) -> list[tuple[str, float]]:
@@ -218,6 +253,22 @@ def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]
         for handle in handles:
             handle.remove()
     return found
+
+
+class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts floating-point operations. PyTorch's own `FlopCounterMode` hangs hooks on what modules are given, with
+    which `torch.autograd.grad` fails within a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        count = flop_registry.get(getattr(func, "_overloadpacket", func))
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=found)
+        return found
 
 
 class _Kept:

@@ -195,7 +195,8 @@ class BaseProgram:
         compiled = self._lowered(graph, program, batch)
         if isinstance(graph.joint, Outline):
             trained = {p.name: self._parameters[p.name] for p in graph.parameters}
-            model = EagerModel(self.model, self.settings.loss_fn, trained, graph.joint.in_pieces, self._group)
+            seen = graph.joint
+            model = EagerModel(self.model, self.settings.loss_fn, trained, seen.in_pieces, seen.foreseen, self._group)
             self._outlined = compiled = replace(compiled, eager=model, batch=batch)
         for name in self.needed if self._outlined is None else self.synchronizing[:1]:
             self.written(compiled, name)

@@ -6,8 +6,9 @@ in one process. Which these are, ranks tell each other as the backward pass ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
+from autopar.ir.reachable import reachable
 from autopar.runtime.eager import owners_of
 from autopar.runtime.process_group import Group
 
@@ -51,10 +53,12 @@ class EagerModel:
         loss_fn: Any,
         parameters: Mapping[str, nn.Parameter],
         in_pieces: frozenset[str],
+        foreseen: bool,
         group: Group,
     ) -> None:
         """`parameters`: those that are trained, by the plan's names. `in_pieces`: those among them whose gradients are
-        complete only when the backward pass has ended."""
+        complete only when the backward pass has ended. `foreseen`: whether the autograd graph of the example says which
+        gradients come."""
         self.model = model
         self.loss_fn = loss_fn
         self.parameters = dict(parameters)
@@ -73,12 +77,18 @@ class EagerModel:
         self._tables = _buffer_tables(owners)
         self._reached: set[str] = set()
         """Parameters that have got a gradient on this rank, in this step so far."""
+        self._foreseen = foreseen
+        self._misses = False
+        """Whether some have got none in a step so far: then it is found out beforehand which."""
+        self._leaves_out = False
+        """Whether no rank had a gradient of some in a step so far, as all ranks know: then they ask beforehand, too."""
+        self._asked_beforehand: tuple[torch.Tensor, Any] | None = None
         self._versions: dict[str, tuple[int, int]] = {}
         self._take: See | None = None
         self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
         """What autograd adds each gradient up in; they live, with hooks on them, for as long as they are held."""
         for name, node in self.accumulators.items():
-            node.register_hook(lambda *_, name=name: self._complete(name))
+            node.register_hook(partial(self._complete, name))
         self._asked: tuple[torch.Tensor, Any] | None = None
         """Who has what, on its way between ranks."""
         self._unused: frozenset[str] = frozenset()
@@ -152,6 +162,33 @@ class EagerModel:
             for p, gradient in zip(self._everything, before, strict=True):
                 p.grad = gradient
 
+    def absent(self, begun: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Parameters that get no gradient from a backward pass that begins from these tensors; none where nobody can
+        say, or where no step has left one out so far."""
+        if not (self._misses and self._foreseen):
+            return frozenset()
+        found = reachable(begun, self.accumulators.values())
+        return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
+
+    def ask_beforehand(self, absent: frozenset[str]) -> None:
+        """Ahead of the last backward pass of a step, of which this rank gets no gradients of `absent`: begins to ask
+        which parameters no rank uses, where that is worth it."""
+        self._asked_beforehand = None
+        if self._leaves_out and self._see is None:
+            has = [float(n in self._reached or n not in absent) for n in self.parameters]
+            self._asked_beforehand = self._summed(has)
+
+    def unused_beforehand(self) -> frozenset[str]:
+        """Parameters of which no rank will have a gradient in this step, as far as that was asked ahead of the backward
+        pass; the same on all ranks."""
+        if self._asked_beforehand is None:
+            return frozenset()
+        flags, work = self._asked_beforehand
+        if work is not None:
+            with may_fail():
+                work.wait()
+        return frozenset(n for n, used in zip(self.parameters, flags.tolist(), strict=True) if not used)
+
     def own_gradient(self, name: str) -> torch.Tensor | None:
         """Takes a parameter's gradient, that was complete just now, from where autograd has left it."""
         p = self.parameters[name]
@@ -161,29 +198,31 @@ class EagerModel:
         self._reached.add(name)
         return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
-    def _complete(self, name: str) -> None:
+    def _complete(self, name: str, *_: Any) -> None:
         take = self._take
         if take is None:
             return
-        with torch.no_grad():
-            gradient = self.own_gradient(name)
-            assert gradient is not None
-            if self._see is not None:
-                self._see(name, gradient)
-            take(name, gradient)
+        gradient = self.own_gradient(name)  # a backward pass that nobody goes back through records nothing
+        assert gradient is not None
+        if self._see is not None:
+            self._see(name, gradient)
+        take(name, gradient)
 
     def end_passes(self) -> None:
         """Behind the last backward pass of a step: begins to ask which parameters and buffers others have used."""
         names, buffers = list(self.parameters), list(self._buffers())
+        self._misses |= len(self._reached) < len(names)
         changed = [float(self._versions.get(n) != (id(b), b._version)) for n, b in buffers]
-        flags = torch.tensor([*(float(n in self._reached) for n in names), *changed])
-        work = None
+        self._asked = self._summed([*(float(n in self._reached) for n in names), *changed])
+
+    def _summed(self, numbers: Sequence[float]) -> tuple[torch.Tensor, Any]:
+        """Begins to sum numbers over the ranks."""
+        flags, work = torch.tensor(numbers), None
         if self._group.pg is not None:
-            device = next(iter(self.parameters.values())).device
-            flags = flags.to(device)
+            flags = flags.to(next(iter(self.parameters.values())).device)
             with may_fail():
                 work = dist.all_reduce(flags, group=self._group.pg, async_op=True)
-        self._asked = flags, work
+        return flags, work
 
     def _settle(self) -> None:
         if self._asked is None:
@@ -195,6 +234,7 @@ class EagerModel:
         found = [flag > 0 for flag in flags.tolist()]
         of_parameters, of_buffers = found[: len(self.parameters)], found[len(self.parameters) :]
         self._unused = frozenset(n for n, used in zip(self.parameters, of_parameters, strict=True) if not used)
+        self._leaves_out |= bool(self._unused)
         buffers = (n for n, _ in self._buffers())
         self._changed = tuple(n for n, one in zip(buffers, of_buffers, strict=True) if one)
 

@@ -18,7 +18,10 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.outline import opaque, run_forward, take_gradient
+from autopar.ops.group import Group
+from autopar.ops.moments import SYNCHRONIZE
 from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.writer import CALL, Held
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class _Piece:
     run: torch.fx.GraphModule
     takes: tuple[torch.fx.Node, ...]
     gives: tuple[torch.fx.Node, ...]
+    group: int | None
+    """Of which sync group it is a part; `None` of what is done for all."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class EagerStep(nn.Module):
         """Of each node, among the parts."""
         self.last_own = max(self.place[n] for n in nodes if opaque(n))
         """Of the parts, the last one of the model's own run."""
+        self.spared = self._sparable(nodes)
+        """By sync group, its parameters: of groups that have nothing to do where no rank has a gradient of theirs."""
         self.frees = self._last_uses()
         """Behind each part, the values that nobody reads any more."""
 
@@ -81,17 +88,32 @@ class EagerStep(nn.Module):
 
     def _cut(self, nodes: Sequence[torch.fx.Node]) -> list[Part]:
         found: list[Part] = []
-        for kind, group in groupby(nodes, lambda n: n.target if opaque(n) else None):
+        for (kind, of), group in groupby(nodes, lambda n: (n.target, None) if opaque(n) else (None, _group(n))):
             own = list(group)
             if kind is None:
-                found.append(self._piece(own))
+                found.append(self._piece(own, of))
             elif kind is take_gradient:
                 found.append(_Gradients(frozenset(own)))
             else:
                 found += own
         return found
 
-    def _piece(self, nodes: Sequence[torch.fx.Node]) -> _Piece:
+    def _sparable(self, nodes: Sequence[torch.fx.Node]) -> dict[int, frozenset[str]]:
+        """Groups that keep nothing from step to step, and whose values nobody else reads."""
+        found: dict[int, Group] = {}
+        kept: set[int] = set()
+        for node in nodes:
+            call, _ = node.meta.get(CALL, (None, False))
+            if call is None or call.group is None:
+                continue
+            group = found[call.group.index] = call.group
+            is_state = node.op == "call_module" and isinstance(self.written.get_submodule(str(node.target)), Held)
+            read = any(_group(u) != group.index for u in node.users)
+            if call.deferred or is_state or read or group.lossy or group.moment != SYNCHRONIZE:
+                kept.add(group.index)
+        return {i: frozenset(g.names) for i, g in found.items() if i not in kept}
+
+    def _piece(self, nodes: Sequence[torch.fx.Node], of: int | None) -> _Piece:
         graph, own = torch.fx.Graph(), set(nodes)
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
         takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own))
@@ -101,7 +123,13 @@ class EagerStep(nn.Module):
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         gives = tuple(n for n in nodes if any(u not in own for u in n.users))
         graph.output(tuple(copies[n] for n in gives))
-        return _Piece(torch.fx.GraphModule(self.written, graph), tuple(takes), gives)
+        return _Piece(torch.fx.GraphModule(self.written, graph), tuple(takes), gives, of)
+
+
+def _group(node: torch.fx.Node) -> int | None:
+    """The sync group for which a call has written a node."""
+    call, _ = node.meta.get(CALL, (None, False))
+    return None if call is None or call.group is None else int(call.group.index)
 
 
 def _makes(part: Part) -> Iterable[torch.fx.Node]:
@@ -128,6 +156,9 @@ class Run:
         self.ended = False
         """Whether the backward pass has ended."""
         self.begun: torch.Tensor | None = None
+        self.absent: frozenset[str] = frozenset()
+        """Parameters that get no gradient from the backward pass, as is known before it begins."""
+        self._spared: dict[int, bool] = {}
 
     def result(self) -> Any:
         """Runs to the end."""
@@ -146,9 +177,10 @@ class Run:
                 return  # what is still to come of the backward pass may read parameters
             self.at += 1  # a backward pass comes back here, from its hooks
             if isinstance(part, _Piece):
-                with torch.no_grad():
-                    made = part.run(*(self.values[n] for n in part.takes))
-                self.values.update(zip(part.gives, made, strict=True))
+                if not self._is_spared(part.group):
+                    with torch.no_grad():
+                        made = part.run(*(self.values[n] for n in part.takes))
+                    self.values.update(zip(part.gives, made, strict=True))
             elif isinstance(part, torch.fx.Node):
                 self.values[part] = self._own(part)
             for node in self.of.frees[at]:
@@ -165,6 +197,12 @@ class Run:
         """Takes a gradient that is complete, and runs on."""
         node = self.of.gradients[name]
         if self.of.place[node] < self.at:
+            if name in self.absent:
+                raise CaptureError(
+                    f"parameter '{name}' has got a gradient, of which the loss's autograd graph does not show that it "
+                    "gets one, after it was synchronized as one without: a hook on a tensor or a gradient may not "
+                    "begin a backward pass through parameters. Do that in the loss"
+                )
             raise CaptureError(
                 f"parameter '{name}' has got a second gradient in one backward pass, after its first one was sent, "
                 "which the first batches did not show. Where a checkpoint computes it twice, pass use_reentrant=False "
@@ -177,17 +215,34 @@ class Run:
                 self.advance()
 
     def _has(self, part: _Gradients) -> bool:
-        """Whether gradients are there; of a backward pass that has ended, those that are not are zeros."""
+        """Whether gradients are there; those that do not come any more are zeros."""
         model = self.of.model
         if self.missing:
             return False
         if not self.ended:
-            self.missing = {n for n in part.nodes if n not in self.values or n.args[1] in model.in_pieces}
-            return not self.missing
+            self.missing = {n for n in part.nodes if self._is_awaited(n)}
+            if self.missing:
+                return False
         for node in part.nodes:
             if node not in self.values:
                 self.values[node] = torch.zeros_like(model.parameters[str(node.args[1])])
         return True
+
+    def _is_spared(self, group: int | None) -> bool:
+        """Whether a group does nothing in this step, as no rank has a gradient of its parameters. All ranks find the
+        same; one that has a gradient knows without asking."""
+        if group is None or group not in self.of.spared:
+            return False
+        if group not in self._spared:
+            names = self.of.spared[group]
+            self._spared[group] = names <= self.absent and names <= self.of.model.unused_beforehand()
+        return self._spared[group]
+
+    def _is_awaited(self, gradient: torch.fx.Node) -> bool:
+        name = gradient.args[1]
+        if name in self.of.model.in_pieces:
+            return True
+        return gradient not in self.values and name not in self.absent
 
     def _own(self, part: torch.fx.Node) -> Any:
         """Runs a pass of the model."""
@@ -198,7 +253,12 @@ class Run:
         if loss is None:  # the user's own backward pass is under way
             return None
         tangent = self.values[part.args[1]]  # type: ignore[index]
-        if bool(tangent.count_nonzero()) and loss.requires_grad:  # else the loss may be no number
+        counts = bool(tangent.count_nonzero()) and loss.requires_grad  # else the loss may be no number
+        self.absent = self.of.model.absent([loss] if counts else [])
+        if self.of.synchronizes:
+            self.of.model.ask_beforehand(self.absent)
+        if counts:
+            self.advance()  # to the first gradient that is awaited, from where each that comes runs on
             self.of.model.begin_from(loss, tangent, self.take)
         self.end()
         return None

@@ -392,5 +392,7 @@ def _fuses_wrongly(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 def _is_dense(p: torch.Tensor) -> bool:
     """Whether elements lie side by side in memory, in whatever order of dimensions."""
+    if p.is_contiguous():  # asked for every parameter in each step
+        return True
     order = sorted(range(p.dim()), key=lambda d: (p.stride(d), p.shape[d]), reverse=True)
     return p.permute(order).is_contiguous()

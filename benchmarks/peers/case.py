@@ -81,13 +81,18 @@ class Case:
 
     @cached_property
     def _captured(self) -> tuple[TrainingGraph, Context, CostModel]:
-        from autopar.cost_models import AnalyticCostModel, optimizer_cost
-        from autopar.ir.batch import flatten
-        from autopar.ir.build import training_graph
+        from autopar.cost_models import AnalyticCostModel, cost_model_for, optimizer_cost
+        from autopar.ir.outline import Outline
         from autopar.runtime.optimizer import context_for, optimizer_scope
+        from autopar.runtime.process_group import Group
+        from autopar.spec.topology import Topology
+        from benchmarks.peers.planned import graph_of
 
-        model = self.workload.model()
-        graph = training_graph(model, flatten(self.workload.batch(0, 0)), self.workload.loss_fn)
-        optimizer = self.workload.optimizer(model)
+        graph = graph_of(self.workload, Group(0, 1))
+        optimizer = self.workload.optimizer(self.workload.model())
         context = context_for(self.cluster.world_size, optimizer, optimizer_scope(optimizer), None, True)
-        return graph, context, AnalyticCostModel(optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0]))
+        updates = optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
+        if isinstance(graph.joint, Outline):  # its times are measured
+            kind = Topology(self.cluster).ranks[0].device.kind
+            return graph, context, cost_model_for(updates, {kind: graph.joint.seconds}, None)
+        return graph, context, AnalyticCostModel(updates)

@@ -29,6 +29,8 @@ class Ddp(Peer):
 
     def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
         model = workload.model()
+        if workload.leaves_unused:
+            options = {**options, "find_unused_parameters": True}
         return trainer(workload, self.wrap(model, **options), tuned_optimizer(workload, model))
 
     def wrap(self, model: nn.Module, **options: Any) -> DistributedDataParallel:

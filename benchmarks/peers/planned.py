@@ -7,13 +7,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.ir.batch import flatten
 from autopar.spec.plan import Fidelity
 from benchmarks.peers.base import Options, Peer, Step
 from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from autopar.ir.training_graph import TrainingGraph
+    from autopar.runtime.compiled import Settings
     from autopar.runtime.process_group import Group
     from benchmarks.peers.case import Case
 
@@ -28,7 +28,6 @@ class Planned(Peer):
 
     def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
         """As `autopar.optimize(plan=...)`, but captures a workload once for all of its plans."""
-        from autopar.runtime.compiled import Settings
         from autopar.runtime.optimizer import context_for, optimizer_scope
         from autopar.runtime.program import Program
         from autopar.spec.plan import Plan
@@ -37,8 +36,8 @@ class Planned(Peer):
         optimizer = workload.optimizer(model)
         context = context_for(world_size, optimizer, optimizer_scope(optimizer), None, True)
         plan = Plan.load(options["plan"])
-        program = Program(model, plan, _group(), optimizer, Settings(workload.loss_fn), context)
-        program.adopt(captured(workload, rank), workload.batch(0, rank))
+        program = Program(model, plan, _group(), optimizer, settings_of(workload), context)
+        program.adopt(captured(workload), workload.batch(0, rank))
         return program.step
 
 
@@ -75,8 +74,24 @@ def _group() -> Group:
 
 
 @lru_cache(maxsize=1)
-def captured(workload: Workload, rank: int) -> TrainingGraph:
-    """The workload's graph; of the one asked for last, it is kept."""
-    from autopar.ir.build import training_graph
+def captured(workload: Workload) -> TrainingGraph:
+    """The workload's graph on this rank; of the one asked for last, it is kept."""
+    return graph_of(workload, _group())
 
-    return training_graph(workload.model(), flatten(workload.batch(0, rank)), workload.loss_fn)
+
+def graph_of(workload: Workload, group: Group) -> TrainingGraph:
+    """A workload's graph on a rank; where it runs eagerly its outline, by all ranks together."""
+    from autopar.planning import Training
+
+    model = workload.model()
+    training = Training(model, workload.batch(0, group.rank), settings_of(workload), workload.optimizer(model), "step")
+    if workload.eager:
+        training.settle(group)
+    return training.graph()
+
+
+def settings_of(workload: Workload) -> Settings:
+    """What a program of the workload computes."""
+    from autopar.runtime.compiled import Settings
+
+    return Settings(workload.loss_fn, capture="never" if workload.eager else "auto")

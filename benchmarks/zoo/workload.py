@@ -38,6 +38,11 @@ class Workload:
     sparse_model: Callable[[], nn.Module] | None = None
     """The same model, with the same weights, whose embeddings give sparse gradients. Only where the optimizer does the
     same with them as with dense ones, which plain SGD does."""
+    eager: bool = False
+    """Whether no graph shows it, so that it runs eagerly."""
+    leaves_unused: bool = False
+    """Whether some parameters get no gradient in some steps, as those of experts that nothing was sent to. DDP's user
+    must say so."""
 
     @property
     def sparse(self) -> bool:

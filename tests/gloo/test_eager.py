@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.gloo import unused
 from tests.gloo.eager import everything
-from tests.gloo.ranks import run_worlds
+from tests.gloo.ranks import run_ranks, run_worlds
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +38,16 @@ def test_a_model_that_writes_to_its_parameters_is_refused_where_ranks_would_drif
     for found in (*worlds[2], *worlds[3]):
         assert "writes to its parameter 'table.weight'" in found["refused"]
         assert "drift apart" in found["refused"]
+
+
+def test_parameters_without_a_gradient_hold_nothing_up_and_are_not_sent_where_no_rank_has_one() -> None:
+    ranks = run_ranks(2, unused.everything)
+    for found in ranks:
+        assert max(found["apart"]) < 1e-6
+        # Layers that the example did not use stand between those that it did.
+        assert found["order"] == ["last.weight", *(f"layers.{i}.weight" for i in (3, 2, 1, 0)), "first.weight"]
+        logs = found["logs"]
+        assert [log.count("sum") for log in logs] == [6, 4, 4, 6, 3, 3, 6]
+        # From the second step on, all but the first layer's sum are begun before its gradient comes, whatever this rank
+        # leaves out.
+        assert [log.index("first") for log in logs[1:]] == [log.count("sum") - 1 for log in logs[1:]]

@@ -1,0 +1,81 @@
+"""What the tests of parameters without a gradient run on each rank: when sums of gradients are begun, and which."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.spec.plan import ParameterSlice, SyncGroup
+
+WIDTH, DEPTHS = 8, ((1, 3), (1, 2), (1, 2), (4, 1), (1, 1), (1, 1), (2, 4))
+"""Of each step: how many layers each rank's batch asks for."""
+
+
+class Deep(nn.Module):
+    """Takes as many of its four layers as its batch asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)])
+        self.last = nn.Linear(WIDTH, 3, bias=False)
+        self.log: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x[:, 1:])
+        h.register_hook(lambda _: self.log.append("first"))
+        for layer in self.layers[: int(x[0, 0].item())]:
+            h = layer(h).tanh()
+        found: torch.Tensor = self.last(h)
+        return found
+
+
+class Sums(TorchDispatchMode):
+    """Writes into a log how many elements each all-reduce of gradients sums."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_reduce" in str(func) and args[0].dtype == torch.float32 and args[0].numel() >= 3 * WIDTH:
+            self.log.append("sum")
+        return func(*args, **(kwargs or {}))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4, WIDTH + 1, generator=draw)
+    x[:, 0] = DEPTHS[step][rank]
+    return x, torch.randn(4, 3, generator=draw)
+
+
+def everything(rank: int, n: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    model, alone = Deep(), Deep()
+    optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
+    settings: dict[str, Any] = {"example_inputs": batch(0, rank), "loss_fn": nn.functional.mse_loss, "check": "never"}
+    settings["optimizer"] = optimizer
+    plan = autopar.optimize(model, strategy="ddp", **settings).plan
+    names = [m.name for g in plan.groups for m in g.members]
+    groups = tuple(SyncGroup(strategy="all_reduce", members=(ParameterSlice(name=name),)) for name in names)
+    program = autopar.optimize(model, plan=plan.model_copy(update={"groups": groups}), **settings)
+    found: dict[str, Any] = {"order": names, "logs": [], "apart": []}
+    for step in range(len(DEPTHS)):
+        model.log.clear()
+        with Sums(model.log):
+            program.step(batch(step, rank))
+        theirs.zero_grad()
+        losses = [nn.functional.mse_loss(alone(x), y) for x, y in (batch(step, r) for r in range(n))]
+        torch.stack(losses).mean().backward()
+        theirs.step()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        found["apart"].append(max(float((a - b).detach().abs().max()) for a, b in pairs))
+        found["logs"].append(list(model.log))
+    return found
