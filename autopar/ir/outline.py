@@ -172,8 +172,12 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
 
     kept = _Kept([*parameters.values(), *batch.tensors])
     counter = FlopCounterMode(display=False)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
-        begun = [t for t in run() if t.requires_grad]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
+            begun = [t for t in run() if t.requires_grad]
+    except Exception:  # what stands in the way of counting need not stand in that of training, as with torch.func
+        with torch.enable_grad():
+            begun = [t for t in run() if t.requires_grad]
     if not begun:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     dtype = max((t.dtype for t in begun), key=lambda d: d.itemsize)
@@ -198,6 +202,12 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
         saved_bytes=kept.bytes,
         loss_dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def unseen(parameters: Iterable[str]) -> Seen:
+    """What is assumed of a step that cannot be looked at, as of a module that hands back no tensor: gradients become
+    complete in the reverse order of the model's parameters, as `DistributedDataParallel` assumes."""
+    return Seen(tuple((n, 0.0) for n in reversed([*parameters])), 0.0, 0, (), 0, "float32")
 
 
 def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]) -> list[tuple[str, float]]:

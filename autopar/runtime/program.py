@@ -44,6 +44,7 @@ from autopar.runtime.step_result import StepResult
 from autopar.runtime.step_runs import StepRuns
 from autopar.runtime.step_writer import LocalWriter, StepWriter
 from autopar.runtime.subject import Subject
+from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
@@ -79,6 +80,7 @@ class Program(BaseProgram):
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
         self._parts: dict[int, OptimizerPart] = {}
+        self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._steps, self._since))
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._meaning = LossMeaning(
             model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
@@ -351,7 +353,7 @@ class Program(BaseProgram):
 
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
         if index not in self._parts:
-            unused = frozenset if self._eager is None else self._eager.unused
+            unused = partial(self._unused.of, index)
             self._parts[index] = OptimizerPart(self.optimizer, parts, self._parameters, unused)
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
@@ -365,6 +367,7 @@ class Program(BaseProgram):
                 loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
                 loss = self._runs.many(compiled, batches, originals)
+        self._unused.note()
         self._share_buffers(compiled[-1], f"step {self._steps}")
         return loss
 
