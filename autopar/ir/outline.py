@@ -183,8 +183,12 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     the model changes is for the caller to put back. Raises `CaptureError` where nothing gets a gradient."""
     kept = _Kept([*parameters.values(), *batch.tensors])
     counter = _Flops()
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
-        begun = [t for t in run() if t.requires_grad]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
+            begun = [t for t in run() if t.requires_grad]
+    except Exception:  # what stands in the way of counting need not stand in that of training, as with torch.func
+        with torch.enable_grad():
+            begun = [t for t in run() if t.requires_grad]
     if not begun:
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     dtype = max((t.dtype for t in begun), key=lambda d: d.itemsize)
@@ -233,6 +237,13 @@ def _with_absent(
     for name, seconds in gradients:
         found += [(name, seconds), *behind.get(name, ())]
     return found
+
+
+def unseen(parameters: Iterable[str]) -> Seen:
+    """What is assumed of a step that cannot be looked at, as of a module that hands back no tensor: gradients become
+    complete in the reverse order of the model's parameters, as `DistributedDataParallel` assumes."""
+    order = tuple((n, 0.0) for n in reversed([*parameters]))
+    return Seen(order, 0.0, 0, (), foreseen=False, saved_bytes=0, loss_dtype="float32")
 
 
 def _backward(begun: Sequence[torch.Tensor], parameters: dict[str, nn.Parameter]) -> list[tuple[str, float]]:

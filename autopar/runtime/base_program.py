@@ -289,8 +289,9 @@ class BaseProgram:
 
     def _share_buffers(self, compiled: Compiled, when: str) -> None:
         """Has all ranks take rank 0's values of the buffers that are to be alike."""
-        names = compiled.shared_buffers if self._eager is None else self._eager.changed_buffers()
-        take_from_rank_0([self._buffers[n] for n in names], self._group, f"buffers of {when}")
+        if self._eager is not None:
+            return self._eager.share_buffers(f"buffers of {when}")
+        take_from_rank_0([self._buffers[n] for n in compiled.shared_buffers], self._group, f"buffers of {when}")
 
 
 def leaves(batch: Batch) -> Batch:

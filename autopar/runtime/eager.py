@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
 from autopar.runtime.generators import generators, set_generators
+from autopar.runtime.held_state import held_within, parts
 from autopar.runtime.shared_memory import once
 
 Take = Callable[[str, torch.Tensor], None]
@@ -25,15 +25,16 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
-    """Keeps the attributes of modules and of all within, what their lists, dicts and sets hold, and the values of
-    tensors among these that are neither parameters nor buffers; what is returned puts that back."""
+    """Keeps the attributes of modules and of all within, what containers, other objects and generators of random
+    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; what is
+    returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
     attributes = [(m, dict(vars(m))) for m in modules]
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
-    containers = [(c, copy.copy(c)) for _, held in attributes for c in held.values() if type(c) in (list, dict, set)]
-    inside = [p for c, _ in containers if id(c) not in tables for p in _parts(c)]
-    tensors = [t for t in (*(v for _, held in attributes for v in held.values()), *inside) if _is_plain(t)]
-    values = [(t, t._version, once(t).clone()) for t in dict.fromkeys(tensors)]
+    registered: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
+    own = [dict(t) for t in registered]
+    inside, back = held_within(v for _, held in attributes for v in held.values() if id(v) not in tables)
+    values = [(t, t._version, once(t).clone()) for t in inside if _is_plain(t)]
 
     def put_back() -> None:
         with torch.no_grad():
@@ -43,10 +44,12 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
         for module, held in attributes:
             vars(module).clear()
             vars(module).update(held)
-        for container, content in containers:
-            if list(map(id, _parts(container))) != list(map(id, _parts(content))):
-                container.clear()
-                container.extend(content) if type(container) is list else container.update(content)
+        for one in back:
+            one()
+        for table, content in zip(registered, own, strict=True):
+            if list(map(id, parts(table))) != list(map(id, parts(content))):
+                table.clear()
+                table.update(content)
 
     return put_back
 
@@ -55,14 +58,10 @@ def _is_plain(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
 
 
-def _parts(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
-
-
 @contextlib.contextmanager
 def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
     """Puts back what running a model changes: buffers, attributes of modules and what they list, random streams, and
-    gradients. Hooks on the gradients of parameters do not run.
+    gradients. Hooks on parameters do not run: one that updates its parameter would leave a trace.
 
     `owners`: by what the names of their buffers begin with. The dict that it gives is filled, at its end, with the
     buffers as running the model has left them.
@@ -74,7 +73,8 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
     gradients = [p.grad for p in parameters]
     random = generators()
     after: dict[str, torch.Tensor] = {}
-    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    hung = [t for p in parameters for t in (p._backward_hooks, p._post_accumulate_grad_hooks) if t]
+    hooks = [(table, dict(table)) for table in hung]
     for p in parameters:
         p.grad = None
     for table, _ in hooks:

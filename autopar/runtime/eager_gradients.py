@@ -1,8 +1,8 @@
 """A drop-in module that runs its model eagerly: gradients are synchronized beside the user's own backward pass.
 
 Hooks on the parameters' gradient accumulators, as DDP has them, run what was written into the model's outline: the
-first gradient of a backward pass begins it, and the pass's end completes it. What lay in `grad` before is put aside
-meanwhile, and the synchronized gradient added to it.
+first gradient of a backward pass begins it, and the pass's end completes it. What lay in `grad` before stays there, and
+the synchronized gradient is added to it; then hooks run that wait for gradients to be accumulated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
-from autopar.errors import AutoparWarning
-from autopar.ir.capture import output_tensors
+from autopar.errors import AutoparWarning, CaptureError
+from autopar.ir.held_tensors import held_tensors
 from autopar.runtime.eager_steps import Run
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class _Forward:
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.is_reached = False
+        self.is_hooked = False
+        """Whether it has an output that tells it when a gradient comes."""
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """A gradient has come to one of its outputs."""
@@ -54,39 +56,54 @@ class EagerGradients:
         self._begin = begin
         self._end = end
         self._alive: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._fresh: list[_Forward] = []
+        """Behind which no backward pass has ended. What is alive is up to each rank; this is the same on all."""
+        self._task = -1
+        self._hooks: list[tuple[str, Any, dict[int, Any]]] = []
+        """That wait for gradients to be accumulated, by their parameter, with the table that they lie in."""
+        self._said_hooks = False
         self._run: Run | None = None
         self._weight = 0.0
         self._is_open = False
         self._before: dict[str, torch.Tensor | None] = {}
         self._own: dict[str, torch.Tensor] = {}
         for name, node in model.accumulators.items():
-            node.register_prehook(lambda _: self._open())
+            node.register_prehook(lambda _, name=name: self._begins(name))
             node.register_hook(lambda *_, name=name: self._complete(name))
 
     def forward(self, weight: float, call: Callable[[], Any]) -> Any:
         """Calls the model; `weight`: how much the batch counts."""
+        if self._is_open and self._task == torch._C._current_graph_task_id():
+            return call()  # within a backward pass, for a checkpoint that lies around the module
         self._close()
-        self._model.begin()
+        self._model.begin(goes_on=bool(self._fresh))
         output = call()
         passed = _Forward(weight)
-        for tensor in output_tensors(output):
-            if tensor.requires_grad:
+        for tensor in held_tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep the hook
                 tensor.register_hook(passed)  # type: ignore[no-untyped-call]
+                passed.is_hooked = True
         self._alive.add(passed)
+        self._fresh.append(passed)
         return output
 
     def _open(self) -> None:
         """Behind this, gradients of one backward pass come, until it ends."""
-        if self._is_open or not self._alive:
+        reached = [f for f in self._alive if f.is_reached] or self._fresh
+        if not reached:  # it goes through no output of the module, as the gradient of a penalty on parameters
             return
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "backward(create_graph=True) cannot be synchronized, as nothing flows back through what others have "
+                "sent: take gradients that are differentiated again with torch.autograd.grad"
+            )
         Variable._execution_engine.queue_callback(self._finish)
         self._is_open = True
-        reached = [f for f in self._alive if f.is_reached] or list(self._alive)
+        self._task = torch._C._current_graph_task_id()
         for f in reached:
             f.is_reached = False
         self._weight = self._weight_of([f.weight for f in reached])
-        for name, p in self._model.parameters.items():
-            self._before[name], p.grad = p.grad, None
+        self._put_hooks_off()
         self._guard = self._new_guard()
         self._guard.__enter__()
         with self._guarded():
@@ -94,14 +111,22 @@ class EagerGradients:
             if self._run is not None:
                 self._run.advance()
 
-    def _complete(self, name: str) -> None:
+    def _begins(self, name: str) -> None:
+        """A gradient is about to be added to `grad`."""
         if not self._is_open:
-            return
-        if self._weight == 0 and self._run is not None:
-            self._model.parameters[name].grad = None  # of a batch that counts as nothing, it may be no number
+            self._open()
+        if self._is_open:
+            p = self._model.parameters[name]
+            self._before[name], p.grad = p.grad, None
+
+    def _complete(self, name: str) -> None:
+        if name not in self._before:
             return
         with self._guarded():
-            gradient = self._model.own_gradient(name)
+            gradient = None
+            if self._weight or self._run is None:  # else, of a batch that counts as nothing, it may be no number
+                gradient = self._model.own_gradient(name)
+            self._model.parameters[name].grad = self._before.pop(name)
             if gradient is None:
                 return
             self._own[name] = self._own[name] + gradient if name in self._own else gradient
@@ -109,27 +134,50 @@ class EagerGradients:
                 self._run.take(name, gradient)
 
     def _finish(self) -> None:
-        own, run, before = self._own, self._run, self._before
+        own, run = self._own, self._run
         with self._guarded():
             found = self._end(own, self._weight, run)
             guard, self._guard = self._guard, None
             assert guard is not None
             guard.__exit__(None, None, None)
+            hooks = self._hooks
             self._close()
+            self._fresh = [f for f in self._fresh if not f.is_hooked][1:]
             for name, gradient in found.items():
-                earlier = before[name]
-                self._model.parameters[name].grad = gradient if earlier is None else earlier.add_(gradient)
+                p = self._model.parameters[name]
+                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+            for name, _, of_parameter in hooks:
+                if name in found:
+                    for hook in of_parameter.values():
+                        hook(self._model.parameters[name])
+
+    def _put_hooks_off(self) -> None:
+        """Has hooks that wait for gradients to be accumulated run when these are synchronized: they may update."""
+        for name, p in self._model.parameters.items():
+            if p._post_accumulate_grad_hooks:
+                self._hooks.append((name, p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks)))
+                p._post_accumulate_grad_hooks.clear()
+            if p._backward_hooks and not self._said_hooks:
+                self._said_hooks = True
+                warnings.warn(
+                    f"parameter '{name}' has a hook on its gradient, which is given this rank's own, before it is "
+                    "synchronized, as with DistributedDataParallel. What is to see the synchronized gradient registers "
+                    "with register_post_accumulate_grad_hook",
+                    AutoparWarning,
+                    stacklevel=2,
+                )
 
     def _close(self) -> None:
-        """Puts back what lay in `grad`; also of a backward pass that has failed."""
-        if self._is_open:
-            for name, gradient in self._before.items():
-                self._model.parameters[name].grad = gradient
+        """Puts back what was put aside; also of a backward pass that has failed."""
+        for name, earlier in self._before.items():
+            self._model.parameters[name].grad = earlier
+        for _, table, kept in self._hooks:
+            table.update(kept)
         if self._guard is not None:
             guard, self._guard = self._guard, None
             unfinished = RuntimeError("a backward pass has not come to its end")
             guard.__exit__(type(unfinished), unfinished, None)
-        self._is_open, self._run, self._own, self._before = False, None, {}, {}
+        self._is_open, self._run, self._own, self._before, self._hooks = False, None, {}, {}, []
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

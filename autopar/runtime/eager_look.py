@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -12,8 +13,9 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparWarning, CaptureError, SignatureError, UnusedParameterError
 from autopar.ir.batch import Batch, call_model
 from autopar.ir.build import model_fingerprint, named_parameters
-from autopar.ir.capture import Mode, output_tensors
-from autopar.ir.outline import Seen, look, outline
+from autopar.ir.capture import Mode
+from autopar.ir.held_tensors import held_tensors
+from autopar.ir.outline import Seen, look, outline, unseen
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace
@@ -48,8 +50,10 @@ def settled(
                 raise
             raise CaptureError(reason) from e  # it says more of what is wrong
 
-    mine = looked()  # on all ranks, as the model may exchange values between them; what rank 0 has seen holds
-    seen = rendezvous.from_rank_0("order of gradients", lambda: mine)
+    if group.rank:  # in company, for the model may have ranks communicate in its forward pass; rank 0's look counts
+        with contextlib.suppress(Exception):
+            looked()
+    seen = rendezvous.from_rank_0("order of gradients", looked)
     fingerprint = model_fingerprint(model, settings.loss_fn)
     if optimizer is not None:  # others are trained elsewhere, by another program
         held, named = updated_by(optimizer) or set(), named_parameters(model, settings.loss_fn)
@@ -76,10 +80,17 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
         given = batch.rebuild(batch.copied())
         if mode == "step":
             return [loss_and_output(model, loss_fn, given)[0]]
-        return list(output_tensors(call_model(model, given, False)[0]))
+        held[:] = held_tensors(call_model(model, given, False)[0])
+        return held
 
+    held: list[torch.Tensor] = []
     with without_trace(owners_of(model, loss_fn)):
-        return look(run, parameters, batch)
+        try:
+            return look(run, parameters, batch)
+        except CaptureError:
+            if mode == "step" or held or not parameters:
+                raise
+            return unseen(parameters)
 
 
 def _why_eager(
@@ -91,7 +102,10 @@ def _why_eager(
     if settings.capture == "auto" and optimizer is not None:
         for name, p in named_parameters(model, settings.loss_fn).items():
             if p._backward_hooks:
-                return f"parameter '{name}' has a hook on its gradient, which a captured step would not call"
+                return (
+                    f"parameter '{name}' has a hook on its gradient, which a captured step would not call, and which "
+                    "is given each rank's own gradient, as with DistributedDataParallel"
+                )
     try:
         capture()
     except (SignatureError, UnusedParameterError):

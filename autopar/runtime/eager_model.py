@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from autopar.backends.collectives import may_fail
@@ -24,6 +23,7 @@ from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
 from autopar.ir.reachable import reachable
 from autopar.runtime.eager import owners_of
+from autopar.runtime.eager_buffers import EagerBuffers
 from autopar.runtime.process_group import Group
 
 See = Callable[[str, torch.Tensor], None]
@@ -74,7 +74,7 @@ class EagerModel:
         owners = owners_of(model, loss_fn)
         self._everything = [p for owner in owners.values() for p in owner.parameters()]
         """Those that other programs train, too."""
-        self._tables = _buffer_tables(owners)
+        self.buffers = EagerBuffers(owners, group)
         self._reached: set[str] = set()
         """Parameters that have got a gradient on this rank, in this step so far."""
         self._foreseen = foreseen
@@ -83,7 +83,9 @@ class EagerModel:
         self._leaves_out = False
         """Whether no rank had a gradient of some in a step so far, as all ranks know: then they ask beforehand, too."""
         self._asked_beforehand: tuple[torch.Tensor, Any] | None = None
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._is_forward = False
+        self._strays: set[str] = set()
+        """Parameters that have got a gradient within the forward pass."""
         self._take: See | None = None
         self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
         """What autograd adds each gradient up in; they live, with hooks on them, for as long as they are held."""
@@ -92,13 +94,13 @@ class EagerModel:
         self._asked: tuple[torch.Tensor, Any] | None = None
         """Who has what, on its way between ranks."""
         self._unused: frozenset[str] = frozenset()
-        self._changed: tuple[str, ...] = ()
 
-    def begin(self) -> None:
-        """Begins a step, of one or several micro-batches."""
+    def begin(self, goes_on: bool = False) -> None:
+        """Begins a step, of one or several micro-batches. `goes_on`: whether forward passes before are part of it."""
         self._reached.clear()
-        self._unused, self._changed, self._asked = frozenset(), (), None
-        self._versions = {n: (id(b), b._version) for n, b in self._buffers()}
+        self._unused, self._asked = frozenset(), None
+        if not goes_on:
+            self.buffers.begin()
 
     @contextmanager
     def seen(self, see: See, losses: list[torch.Tensor]) -> Iterator[None]:
@@ -124,17 +126,27 @@ class EagerModel:
         self._settle()
         return self._unused
 
-    def changed_buffers(self) -> tuple[str, ...]:
-        """Buffers that the step has changed on some rank, but for statistics of batch normalization, which nothing
-        reads in training."""
+    def share_buffers(self, what: str) -> None:
+        """Gives all ranks rank 0's values of the buffers that the step has changed on some rank, but for statistics of
+        batch normalization, which nothing reads in training."""
         self._settle()
-        return self._changed
+        self.buffers.share(what)
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The forward pass, for gradients to begin from. Raises `SignatureError` where its loss is no scalar, and
         `CaptureError` where it writes to parameters that other ranks have, too."""
         written = {n: p._version for n, p in self.parameters.items()}
-        loss, output = loss_and_output(self.model, self.loss_fn, batch)
+        self._strays.clear()
+        self._is_forward = True
+        try:
+            loss, output = loss_and_output(self.model, self.loss_fn, batch)
+        finally:
+            self._is_forward = False
+        if self._strays:
+            raise CaptureError(
+                f"parameter '{min(self._strays)}' gets a gradient from a backward pass within the forward pass, which "
+                "a step does not synchronize: use torch.autograd.grad there, or leave the optimizer out of optimize()"
+            )
         if self.keeps_output:
             self._outputs.append(pytree.tree_map(_detached, output))
         self.written = {n for n, p in self.parameters.items() if p._version != written[n]}
@@ -154,7 +166,13 @@ class EagerModel:
         before = [p.grad for p in self._everything]
         for p in self._everything:
             p.grad = None
-        self._take = take
+        hooked = any(p._backward_hooks for p in self.parameters.values())
+        if hooked or loss.dtype.itemsize < tangent.dtype.itemsize:
+            # Hooks are given what DDP gives them, and a share in few bits would scale every gradient by its rounding.
+            share, tangent = tangent, torch.ones_like(tangent)
+            self._take = lambda name, gradient: take(name, gradient * share)
+        else:
+            self._take = take
         try:
             loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
         finally:
@@ -201,6 +219,8 @@ class EagerModel:
     def _complete(self, name: str, *_: Any) -> None:
         take = self._take
         if take is None:
+            if self._is_forward:
+                self._strays.add(name)
             return
         gradient = self.own_gradient(name)  # a backward pass that nobody goes back through records nothing
         assert gradient is not None
@@ -210,10 +230,9 @@ class EagerModel:
 
     def end_passes(self) -> None:
         """Behind the last backward pass of a step: begins to ask which parameters and buffers others have used."""
-        names, buffers = list(self.parameters), list(self._buffers())
+        names = list(self.parameters)
         self._misses |= len(self._reached) < len(names)
-        changed = [float(self._versions.get(n) != (id(b), b._version)) for n, b in buffers]
-        self._asked = self._summed([*(float(n in self._reached) for n in names), *changed])
+        self._asked = self._summed([*(float(n in self._reached) for n in names), *self.buffers.changes()])
 
     def _summed(self, numbers: Sequence[float]) -> tuple[torch.Tensor, Any]:
         """Begins to sum numbers over the ranks."""
@@ -235,25 +254,7 @@ class EagerModel:
         of_parameters, of_buffers = found[: len(self.parameters)], found[len(self.parameters) :]
         self._unused = frozenset(n for n, used in zip(self.parameters, of_parameters, strict=True) if not used)
         self._leaves_out |= bool(self._unused)
-        buffers = (n for n, _ in self._buffers())
-        self._changed = tuple(n for n, one in zip(buffers, of_buffers, strict=True) if one)
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By name, once each; those of batch normalization left out."""
-        for start, table in self._tables:
-            for name, buffer in table.items():
-                if buffer is not None:
-                    yield start + name, buffer
-
-
-def _buffer_tables(owners: Mapping[str, nn.Module]) -> list[tuple[str, dict[str, torch.Tensor | None]]]:
-    """Each module's buffers, with what their names begin with; those of batch normalization left out."""
-    return [
-        (start + path + "." if path else start, module._buffers)
-        for start, owner in owners.items()
-        for path, module in owner.named_modules()
-        if not isinstance(module, _NormBase)
-    ]
+        self.buffers.settle(of_buffers)
 
 
 def _detached(value: Any) -> Any:

@@ -216,7 +216,7 @@ class OptimizerPart:
             for key, value in whole.items():
                 if key != "params":
                     mine[key] = value
-            if _may_fuse(self._part, mine) and not sparse:
+            if _may_fuse(self._part, mine) and not sparse and not self._begins_late(mine, formed):
                 mine["fused"] = True
         without_wrong_kernels(self._part)
         if sparse and not leaves_zeros_alone(self._whole):  # set since it was planned for
@@ -233,6 +233,15 @@ class OptimizerPart:
             elif not self._looked:
                 self._check_elementwise(leaf)
         self._looked = True
+
+    def _begins_late(self, group: dict[str, Any], formed: Sequence[bool]) -> bool:
+        """Whether some parameters of a group get their first gradient after others did, for which PyTorch's fused SGD
+        with momentum fails."""
+        if type(self._part) is not torch.optim.SGD or not group["momentum"]:
+            return False
+        own, state = set(map(id, group["params"])), self._part.state
+        given = [leaf for leaf, there in zip(self._leaves, formed, strict=True) if there and id(leaf) in own]
+        return len({state.get(leaf, {}).get("momentum_buffer") is None for leaf in given}) > 1
 
     def _check_elementwise(self, leaf: torch.Tensor) -> None:
         """Raises `OptimizerError` where the state of a part of a parameter shows that elements depend on each other."""

@@ -50,6 +50,7 @@ from autopar.runtime.step_runs import StepRuns
 from autopar.runtime.step_writer import LocalWriter, StepWriter
 from autopar.runtime.subject import Subject
 from autopar.runtime.sync_batch_norm import check_loss_dtype
+from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
@@ -85,6 +86,7 @@ class Program(BaseProgram):
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
         self._parts: dict[int, OptimizerPart | JointPart] = {}
+        self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._steps, self._since))
         self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
@@ -134,8 +136,7 @@ class Program(BaseProgram):
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
-        """The rewritten step, for the first batch signature: `print(program.graph_module.code)`; of a model that runs
-        eagerly, what is done between its passes."""
+        """The step for the first batch signature, to print its `code`; of an eager model, what its passes leave."""
         step = (self._outlined or next(iter(self._compiled))).graphs["step"]
         return cast(torch.fx.GraphModule, step.written if isinstance(step, EagerStep) else step)
 
@@ -231,8 +232,7 @@ class Program(BaseProgram):
                 raise
 
     def gathered(self) -> AbstractContextManager[None]:
-        """While it is open, the model is whole on every rank, to be evaluated, saved or changed; to be entered by all
-        ranks together.
+        """While it is open, the model is whole on every rank, to be evaluated, saved or changed; for all ranks together.
 
         Only plans that spread parameters over the ranks need it (`program.plan.explain()` says so); a model whose rows
         are elsewhere refuses to run outside of a step.
@@ -241,9 +241,8 @@ class Program(BaseProgram):
         return self._sharded.gathered()
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """While it is open, the model is whole, in evaluation mode, with buffers averaged over the ranks and without
-        gradients: `with program.evaluation(): model(x)`. Each rank may run it as often as it likes; all enter and leave
-        together."""
+        """While it is open, the model is whole, in evaluation mode, with averaged buffers and without gradients: `with
+        program.evaluation(): model(x)`. All ranks enter and leave together; each may run it as often as it likes."""
         self.synchronize_buffers()
         return evaluated(self.model, self.gathered())
 
@@ -367,7 +366,7 @@ class Program(BaseProgram):
 
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart | JointPart:
         if index not in self._parts:
-            unused = frozenset if self._eager is None else self._eager.unused
+            unused = partial(self._unused.of, index)
             self._parts[index] = part_of(self.optimizer, parts, self._parameters, unused)
             if self._resumed:  # the optimizer came with state
                 scatter_state([self._parts[index]], self._resumed, self._parameters)
@@ -384,6 +383,7 @@ class Program(BaseProgram):
                 loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
                 loss = self._runs.many(compiled, batches, originals)
+        self._unused.note()
         self._share_buffers(compiled[-1], f"step {self._steps}")
         return loss
 

@@ -58,7 +58,9 @@ class Unchanged:
         that the model has replaced are taken over."""
         hooks = self._optimizer is not None
         for table, key, p, trains, name in self._parameters:
-            if table.get(key) is not p or (trains is not None and p.requires_grad is not trains):
+            # Run eagerly, a parameter that is frozen for a while has no gradient meanwhile.
+            same = trains is None or p.requires_grad is trains or (self._eager and trains and not p.requires_grad)
+            if table.get(key) is not p or not same:
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
             if hooks and self._is_hooked(p):
                 self._refuse_hooks()
@@ -83,6 +85,8 @@ class Unchanged:
         return bool(p._post_accumulate_grad_hooks or (p._backward_hooks and not self._eager))
 
     def _take_over(self, name: str, buffer: torch.Tensor | None, mine: torch.Tensor) -> None:
+        if buffer is None and self._eager:
+            return  # until the model sets it again
         fits = self._eager or (
             buffer is not None and (buffer.shape, buffer.dtype, buffer.device) == (mine.shape, mine.dtype, mine.device)
         )

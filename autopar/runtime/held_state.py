@@ -1,0 +1,86 @@
+"""The state of Python objects that a module holds: kept before the module runs, and put back after."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+MOST = 20_000
+"""Objects that are looked at, at most: a module may hold on to a data set."""
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, MethodType, ModuleType, nn.Module)
+_Back = Callable[[], None]
+
+
+def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]:
+    """The tensors that values hold, in containers and in attributes of objects; and what puts back, of each container,
+    object and generator of random numbers, what it holds now. Modules are passed over."""
+    waiting = list(values)
+    known: set[int] = set()
+    tensors: list[torch.Tensor] = []
+    back: list[_Back] = []
+    held: list[Any] = []  # so that no other object gets an id that is known
+    while waiting and len(known) < MOST:
+        value = waiting.pop()
+        if isinstance(value, _PLAIN) or id(value) in known:
+            continue
+        known.add(id(value))
+        held.append(value)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif (of_generator := _generator(value)) is not None:
+            back.append(of_generator)
+        elif type(value) in _CONTAINERS:
+            content = copy.copy(value)
+            back.append(lambda value=value, content=content: _refill(value, content))  # type: ignore[misc]
+            waiting += parts(value)
+        elif isinstance(value, tuple):
+            waiting += value
+        elif type(getattr(value, "__dict__", None)) is dict:
+            own = vars(value)
+            back.append(lambda own=own, content=dict(own): _refill(own, content))  # type: ignore[misc]
+            waiting += own.values()
+    return tensors, back
+
+
+def parts(container: Any) -> list[Any]:
+    """What a container holds; keys and values of a dict."""
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Has a container hold again what it held; untouched where it does."""
+    if list(map(id, parts(container))) != list(map(id, parts(content))):
+        container.clear()
+        container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+
+
+def _set(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _generator(value: Any) -> _Back | None:
+    """What puts a generator of random numbers back to where it is; `None` for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: _set(value, state)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        at = copy.deepcopy(bits.state)
+        return lambda: setattr(bits, "state", at)
+    if isinstance(value, np.random.RandomState):
+        of_numpy = copy.deepcopy(value.get_state(legacy=True))
+        return lambda: value.set_state(of_numpy)
+    if isinstance(value, random.Random) and type(value) is not random.SystemRandom:
+        of_python = value.getstate()
+        return lambda: value.setstate(of_python)
+    return None

@@ -1,0 +1,40 @@
+"""Which parameters had no gradient on any rank, of the step whose gradients a group updates with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.runtime.eager_model import EagerModel
+from autopar.spec.plan import SyncGroup
+from autopar.strategies.timing import moment_of
+
+
+class UnusedParameters:
+    """Of a model that runs eagerly: in this step, and in those before for groups that update with earlier gradients.
+
+    Of steps before a checkpoint that was loaded, nothing is known: their gradients count as there.
+    """
+
+    def __init__(
+        self, groups: Sequence[SyncGroup], now: Callable[[], tuple[EagerModel | None, int, Sequence[int]]]
+    ) -> None:
+        """`now`: the model, the step that runs, and of each group the step that `moment_of` calls `since`."""
+        self._groups = groups
+        self._now = now
+        self._longest = max((g.delay for g in groups), default=0)
+        self._by_step: dict[int, frozenset[str]] = {}
+
+    def of(self, index: int) -> frozenset[str]:
+        """What group `index` leaves as it is in this step."""
+        model, step, since = self._now()
+        if model is None:
+            return frozenset()
+        moment = moment_of(self._groups[index], step, since[index])
+        return self._by_step.get(step - moment.slot, frozenset()) if moment.doing == "delayed" else model.unused()
+
+    def note(self) -> None:
+        """Keeps what this step has shown, behind it, for as long as a group may update with its gradients."""
+        model, step, _ = self._now()
+        if model is not None and self._longest:
+            self._by_step = {s: names for s, names in self._by_step.items() if s > step - self._longest}
+            self._by_step[step] = model.unused()
