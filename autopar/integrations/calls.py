@@ -95,17 +95,17 @@ class CapturedCalls:
         try:
             if not (torch.is_grad_enabled() and module.training):
                 return module(*args, **kwargs)
-            inputs = by_keyword(module, args, kwargs)
+            args, kwargs = by_keyword(module, args, kwargs)
             if module not in self._units:
-                self._units[module] = self._captured(module, inputs)
+                self._units[module] = self._captured(module, kwargs or args)
                 if self._watch is not None:
                     self._watch.end()
                 self._watch = _FirstPass(self._units.values())
-            return self._units[module](**inputs)
+            return self._units[module](*args, **kwargs)
         finally:
             self.__enter__()
 
-    def _captured(self, module: nn.Module, inputs: dict[str, Any]) -> SyncedModule:
+    def _captured(self, module: nn.Module, inputs: Any) -> SyncedModule:
         options = {"unused_parameters": "freeze", **self._options}  # those that the step uses by itself are averaged
         made: SyncedModule = optimize(module, self._cluster, example_inputs=inputs, weight=equal, **options)
         made.program.use_pytorch_generator()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.api import optimize
-from autopar.errors import PlanMismatchError
+from autopar.errors import CaptureError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
 from autopar.runtime.eager_gradient_program import EagerGradientProgram
@@ -19,11 +19,16 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 
 
-def by_keyword(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by keyword. PEFT's models, which take `*args`, hand them to the model that they are made of.
-    Raises `SignatureError` where they do not fit."""
+def by_keyword(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A call's arguments, by keyword where the model takes them so. PEFT's models, which take `*args`, hand them to the
+    model that they are made of. Raises `SignatureError` where they do not fit."""
     base = getattr(model, "get_base_model", None)
-    return bind(base() if args and callable(base) else model, args, kwargs)
+    try:
+        return (), bind(base() if args and callable(base) else model, args, kwargs)
+    except CaptureError as e:
+        if kwargs or isinstance(e, SignatureError):
+            raise
+        return args, {}  # of a model that is run eagerly then
 
 
 class DropIn(nn.Module):
@@ -55,11 +60,21 @@ class DropIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
             return self.module(*args, **kwargs)
-        inputs = by_keyword(self.module, args, kwargs)
+        args, kwargs = by_keyword(self.module, args, kwargs)
+        self.capture(args, kwargs)
+        return self._synced[0](*args, **kwargs)
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Captures and plans the model for a call of it, unless that was done. By all ranks together."""
         if not self._synced:
-            self._synced.append(self._captured(inputs))
+            args, kwargs = by_keyword(self.module, args, kwargs)
+            self._synced.append(self._captured(kwargs or args))
             self._synced[0].program.synchronizes = self._synchronizes
-        return self._synced[0](**inputs)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the model runs as it is, since it cannot be captured."""
+        return bool(self._synced) and isinstance(self._synced[0].program, EagerGradientProgram)
 
     @contextlib.contextmanager
     def no_sync(self, synchronizes: bool = False) -> Iterator[None]:
@@ -73,10 +88,7 @@ class DropIn(nn.Module):
             self._set_synchronizes(before)
 
     def reads(self, inputs: dict[str, Any], name: str) -> bool:
-        """Whether what the model computes depends on one of its inputs, a tensor, in a batch that it has seen; of a
-        model that runs eagerly, whether it takes such an input."""
-        if isinstance(self._synced[0].program, EagerGradientProgram):
-            return True
+        """Whether what a captured model computes depends on one of its inputs, a tensor, in a batch that it saw."""
         tensors = flatten(inputs).tensors
         joint = self._synced[0].program.compile_for(inputs).joint
         nodes = joint.module.graph.find_nodes(op="placeholder")
@@ -96,7 +108,7 @@ class DropIn(nn.Module):
             state_dict = {n.removeprefix("module."): v for n, v in state_dict.items()}
         return self.module.load_state_dict(state_dict, strict)
 
-    def _captured(self, inputs: dict[str, Any]) -> SyncedModule:
+    def _captured(self, inputs: Any) -> SyncedModule:
         made: SyncedModule = optimize(
             self.module, self._cluster, example_inputs=inputs, weight=self._share, **self._options
         )

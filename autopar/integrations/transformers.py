@@ -161,8 +161,12 @@ class _StepWeights:
             handle.remove()
 
     def _given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._inputs = {k: v.plain() if isinstance(v, _Watched) else v for k, v in kwargs.items()}
-        return args, self._inputs
+        plain = {k: v.plain() if isinstance(v, _Watched) else v for k, v in kwargs.items()}
+        model.capture(args, plain)
+        if model.is_eager:  # which shows whether it computes with the items
+            return args, kwargs
+        self._inputs = plain
+        return args, plain
 
     def _divides_by_items(self) -> bool:
         """Whether this micro-batch's loss was computed with `num_items_in_batch`."""

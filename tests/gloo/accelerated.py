@@ -29,6 +29,19 @@ class Net(nn.Module):
         return y
 
 
+class Branching(Net):
+    """It cannot be captured, and is run eagerly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)
+        return y * 2 if self.out.bias.item() > -9 else y.sin()
+
+
+def branching(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
+    return Branching().double()
+
+
 def net(rank: int, dropout: float = 0.0) -> nn.Module:
     """Ranks begin unequal: they take rank 0's values."""
     torch.manual_seed(rank)
@@ -168,6 +181,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "plain": flat(trained(how, net(rank), UNEVEN, rank, n)[1]),
         "accumulated": flat(trained(how, net(rank), UNEVEN, rank, n, 2)[1]),
+        "run eagerly": flat(trained(how, branching(rank), UNEVEN, rank, n, 2)[1]),
         "LoRA": flat(trained(how, lora(rank), UNEVEN, rank, n)[1]),
         "its own loader": accumulated(how, rank, n),
     }

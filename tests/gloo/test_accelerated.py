@@ -25,7 +25,7 @@ def test_equals_ddp_where_ranks_are_even(found: dict[int, list[dict[str, Any]]])
     assert all(apart(rank["even autopar"], rank["even ddp"]) < 1e-12 for rank in found[2])
 
 
-@pytest.mark.parametrize("run", ["plain", "accumulated", "LoRA", "its own loader"])
+@pytest.mark.parametrize("run", ["plain", "accumulated", "run eagerly", "LoRA", "its own loader"])
 def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, Any]]], run: str) -> None:
     assert all(apart(rank[run], found[1][0][run]) < 1e-12 for rank in found[2])
 
