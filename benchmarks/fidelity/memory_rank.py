@@ -27,7 +27,7 @@ MOMENT_S = 0.005
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """`{"workload", "peer", "options"}`: the most that was allocated during a step, and the most that was resident
     beyond what was resident before there was a model."""
-    captured(workload_named(request["workload"]), dist.get_rank())
+    captured(workload_named(request["workload"]))
     release()
     before = resident_bytes()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
