@@ -232,7 +232,7 @@ class Program(BaseProgram):
                 raise
 
     def gathered(self) -> AbstractContextManager[None]:
-        """While it is open, the model is whole on every rank, to be evaluated, saved or changed; for all ranks together.
+        """While it is open, the model is whole on every rank, to be evaluated, saved or changed. All ranks enter it.
 
         Only plans that spread parameters over the ranks need it (`program.plan.explain()` says so); a model whose rows
         are elsewhere refuses to run outside of a step.
