@@ -177,10 +177,13 @@ def _nodes(seconds: dict[str, float], seen: Seen, end: int) -> tuple[ComputeNode
     )
 
 
-def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Parameter], batch: Batch) -> Seen:
+def look(
+    run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Parameter], batch: Batch, sees_loss: bool = True
+) -> Seen:
     """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
     gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name. What running
-    the model changes is for the caller to put back. Raises `CaptureError` where nothing gets a gradient."""
+    the model changes is for the caller to put back. `sees_loss`: whether who runs the step later has the loss, and can
+    see by it which gradients come. Raises `CaptureError` where nothing gets a gradient."""
     kept = _Kept([*parameters.values(), *batch.tensors])
     counter = _Flops()
     try:
@@ -195,7 +198,7 @@ def look(run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Par
     accumulators = {n: get_gradient_edge(p).node for n, p in parameters.items()}
     reached = reachable(begun, accumulators.values())
     fired = [name for name, _ in _backward(begun, parameters)]
-    foreseen = reached is not None and all(accumulators[n] in reached for n in fired)
+    foreseen = sees_loss and reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
     start = time.perf_counter()
     with torch.enable_grad():

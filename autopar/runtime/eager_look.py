@@ -86,7 +86,7 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
     held: list[torch.Tensor] = []
     with without_trace(owners_of(model, loss_fn)):
         try:
-            return look(run, parameters, batch)
+            return look(run, parameters, batch, mode == "step")
         except CaptureError:
             if mode == "step" or held or not parameters:
                 raise

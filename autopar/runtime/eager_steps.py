@@ -109,7 +109,7 @@ class EagerStep(nn.Module):
             group = found[call.group.index] = call.group
             is_state = node.op == "call_module" and isinstance(self.written.get_submodule(str(node.target)), Held)
             read = any(_group(u) != group.index for u in node.users)
-            if call.deferred or is_state or read or group.lossy or group.moment != SYNCHRONIZE:
+            if call.deferred or is_state or read or group.compares_own or group.moment != SYNCHRONIZE:
                 kept.add(group.index)
         return {i: frozenset(g.names) for i, g in found.items() if i not in kept}
 
