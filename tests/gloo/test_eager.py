@@ -37,3 +37,14 @@ def test_a_model_that_writes_to_its_parameters_is_refused_where_ranks_would_drif
     for found in (*worlds[2], *worlds[3]):
         assert "writes to its parameter 'table.weight'" in found["refused"]
         assert "drift apart" in found["refused"]
+
+
+def test_ranks_may_communicate_in_the_forward_pass_and_hold_other_buffers_until_they_take_rank_0_s(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in (found["meets"] for ranks in worlds.values() for found in ranks):
+        assert found["off"] <= 1e-12 and found["queue"] == 0 and found["cache"]
+
+
+def test_one_of_two_models_may_be_frozen_while_the_other_trains(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(found["adversarial"] <= 1e-12 for ranks in worlds.values() for found in ranks)
