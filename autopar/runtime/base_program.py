@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparWarning, PlanError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
@@ -188,7 +189,16 @@ class BaseProgram:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
         model, or where ranks would issue different collectives."""
         self.plan.check_model(graph.model)
-        assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
+        if isinstance(graph.joint, Outline):
+            if self.plan.recompute != "none" and self._group.rank == 0:
+                warnings.warn(
+                    f"the plan computes activations again (recompute='{self.plan.recompute}'), which needs a graph: "
+                    "the model runs eagerly and keeps them. Where memory is short, use torch.utils.checkpoint",
+                    AutoparWarning,
+                    stacklevel=3,
+                )
+        else:
+            assert self.mode == "module" or graph.recompute == self.plan.recompute, "captured for another plan"
         batch = batch if isinstance(batch, Batch) else flatten(batch)
         program = lower_plan(self.plan.groups, graph, self._context)
         self._order.check(program, graph, graph.joint is not None and graph.joint.has_outputs, (batch, self._captured))

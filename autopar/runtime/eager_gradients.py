@@ -75,6 +75,9 @@ class EagerGradients:
         """Calls the model; `weight`: how much the batch counts."""
         if self._is_open and self._task == torch._C._current_graph_task_id():
             return call()  # within a backward pass, for a checkpoint that lies around the module
+        if torch._C._current_graph_task_id() == -1:
+            for f in self._alive:  # a backward pass that reached them may have come to no parameter that is trained
+                f.is_reached = False
         self._close()
         self._model.begin(goes_on=bool(self._fresh))
         output = call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from pathlib import Path
@@ -206,6 +207,69 @@ def refused(rank: int) -> str:
     return ""
 
 
+class Meets(Chooses):
+    """Has ranks communicate in its forward pass, as normalization over all ranks does. Of its buffers, one is there on
+    some ranks only, and one has another size on each."""
+
+    cache: torch.Tensor | None
+    queue: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", None)
+        self.register_buffer("queue", torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(0)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(mean)
+        self.cache = mean if x.sum().item() > 0 else None
+        self.queue = torch.cat([self.queue, x])
+        return super().forward(x)
+
+
+def meets(rank: int, n: int) -> dict[str, Any]:
+    """What buffers are after two steps, and how far parameters are from one process's."""
+    model, other = Meets(), Chooses(sparse=False)
+    optimizer, theirs = optimizers(model.parameters())["adamw"], optimizers(other.parameters())["adamw"]
+    program = program_of(model, optimizer, rank, n, strategy="ddp", timeout_s=30)
+    queue, cached = 0, False
+    for step in range(2):
+        own = batches(step, n, 1)
+        program.step(own[rank][0])
+        one_process(other, theirs, [b for of_rank in own for b in of_rank], None)
+        queue, cached = queue + len(own[0][0][0]), own[0][0][0].sum().item() > 0
+    return {"off": apart(model, other), "queue": len(model.queue) - queue, "cache": (model.cache is not None) is cached}
+
+
+def adversarial(rank: int, n: int) -> float:
+    """How far a generator and a discriminator, both drop-ins, are from one process's: the discriminator is frozen while
+    the generator trains."""
+    torch.manual_seed(1)
+    made, judge = torch.nn.Linear(4, 4), Chooses(sparse=False)
+    pairs = [(made, judge), (copy.deepcopy(made), copy.deepcopy(judge))]
+    optimizer = [[torch.optim.SGD(m.parameters(), lr=0.1) for m in pair] for pair in pairs]
+    example = batches(0, n, 1)[rank][0][0]
+    synced = [autopar.optimize(m, example_inputs=example, strategy="ddp", capture="never") for m in pairs[0]]
+    for step in range(3):
+        own = [b for of_rank in batches(step, n, 1) for b in of_rank]
+        total = sum(len(x) for x, _ in own)
+        for (maker, judging), of, data in (synced, optimizer[0], [own[rank]]), (pairs[1], optimizer[1], own):
+            shares = [1.0 if maker is synced[0] else len(x) / total for x, _ in data]
+            of[1].zero_grad()
+            for (x, y), share in zip(data, shares, strict=True):
+                real, false = judging(x), judging(maker(x).detach())
+                ((nn.functional.mse_loss(real, y) + nn.functional.mse_loss(false, -y)) * share).backward()
+            of[1].step()
+            of[0].zero_grad()
+            judging.requires_grad_(False)
+            for (x, y), share in zip(data, shares, strict=True):
+                (nn.functional.mse_loss(judging(maker(x)), y) * share).backward()
+            judging.requires_grad_(True)
+            of[0].step()
+    return max(apart(a, b) for a, b in zip(*pairs, strict=True))
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -219,4 +283,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         torch.distributed.broadcast_object_list(folder)
     found["resumed"] = resumed(rank, n, str(Path(str(folder[0])) / "checkpoint"))
     found["refused"] = refused(rank)
+    found["meets"] = meets(rank, n)
+    found["adversarial"] = adversarial(rank, n)
     return found

@@ -51,3 +51,14 @@ def test_parameters_without_a_gradient_hold_nothing_up_and_are_not_sent_where_no
         # From the second step on, all but the first layer's sum are begun before its gradient comes, whatever this rank
         # leaves out.
         assert [log.index("first") for log in logs[1:]] == [log.count("sum") - 1 for log in logs[1:]]
+
+
+def test_ranks_may_communicate_in_the_forward_pass_and_hold_other_buffers_until_they_take_rank_0_s(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in (found["meets"] for ranks in worlds.values() for found in ranks):
+        assert found["off"] <= 1e-12 and found["queue"] == 0 and found["cache"]
+
+
+def test_one_of_two_models_may_be_frozen_while_the_other_trains(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(found["adversarial"] <= 1e-12 for ranks in worlds.values() for found in ranks)
