@@ -35,8 +35,9 @@ from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
 from autopar.runtime.loss_shares import LossShares
-from autopar.runtime.optimizer import JointPart, OptimizerPart, ParameterGroups, part_of
+from autopar.runtime.optimizer import JointPart, OptimizerPart, part_of
 from autopar.runtime.outputs import output_template
+from autopar.runtime.parameter_groups import ParameterGroups
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
@@ -104,8 +105,7 @@ class Program(BaseProgram):
             self.written,
             self._scale,
         )
-        self._gathers = False
-        """Whether the model or its loss compares samples of all ranks."""
+        self._gathers = False  # samples of all ranks, in the model or its loss
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._since = [0] * len(plan.groups)
