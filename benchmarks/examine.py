@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ class Outcome:
     """The largest over all parameters."""
     failure: str = ""
     """Empty where everything succeeded."""
+    eager: str = ""
+    """Why it runs eagerly; empty where it is captured."""
     unreached: Sequence[str] = ()
     """Trainable parameters that get no gradient, in eager PyTorch either."""
 
@@ -66,6 +69,7 @@ def reason(e: Exception) -> str:
 def examine(entry: Entry) -> Outcome:
     """Captures, plans and rewrites a model, and takes a step with it; raises where the road ends early."""
     import autopar
+    import autopar.errors
     from autopar.ops.context import Context
     from autopar.search import Budget, search
 
@@ -73,16 +77,19 @@ def examine(entry: Entry) -> Outcome:
     eager = copy.deepcopy(model)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     began = time.perf_counter()
-    program = autopar.optimize(
-        model,
-        autopar.ClusterSpec.local(1),
-        example_inputs=batch,
-        loss_fn=entry.loss_fn,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        unused_parameters="freeze",
-        capture="always",
-        time_budget_s=SEARCH_BUDGET_S,
-    )
+    options: dict[str, Any] = {
+        "example_inputs": batch,
+        "loss_fn": entry.loss_fn,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1.0),
+        "unused_parameters": "freeze",
+        "time_budget_s": SEARCH_BUDGET_S,
+    }
+    eagerly = ""
+    try:
+        program = autopar.optimize(model, autopar.ClusterSpec.local(1), **options, capture="always")
+    except autopar.errors.CaptureError as e:
+        eagerly = reason(e)
+        program = autopar.optimize(model, autopar.ClusterSpec.local(1), **options, capture="never")
     optimize_s = time.perf_counter() - began
     graph = program.compile_for(batch).graph
     cluster = autopar.ClusterSpec.local(PRICED_WORLD_SIZE)
@@ -110,6 +117,7 @@ def examine(entry: Entry) -> Outcome:
         loss_error=loss_error(loss, expected),
         update_error=errors[worst],
         failure=failure,
+        eager=eagerly,
         unreached=unreached,
     )
 

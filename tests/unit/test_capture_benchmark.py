@@ -64,21 +64,22 @@ class Broken(nn.Module):
         return y
 
 
-def test_a_model_that_cannot_be_captured_is_an_outcome_with_the_line_that_breaks_it() -> None:
+def test_a_model_that_cannot_be_captured_runs_eagerly_with_the_line_that_breaks_it() -> None:
     like = find(PLAIN, "tied-mlp")
     outcome = attempt(Entry("broken", "plain", Broken, like.batch, like.loss_fn))
     assert outcome.name == "broken"
-    assert outcome.failure.startswith("CaptureError: the model cannot be captured as one graph")
-    assert "test_capture_benchmark.py:" in outcome.failure
-    assert "if y.sum() > 0" in outcome.failure
-    assert "/" not in outcome.failure.partition("(")[2].partition(":")[0]
+    assert outcome.failure == "" and outcome.planned
+    assert outcome.eager.startswith("CaptureError: the model cannot be captured as one graph")
+    assert "test_capture_benchmark.py:" in outcome.eager
+    assert "if y.sum() > 0" in outcome.eager
+    assert "/" not in outcome.eager.partition("(")[2].partition(":")[0]
 
 
 @pytest.mark.parametrize("name", ["tied-mlp", "lstm", "segformer", "git"])
 def test_a_model_that_can_be_captured_steps_as_eager(name: str) -> None:
     """SegFormer records its hidden states; GIT has modules that could record, outside of any that does."""
     outcome = attempt(find((*PLAIN, *ENTRIES), name))
-    assert outcome.failure == ""
+    assert outcome.failure == outcome.eager == ""
     assert outcome.nodes > 10
     assert outcome.optimize_s > 0
     assert outcome.planned
@@ -100,12 +101,16 @@ def test_a_worker_that_dies_is_the_failure_of_its_architecture_alone() -> None:
 def test_the_report_lists_failures_last_and_counts_the_rest() -> None:
     found = [
         Outcome("bert", "encoder", failure="ValueError: no"),
+        Outcome("detr", "detection", 10, 20, 1.0, "all_reduce: 1 ms", 0.0, 0.0, eager="CaptureError: a branch"),
         Outcome("gpt2", "decoder", 10, 20, 1.0, "all_reduce: 1 ms", 1e-7, 2e-6, unreached=("a",)),
     ]
     result = report(found, required=2)
-    assert [row[0] for row in result.rows] == ["gpt2", "bert"]
+    assert [row[0] for row in result.rows] == ["gpt2", "detr", "bert"]
     assert result.rows[0][-1] == "equal: loss 1e-07, update 2e-06; 1 parameters get no gradient"
-    assert result.rows[1][-1] == "FAILED: ValueError: no"
-    assert result.notes[0] == "1 of 2 architectures succeed: 1 decoder."
-    assert [t.met for t in result.targets] == [False]
+    assert result.rows[1][-1] == "runs eagerly, equal: loss 0e+00, update 0e+00: CaptureError: a branch"
+    assert result.rows[2][-1] == "FAILED: ValueError: no"
+    assert result.notes[0] == (
+        "1 of 3 architectures are captured and equal: 1 decoder. 1 run eagerly, and are equal: detr."
+    )
+    assert [t.met for t in result.targets] == [False, False]
     assert report(found, required=1).short == []
