@@ -113,4 +113,4 @@ def test_the_report_lists_failures_last_and_counts_the_rest() -> None:
         "1 of 3 architectures are captured and equal: 1 decoder. 1 run eagerly, and are equal: detr."
     )
     assert [t.met for t in result.targets] == [False, False]
-    assert report(found, required=1).short == []
+    assert report(found[1:], required=1).short == []
