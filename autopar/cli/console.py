@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import click
 
+from autopar.errors import AutoparWarning
+
 _VERBOSITY = "autopar.verbosity"
 _DEBUG = "autopar.debug"
 
@@ -60,8 +62,19 @@ def is_verbose() -> bool:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hides warnings that torch and other libraries raise about their own insides; `-v` shows them."""
+    """Hides warnings that torch and other libraries raise about their own insides; `-v` shows them. autopar's own are
+    said on stderr, without the line of its code that they come from."""
     with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def said(message: Warning | str, category: type[Warning], *of: Any, **more: Any) -> None:
+            if issubclass(category, AutoparWarning):
+                click.echo(f"warning: {message}", err=True)
+            else:
+                show(message, category, *of, **more)
+
+        warnings.showwarning = said
+        warnings.simplefilter("always", AutoparWarning)
         if _verbosity() <= 0:
             warnings.filterwarnings("ignore", module=r"(torch|transformers)(\.|$)")
             # It tells of each rank that it stops because another one failed.

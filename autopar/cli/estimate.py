@@ -47,7 +47,9 @@ def _training(made: ModelArgument, optimizer: str | None) -> Training:
 
     chosen = chosen_optimizer(made, optimizer)
     mode: Mode = "step" if chosen is not None else "module"
-    return Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
+    training = Training(made.model, made.example_inputs, Settings(made.loss_fn), chosen, mode)
+    training.settle()
+    return training
 
 
 def _fitting(plan: Plan, training: Training) -> tuple[TrainingGraph, Context]:

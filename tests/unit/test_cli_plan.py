@@ -193,7 +193,6 @@ def test_what_cannot_be_priced_says_why(options: tuple[str, ...], said: str, mod
         ("mlp", ("--fidelity", "exakt"), 2, "fidelity"),
         ("without_inputs", (), 2, "example_inputs"),
         ("frozen", (), 2, "no trainable parameter"),
-        ("breaks", (), 2, "planned_model.py"),
     ],
 )
 def test_what_cannot_be_planned(model_file: Path, factory: str, options: tuple[str, ...], code: int, said: str) -> None:
@@ -251,3 +250,11 @@ def test_a_report_refuses_another_model(model_file: Path, tmp_path: Path) -> Non
     done = run("report", plan, "--model", f"{model_file}:other")
     assert done.exit_code == 2 and "the plan was made for another model" in done.stderr
     assert run("report", plan, "--trace", "t.json").exit_code == 2
+
+
+def test_a_model_that_cannot_be_captured_is_planned_to_run_eagerly(model_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = run("plan", f"{model_file}:breaks", "--cluster", "local:2", "--time-budget", "1", "-o", str(path))
+    assert done.exit_code == 0, done.output
+    assert "planned_model.py:" in done.stderr and "runs eagerly" in done.stderr and "AutoparWarning" not in done.stderr
+    assert Plan.load(path).prediction is not None

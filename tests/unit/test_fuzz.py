@@ -212,12 +212,13 @@ def test_a_twist_adds_lines_that_compile(twist: Twist) -> None:
 
 
 @pytest.mark.parametrize(
-    ("twist", "expected"), [(python_state, "equal"), (average, "equal"), (resumed, "equal"), (hook, "refused")]
+    ("twist", "expected"),
+    # Hooks on gradients that are there from the start run, in an eager step; others are refused.
+    [(python_state, ["equal"] * 2), (average, ["equal"] * 2), (resumed, ["equal"] * 2), (hook, ["equal", "refused"])],
 )
-def test_a_hostile_script_is_followed_or_refused(twist: Twist, expected: str) -> None:
-    for seed in range(2):
-        outcome = run_case(twist(CASE, random.Random(seed)), ALONE)
-        assert outcome.kind == expected, outcome
+def test_a_hostile_script_is_followed_or_refused(twist: Twist, expected: list[str]) -> None:
+    outcomes = [run_case(twist(CASE, random.Random(seed)), ALONE) for seed in range(2)]
+    assert sorted(o.kind for o in outcomes) == expected, outcomes
 
 
 def test_each_case_is_a_module_of_its_own_name() -> None:
