@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # A shell starts what it runs in the background with SIGINT ignored, and nohup with SIGHUP, and processes inherit both:
 # the programs that tests send these signals to would never see them. A handler is not inherited.
@@ -10,3 +13,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_strategies_are_forgotten() -> Iterator[None]:
+    """A strategy that the tests of one file make known would be tried by the search in those of the next one."""
+    from autopar.strategies import STRATEGIES
+
+    before = dict(STRATEGIES)
+    yield
+    STRATEGIES.clear()
+    STRATEGIES.update(before)
