@@ -126,6 +126,10 @@ class EagerModel:
         self._settle()
         return self._unused
 
+    def missing_here(self) -> frozenset[str]:
+        """Parameters that this rank has no gradient of in this step, and another rank has; known as `unused` is."""
+        return frozenset(self.parameters.keys() - self._reached - self.unused())
+
     def share_buffers(self, what: str) -> None:
         """Gives all ranks rank 0's values of the buffers that the step has changed on some rank, but for statistics of
         batch normalization, which nothing reads in training."""

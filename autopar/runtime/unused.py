@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
+from autopar.errors import AutoparWarning
 from autopar.runtime.eager_model import EagerModel
 from autopar.spec.plan import SyncGroup
 from autopar.strategies.timing import moment_of
@@ -23,6 +25,7 @@ class UnusedParameters:
         self._now = now
         self._longest = max((g.delay for g in groups), default=0)
         self._by_step: dict[int, frozenset[str]] = {}
+        self._said = False
 
     def of(self, index: int) -> frozenset[str]:
         """What group `index` leaves as it is in this step."""
@@ -30,7 +33,25 @@ class UnusedParameters:
         if model is None:
             return frozenset()
         moment = moment_of(self._groups[index], step, since[index])
-        return self._by_step.get(step - moment.slot, frozenset()) if moment.doing == "delayed" else model.unused()
+        if moment.doing == "delayed":
+            return self._by_step.get(step - moment.slot, frozenset())
+        if moment.doing in ("alone", "average"):
+            self._say_of_own(model)
+        return model.unused()
+
+    def _say_of_own(self, model: EagerModel) -> None:
+        """Warns, once on each rank that it happens on, where a rank updates alone without a gradient of its own."""
+        missing = model.missing_here()
+        if missing and not self._said:
+            self._said = True
+            warnings.warn(
+                f"this rank has no gradient of '{min(missing)}', which another rank has, in a step in which each "
+                "updates alone: it updates with zeros here, so that momentum and weight decay move it, where local "
+                "training would leave it as it is. Synchronize such parameters in every step, or leave them unused on "
+                "all ranks",
+                AutoparWarning,
+                stacklevel=2,
+            )
 
     def note(self) -> None:
         """Keeps what this step has shown, behind it, for as long as a group may update with its gradients."""

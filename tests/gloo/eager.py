@@ -270,6 +270,20 @@ def adversarial(rank: int, n: int) -> float:
     return max(apart(a, b) for a, b in zip(*pairs, strict=True))
 
 
+def local_without_own_gradient(rank: int, n: int) -> list[str]:
+    """What is said where ranks update alone, and one has no gradient of what another one has."""
+    model = Chooses()
+    optimizer = optimizers(model.parameters())["momentum"]
+    program = program_of(model, optimizer, rank, n, strategy="ddp+every=2", fidelity="local", check="never")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", autopar.AutoparWarning)
+        for step in range(3):
+            # The first rank takes the one layer, the others take the other.
+            x = torch.full((2, 4), 0.5 if rank == 0 else -1.2)
+            program.step((x, batches(step, n, 1)[rank][0][1][:2]))
+    return [str(w.message) for w in said if "each updates alone" in str(w.message)]
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -283,6 +297,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         torch.distributed.broadcast_object_list(folder)
     found["resumed"] = resumed(rank, n, str(Path(str(folder[0])) / "checkpoint"))
     found["refused"] = refused(rank)
+    found["alone"] = local_without_own_gradient(rank, n) if n > 1 else []
     found["meets"] = meets(rank, n)
     found["adversarial"] = adversarial(rank, n)
     return found

@@ -62,3 +62,12 @@ def test_ranks_may_communicate_in_the_forward_pass_and_hold_other_buffers_until_
 
 def test_one_of_two_models_may_be_frozen_while_the_other_trains(worlds: dict[int, list[dict[str, Any]]]) -> None:
     assert all(found["adversarial"] <= 1e-12 for ranks in worlds.values() for found in ranks)
+
+
+def test_a_local_update_without_a_gradient_of_the_ranks_own_is_said_once(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    for n in (2, 3):
+        for found in worlds[n]:
+            (said,) = found["alone"]
+            assert "has no gradient of 'cold." in said or "has no gradient of 'warm." in said
