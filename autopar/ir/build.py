@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -54,9 +54,7 @@ def training_graph(
     """
     with _without_collector():
         joint = capture_joint(model, batch, loss_fn, mode, outputs, varying)
-    own = named_parameters(model, loss_fn)
-    if updated is not None and not set(own.values()).isdisjoint(updated):  # else a plan is made for another's kind
-        joint = without_gradients(joint, [n for n, p in own.items() if p not in updated])
+    joint = without_gradients(joint, trained_elsewhere(named_parameters(model, loss_fn), updated))
     capture = Capture(mode, batch.size, recompute)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
@@ -125,6 +123,14 @@ def named_parameters(model: nn.Module, loss_fn: Any = None) -> dict[str, nn.Para
     if isinstance(loss_fn, nn.Module):
         table |= {f"loss_fn.{n}": p for n, p in loss_fn.named_parameters(remove_duplicate=False)}
     return table
+
+
+def trained_elsewhere(parameters: Mapping[str, nn.Parameter], updated: Collection[nn.Parameter] | None) -> list[str]:
+    """Names of the parameters that another program trains: those that are not among the `updated`. None where these are
+    not known, or are of another copy of the model, for which a plan is made."""
+    if updated is None or set(parameters.values()).isdisjoint(updated):
+        return []
+    return [n for n, p in parameters.items() if p not in updated]
 
 
 def model_fingerprint(model: nn.Module, loss_fn: Any = None) -> ModelFingerprint:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparWarning, CaptureError, SignatureError, UnusedParameterError
 from autopar.ir.batch import Batch, call_model
-from autopar.ir.build import model_fingerprint, named_parameters
+from autopar.ir.build import model_fingerprint, named_parameters, trained_elsewhere
 from autopar.ir.capture import Mode
 from autopar.ir.held_tensors import held_tensors
 from autopar.ir.outline import Seen, look, outline, unseen
@@ -55,12 +55,11 @@ def settled(
             looked()
     seen = rendezvous.from_rank_0("order of gradients", looked)
     fingerprint = model_fingerprint(model, settings.loss_fn)
-    if optimizer is not None:  # others are trained elsewhere, by another program
-        held, named = updated_by(optimizer) or set(), named_parameters(model, settings.loss_fn)
-        table = [
-            p.model_copy(update={"trainable": p.trainable and named[p.name] in held}) for p in fingerprint.parameters
-        ]
-        fingerprint = fingerprint.model_copy(update={"parameters": tuple(table)})
+    elsewhere = set(trained_elsewhere(named_parameters(model, settings.loss_fn), updated_by(optimizer)))
+    table = [
+        p.model_copy(update={"trainable": p.trainable and p.name not in elsewhere}) for p in fingerprint.parameters
+    ]
+    fingerprint = fingerprint.model_copy(update={"parameters": tuple(table)})
     buffers = [b for owner in owners_of(model, settings.loss_fn).values() for b in owner.buffers()]
     size = sum(b.numel() * b.element_size() for b in buffers)
     if settings.capture == "auto" and group.rank == 0:
@@ -71,10 +70,8 @@ def settled(
 def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> Seen:
     """What a step of the model shows, run eagerly on a batch; leaves the model as it was."""
     loss_fn = settings.loss_fn
-    parameters: dict[str, nn.Parameter] = {}
-    for name, p in named_parameters(model, loss_fn).items():
-        if p.requires_grad and all(p is not other for other in parameters.values()):
-            parameters[name] = p
+    named = named_parameters(model, loss_fn)
+    parameters = {p.name: named[p.name] for p in model_fingerprint(model, loss_fn).parameters if p.trainable}
 
     def run() -> Sequence[torch.Tensor]:
         given = batch.rebuild(batch.copied())

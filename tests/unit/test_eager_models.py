@@ -312,3 +312,12 @@ def test_a_plan_that_recomputes_runs_eagerly_without() -> None:
     plan = autopar.plan(net, cluster, strategy="ddp", **given)  # type: ignore[arg-type]
     with pytest.warns(AutoparWarning, match="recompute='full'"):
         autopar.optimize(net, plan=plan.model_copy(update={"recompute": "full"}), **given).step((X, Y))  # type: ignore[call-overload]
+
+
+def test_a_plan_is_made_with_the_optimizer_of_another_copy_as_for_captured_models() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    made = autopar.plan(
+        Net(), autopar.ClusterSpec.local(2), example_inputs=(X, Y), loss_fn=F.mse_loss, optimizer=optimizer,
+        strategy="ddp", capture="never",
+    )  # fmt: skip
+    assert {m.name for g in made.groups for m in g.members} == {n for n, _ in Net().named_parameters()}
