@@ -92,7 +92,7 @@ class Transducing(nn.Module):
 
 
 class Speaking(nn.Module):
-    """The loss of Tacotron 2 (Shen et al., 2018): spectra before and behind the last convolutions, and where they end."""
+    """The loss of Tacotron 2 (Shen et al., 2018): spectra before and behind the last convolutions, and their end."""
 
     def __init__(self, model: nn.Module, dropout: float) -> None:
         super().__init__()

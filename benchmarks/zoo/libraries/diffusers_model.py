@@ -83,11 +83,12 @@ class Frames(nn.Module):
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Weights that `torch.nn.utils.weight_norm` has computed are made anew in each forward pass; until then, they keep a
-    model from being copied."""
+    """Weights that `torch.nn.utils.weight_norm` has computed are made anew in each forward pass; until then, they keep
+    a model from being copied."""
     for module in model.modules():
-        if hasattr(module, "weight_g"):
-            module.weight = module.weight.detach()
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "weight_g") and isinstance(weight, torch.Tensor):
+            module.weight = weight.detach()
     return model
 
 

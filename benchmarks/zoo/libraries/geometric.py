@@ -1,7 +1,7 @@
 """Models of PyTorch Geometric: nodes, graphs, molecules and edges are classified, on random graphs of one size.
 
-A batch is several graphs joined into one, as its loader joins them: nodes (`x`), edges as pairs of nodes (`edge_index`),
-and the graph of each node (`batch`).
+A batch is several graphs joined into one, as its loader joins them: nodes (`x`), edges as pairs of nodes
+(`edge_index`), and the graph of each node (`batch`).
 """
 
 from __future__ import annotations
