@@ -19,6 +19,7 @@ from torch import nn
 from torch._guards import tracing
 
 from autopar.errors import AutoparError, CaptureError
+from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
@@ -246,7 +247,12 @@ def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> 
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
     with torch._dynamo.config.patch(settings), seen_effects() as effects:
-        with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+        with (
+            harmless_attributes(),
+            _compiling_state_context(),
+            get_metrics_context(),
+            dynamo_timed("fullgraph_capture"),
+        ):
             captured = fullgraph_capture(step, tensors, None)
             guards = guards_of(captured.graph_capture_output, step, effects, rewritten)
         return with_captured_tensors(create_fx_graph_from_captured_output(captured, step, tensors, {})), guards
