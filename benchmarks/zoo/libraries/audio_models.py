@@ -97,12 +97,18 @@ class Speaking(nn.Module):
     def __init__(self, model: nn.Module, dropout: float) -> None:
         super().__init__()
         self.model = model
-        if not dropout:  # its first layers drop out in evaluation mode too
+        self.drops = dropout > 0
+        if not self.drops:  # these drop out in evaluation mode too
             linear = [layer for one in model.decoder.prenet.layers for layer in (one, nn.ReLU())]  # type: ignore[union-attr]
             model.decoder.prenet = nn.Sequential(*linear)  # type: ignore[union-attr]
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+
+    def train(self, mode: bool = True) -> Speaking:
+        """What drops out at a rate of its own asks whether it is trained itself; what it holds is trained anyway."""
+        super().train(mode)
+        if not self.drops:
+            for part in (self.model.encoder, self.model.postnet):
+                part.training = False  # type: ignore[union-attr]
+        return self
 
     def forward(
         self, tokens: torch.Tensor, token_lengths: torch.Tensor, mel: torch.Tensor, mel_lengths: torch.Tensor
