@@ -1,17 +1,18 @@
 """The outline of a step that runs eagerly: what a graph shows of a model that cannot be captured as one.
 
-It has one node for the forward pass, one for where the backward pass begins, and one for each gradient, in the order in
-which they were seen to become complete, with the times that were measured. Strategies are lowered into it, priced on it
-and written into it as into any joint graph; `autopar.runtime.eager_steps` runs what was written, the model's own part
-of it by calling the model.
+It has one node for each part of the forward pass, which begins where a parameter is first used, one for where the
+backward pass begins, and one for each gradient, in the order in which they were seen to become complete, with the times
+that were measured. Strategies are lowered into it, priced on it and written into it as into any joint graph;
+`autopar.runtime.eager_steps` runs what was written, the model's own part of it by calling the model.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -25,6 +26,7 @@ from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.capture import JointGraph
+from autopar.ir.first_uses import watched
 from autopar.ir.reachable import reachable
 from autopar.ir.training_graph import ComputeNode, Parameter, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
@@ -51,6 +53,9 @@ class Seen:
     that is written in Python begins a backward pass of its own, or may do so."""
     loss_dtype: str
     """Of the loss; of a module's outputs, the widest that gradients begin from."""
+    uses: tuple[tuple[str, float], ...] = ()
+    """Parameters in the order in which the forward pass first used them, each with the seconds since the one before it,
+    or since the forward pass began. Those that were not seen to be used may be read at any time."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -58,8 +63,8 @@ class Seen:
     @staticmethod
     def loads(text: str) -> Seen:
         found = json.loads(text)
-        pairs = tuple((str(n), float(s)) for n, s in found["gradients"])
-        return Seen(**(found | {"gradients": pairs, "in_pieces": tuple(found["in_pieces"])}))
+        pairs = {k: tuple((str(n), float(s)) for n, s in found[k]) for k in ("gradients", "uses")}
+        return Seen(**(found | pairs | {"in_pieces": tuple(found["in_pieces"])}))
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,13 @@ class Outline(JointGraph):
     """As in `Seen`."""
 
 
-def run_forward(batch: Any, *parameters: Any) -> Never:
-    """Stands for the forward pass; its value is the loss."""
+def go_forward(batch: Any, *parameters: Any, names: tuple[str, ...]) -> Never:
+    """Stands for a part of the forward pass, which begins with the first use of these parameters."""
+    raise AssertionError("the forward pass of an outline is run by who runs the outline")
+
+
+def run_forward(batch: Any, *parameters: Any, names: tuple[str, ...]) -> Never:
+    """Stands for the last part of the forward pass; its value is the loss."""
     raise AssertionError("the forward pass of an outline is run by who runs the outline")
 
 
@@ -92,7 +102,7 @@ def take_gradient(backward: Any, name: str) -> Never:
 
 def opaque(node: torch.fx.Node) -> bool:
     """Whether a node stands for a part of the model's own run."""
-    return node.op == "call_function" and node.target in (run_forward, run_backward, take_gradient)
+    return node.op == "call_function" and node.target in (go_forward, run_forward, run_backward, take_gradient)
 
 
 def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_bytes: int) -> TrainingGraph:
@@ -106,15 +116,21 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         raise CaptureError("no parameter gets a gradient from the loss: is every one frozen, or the loss detached?")
     graph = torch.fx.Graph()
     inputs: list[tuple[str, str | int]] = []
-    trained = []
+    trained = {}
     for name in table:
-        trained.append(graph.placeholder(f"parameter_{len(inputs)}"))
-        trained[-1].meta["val"] = _like(table[name])
+        trained[name] = graph.placeholder(f"parameter_{len(inputs)}")
+        trained[name].meta["val"] = _like(table[name])
         inputs.append(("parameter", name))
     whole, tangent = graph.placeholder("batch"), graph.placeholder("tangent")
     inputs += [("whole batch", 0), ("tangent", 0)]
     loss = torch.empty((), dtype=getattr(torch, seen.loss_dtype), device="meta")
-    forward = graph.call_function(run_forward, (whole, *trained))
+    parts = _parts(seen, list(table))
+    steps = []
+    for i, (names, _) in enumerate(parts):
+        target = go_forward if i + 1 < len(parts) else run_forward
+        steps.append(graph.call_function(target, (whole, *(trained[n] for n in names)), {"names": tuple(names)}))
+        steps[-1].meta["val"] = None
+    forward = steps[-1]
     backward = graph.call_function(run_backward, (forward, tangent))
     tangent.meta["val"] = forward.meta["val"] = loss
     gradients = {}
@@ -122,7 +138,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         gradients[name] = graph.call_function(take_gradient, (backward, name))
         gradients[name].meta["val"] = _like(table[name])
     graph.output([forward, *gradients.values()])
-    seconds = {forward.name: seen.forward_s, backward.name: 0.0}
+    seconds = {step.name: s for step, (_, s) in zip(steps, parts, strict=True)} | {backward.name: 0.0}
     seconds |= {gradients[n].name: s for n, s in order}
     joint = Outline(
         module=torch.fx.GraphModule(nn.Module(), graph, class_name="Outline"),
@@ -136,16 +152,17 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         foreseen=seen.foreseen,
     )
     end = len(seconds) - 1
-    positions = {node.name: i for i, node in enumerate((forward, backward, *gradients.values()))}
+    positions = {node.name: i for i, node in enumerate((*steps, backward, *gradients.values()))}
+    uses = {n: i for i, (names, _) in enumerate(parts) for n in names}
     return TrainingGraph(
         model=fingerprint,
         parameters=tuple(
             # A parameter may be read until the backward pass has ended: nobody knows by what.
-            Parameter(spec, gradients[n].name, positions[gradients[n].name], first_use=0, last_use=end)
+            Parameter(spec, gradients[n].name, positions[gradients[n].name], first_use=uses[n], last_use=end)
             for n, spec in table.items()
         ),
-        compute=_nodes(seconds, seen, end),
-        backward_start=1,
+        compute=_nodes(seconds, seen, len(steps)),
+        backward_start=len(steps),
         batch_size=batch.size,
         buffer_bytes=buffer_bytes,
         input_bytes=sum(t.numel() * t.element_size() for t in batch.tensors),
@@ -158,32 +175,67 @@ def _like(spec: ParameterSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
-def _nodes(seconds: dict[str, float], seen: Seen, end: int) -> tuple[ComputeNode, ...]:
-    """The nodes, with the backward pass's operations, twice the forward pass's, shared out as time is."""
-    names = list(seconds)
-    backward_s = sum(seconds[n] for n in names[1:])
-    shares = [seconds[n] / backward_s if backward_s else 1 / max(1, len(names) - 2) for n in names]
+_MOST_PARTS = 24
+"""Parts into which the forward pass is cut, each behind about as much time."""
+
+
+def _parts(seen: Seen, trained: Sequence[str]) -> list[tuple[list[str], float]]:
+    """The parts of the forward pass: the parameters that are first used where each begins, or a moment later, and its
+    seconds. What was not seen to be used is used in the first."""
+    known = set(trained)
+    timed = {n for n, _ in seen.uses}
+    parts: list[tuple[list[str], float]] = [([n for n in trained if n not in timed], 0.0)]
+    left = seen.forward_s
+    for name, since in seen.uses:
+        names, lasted = parts[-1]
+        parts[-1] = names, lasted + since
+        left -= since
+        if parts[-1][1] >= seen.forward_s / _MOST_PARTS or (len(parts) == 1 and not names):
+            parts.append(([], 0.0))
+        if name in known:
+            parts[-1][0].append(name)
+    names, lasted = parts[-1]
+    parts[-1] = names, lasted + max(left, 0.0)
+    return parts if parts[0][0] or parts[0][1] or len(parts) == 1 else parts[1:]
+
+
+def _nodes(seconds: dict[str, float], seen: Seen, parts: int) -> tuple[ComputeNode, ...]:
+    """The nodes, each pass's operations shared out as its time is: the backward pass has twice the forward pass's.
+    `parts`: of the forward pass."""
+    names, end = list(seconds), len(seconds) - 1
+    of_pass = [sum(seconds[n] for n in names[:parts]), sum(seconds[n] for n in names[parts:])]
+    counts = [parts, max(1, len(names) - parts - 1)]
+
+    def share(i: int) -> float:
+        k = int(i >= parts)
+        return (k + 1) * (seconds[names[i]] / of_pass[k] if of_pass[k] else float(i != parts) / counts[k])
+
     return tuple(
         ComputeNode(
             name=n,
-            op=("forward pass", "backward pass")[i] if i < 2 else "gradient",
-            flops=seen.flops if i == 0 else round(2 * seen.flops * shares[i]) if i > 1 else 0,
-            bytes_moved=seen.saved_bytes if i == 0 else round(2 * seen.saved_bytes * shares[i]) if i > 1 else 0,
+            op="forward pass" if i < parts else "gradient" if i > parts else "backward pass",
+            flops=round(seen.flops * share(i)),
+            bytes_moved=round(seen.saved_bytes * share(i)),
             live_bytes=seen.saved_bytes,
-            own_bytes=seen.saved_bytes if i == 0 else 0,
-            needed_until=end if i == 0 else i,
+            own_bytes=seen.saved_bytes if i == parts - 1 else 0,
+            needed_until=end if i < parts else i,
         )
         for i, n in enumerate(names)
     )
 
 
 def look(
-    run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Parameter], batch: Batch, sees_loss: bool = True
+    run: Callable[[], Sequence[torch.Tensor]],
+    parameters: dict[str, nn.Parameter],
+    batch: Batch,
+    watch: Collection[str] = (),
+    sees_loss: bool = True,
 ) -> Seen:
     """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
-    gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name. What running
-    the model changes is for the caller to put back. `sees_loss`: whether who runs the step later has the loss, and can
-    see by it which gradients come. Raises `CaptureError` where nothing gets a gradient."""
+    gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name; `watch`: whose
+    first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether who runs
+    the step later has the loss, and can see by it which gradients come. Raises `CaptureError` where nothing gets a
+    gradient."""
     kept = _Kept([*parameters.values(), *batch.tensors])
     counter = _Flops()
     try:
@@ -200,8 +252,9 @@ def look(
     fired = [name for name, _ in _backward(begun, parameters)]
     foreseen = sees_loss and reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
+    uses: list[tuple[str, float]] = []
     start = time.perf_counter()
-    with torch.enable_grad():
+    with torch.enable_grad(), watched((parameters[n], partial(_note, uses, n)) for n in watch):
         begun = [t for t in run() if t.requires_grad]
     before = forwarded = time.perf_counter()
     in_pieces = {n for n in fired if fired.count(n) > 1}
@@ -218,7 +271,29 @@ def look(
         saved_bytes=kept.bytes,
         foreseen=foreseen,
         loss_dtype=str(dtype).removeprefix("torch."),
+        uses=tuple(_with_unused(uses, start, [n for n in parameters if n in watch])),
     )
+
+
+def _note(uses: list[tuple[str, float]], name: str) -> None:
+    uses.append((name, time.perf_counter()))
+
+
+def _with_unused(uses: Sequence[tuple[str, float]], start: float, names: Sequence[str]) -> list[tuple[str, float]]:
+    """First uses with the time since the one before; each name that has none behind the one that the model lists before
+    it, which is where it is used in another step."""
+    moments, there = [start, *(at for _, at in uses)], {n for n, _ in uses}
+    behind: dict[str | None, list[tuple[str, float]]] = {}
+    last: str | None = None
+    for name in names:
+        if name in there:
+            last = name
+        else:
+            behind.setdefault(last, []).append((name, 0.0))
+    found = behind.get(None, [])
+    for (name, at), before in zip(uses, moments, strict=False):
+        found += [(name, at - before), *behind.get(name, ())]
+    return found
 
 
 def _with_absent(

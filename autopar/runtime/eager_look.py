@@ -14,6 +14,7 @@ from autopar.errors import AutoparWarning, CaptureError, SignatureError, UnusedP
 from autopar.ir.batch import Batch, call_model
 from autopar.ir.build import model_fingerprint, named_parameters, trained_elsewhere
 from autopar.ir.capture import Mode
+from autopar.ir.first_uses import watchable
 from autopar.ir.held_tensors import held_tensors
 from autopar.ir.outline import Seen, look, outline, unseen
 from autopar.ir.training_graph import TrainingGraph
@@ -83,7 +84,8 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
     held: list[torch.Tensor] = []
     with without_trace(owners_of(model, loss_fn)):
         try:
-            return look(run, parameters, batch, mode == "step")
+            watch = watchable(owners_of(model, loss_fn).values(), parameters) if mode == "step" else ()
+            return look(run, parameters, batch, watch, mode == "step")
         except CaptureError:
             if mode == "step" or held or not parameters:
                 raise
