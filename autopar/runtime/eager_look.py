@@ -16,7 +16,8 @@ from autopar.ir.build import model_fingerprint, named_parameters, trained_elsewh
 from autopar.ir.capture import Mode
 from autopar.ir.first_uses import watchable
 from autopar.ir.held_tensors import held_tensors
-from autopar.ir.outline import Seen, look, outline, unseen
+from autopar.ir.outline import outline
+from autopar.ir.seen import Seen, look, unseen
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace

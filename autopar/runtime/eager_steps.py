@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.outline import go_forward, opaque, run_backward, run_forward, take_gradient
+from autopar.ir.seen import nonzero_rows
 from autopar.ops.group import Group
 from autopar.ops.moments import SYNCHRONIZE
 from autopar.runtime.eager_model import EagerModel
@@ -62,6 +63,9 @@ class EagerStep(nn.Module):
         self.__dict__["written"] = written  # no submodule: its own are here already
         self.model = model
         self.synchronizes = synchronizes
+        for node in reversed(written.graph.nodes):
+            if node.target in (torch.index_select, nonzero_rows) and not node.users:
+                written.graph.erase_node(node)  # rows of a gradient that is sent whole
         self.inputs = tuple(written.graph.find_nodes(op="placeholder"))
         self.results = written.graph.output_node().args[0]
         nodes = [n for n in written.graph.nodes if n.op not in ("placeholder", "output")]

@@ -326,6 +326,50 @@ def receives(rank: int, n: int) -> dict[str, Any]:
     return {"during": during, "read": read, "off": apart(model, other)}
 
 
+class Looks(nn.Module):
+    """Looks rows up, in one table of three on some ranks alone, and branches on what it is given."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(300, 8, padding_idx=0, sparse=sparse)
+        self.bags, self.some = nn.EmbeddingBag(200, 8, mode="mean"), nn.Embedding(100, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x.abs() * 1000).long() % 300
+        h = self.words(ids).mean(1) + self.bags(ids % 200)
+        if x.sum().item() > 0:
+            h = h + self.some(ids % 100).sum(1)
+        found: torch.Tensor = self.last(h)
+        return found
+
+
+def rows(rank: int, n: int, sparse: bool, each: int, clip: float | None) -> float:
+    """How far the parameters are from one process's where ranks exchange the rows that they have looked up."""
+    model, other = Looks(sparse), Looks(False)
+    kind = torch.optim.SGD if sparse else torch.optim.AdamW
+    program = program_of(
+        model,
+        kind(model.parameters(), lr=0.1),
+        rank,
+        n,
+        strategy="structured",
+        capture="never",
+        clip_grad_norm=clip,
+    )
+    theirs = kind(other.parameters(), lr=0.1)
+    if n > 1:
+        assert "sparse_rows" in {g.strategy for g in program.plan.groups for m in g.members if m.name == "words.weight"}
+    worst = 0.0
+    for step in range(3):
+        own = batches(step, n, each)
+        program.step(own[rank][0]) if each == 1 else program.step(micro_batches=own[rank])
+        one_process(other, theirs, [b for of_rank in own for b in of_rank], clip)
+        worst = max(worst, apart(model, other))
+    return worst
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -341,6 +385,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     found["refused"] = refused(rank)
     found["alone"] = local_without_own_gradient(rank, n) if n > 1 else []
     found["receives"] = receives(rank, n) if n > 1 else {}
+    found["rows"] = [rows(rank, n, *case) for case in ((False, 2, None), (True, 1, None), (False, 1, 0.05))]
     found["meets"] = meets(rank, n)
     found["adversarial"] = adversarial(rank, n)
     return found

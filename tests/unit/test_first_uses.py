@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from autopar.ir.batch import flatten
 from autopar.ir.build import model_fingerprint
 from autopar.ir.first_uses import watchable, watched
-from autopar.ir.outline import Outline, look, outline
+from autopar.ir.outline import Outline, outline
+from autopar.ir.seen import look
 
 
 class _Product(torch.autograd.Function):
