@@ -1,0 +1,1 @@
+"""Models as libraries have them, by library."""
