@@ -1,57 +1,31 @@
-"""The capture benchmark finds what is wrong: a differing step, an error, a dead worker; and lists it."""
+"""The capture benchmark finds what is wrong: a differing step, an error, a dead process; and lists it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.capture import outcomes, report
-from benchmarks.examine import (
-    LOSS_TOLERANCE,
-    UPDATE_TOLERANCE,
-    Outcome,
-    attempt,
-    loss_error,
-    reason,
-    update_error,
-)
+from autopar.runtime.process_group import Group
+from benchmarks.capture.families import chosen, families, family_of
+from benchmarks.capture.journal import Journal
+from benchmarks.capture.outcome import Outcome, Run, merged
+from benchmarks.capture.reference import Judge, train
+from benchmarks.capture.table import report
+from benchmarks.capture.trial import attempt, said
 from benchmarks.zoo import Entry, find
-from benchmarks.zoo.huggingface import ENTRIES
 from benchmarks.zoo.plain import ENTRIES as PLAIN
 
-
-def _update(before: torch.Tensor, wrong: torch.Tensor, right: torch.Tensor) -> float:
-    return update_error(before, before - wrong, before - right)
-
-
-@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
-def test_a_wrong_update_is_seen_however_small_the_gradient(size: float) -> None:
-    g = torch.Generator().manual_seed(0)
-    before, gradient = torch.randn(100, generator=g), size * torch.randn(100, generator=g)
-    assert _update(before, gradient, gradient) == 0
-    assert _update(before, torch.zeros(100), gradient) == pytest.approx(1, abs=0.01)
-    assert _update(before, gradient / 2, gradient) == pytest.approx(0.5, abs=0.01)
-    assert _update(before, 1.01 * gradient, gradient) > UPDATE_TOLERANCE
-    one_element_off = gradient.clone()
-    one_element_off[3] += size / 10
-    assert _update(before, one_element_off, gradient) > UPDATE_TOLERANCE
+TIED = find(PLAIN, "tied-mlp")
+ALONE = Group(0, 1)
 
 
-def test_rounding_is_no_error() -> None:
-    before = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    nothing, noise = torch.zeros(100), torch.full((100,), 2e-9)
-    assert _update(before, noise, nothing) == 0
-    assert loss_error(4.850001, 4.85) < LOSS_TOLERANCE < loss_error(4.8502, 4.85)
-
-
-def test_not_a_number_is_not_equal() -> None:
-    assert not update_error(torch.ones(2), torch.full((2,), torch.nan), torch.ones(2)) <= UPDATE_TOLERANCE
-    assert not loss_error(float("nan"), 1.0) <= LOSS_TOLERANCE
-
-
-class Broken(nn.Module):
-    """Branches on a value."""
+class _InFloat32(nn.Module):
+    """Computes in float32, whatever its parameters are in."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -59,58 +33,86 @@ class Broken(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.linear(x)
-        if y.sum() > 0:
-            y = -y
-        return y
+        return (y.float() @ y.float().T @ y.float()).to(y.dtype)
 
 
-def test_a_model_that_cannot_be_captured_runs_eagerly_with_the_line_that_breaks_it() -> None:
-    like = find(PLAIN, "tied-mlp")
-    outcome = attempt(Entry("broken", "plain", Broken, like.batch, like.loss_fn))
-    assert outcome.name == "broken"
-    assert outcome.failure == "" and outcome.planned
-    assert outcome.eager.startswith("CaptureError: the model cannot be captured as one graph")
-    assert "test_capture_benchmark.py:" in outcome.eager
-    assert "if y.sum() > 0" in outcome.eager
-    assert "/" not in outcome.eager.partition("(")[2].partition(":")[0]
+class _Branches(_InFloat32):
+    """On a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return -y if y.sum() > 0 else y
 
 
-@pytest.mark.parametrize("name", ["tied-mlp", "lstm", "segformer", "git"])
-def test_a_model_that_can_be_captured_steps_as_eager(name: str) -> None:
-    """SegFormer records its hidden states; GIT has modules that could record, outside of any that does."""
-    outcome = attempt(find((*PLAIN, *ENTRIES), name))
-    assert outcome.failure == outcome.eager == ""
-    assert outcome.nodes > 10
-    assert outcome.optimize_s > 0
-    assert outcome.planned
+def _judge(entry: Entry) -> Judge:
+    model = entry.build().double()
+    return Judge(entry, model, 2, torch.float64, train(entry, model, 2, torch.float64))
 
 
-def test_reason_is_one_line() -> None:
-    assert reason(ValueError("too long\nby far")) == "ValueError: too long"
-    assert reason(ValueError("")) == "ValueError: no message"
+@pytest.mark.parametrize("make", [TIED.make, _InFloat32])
+def test_a_wrong_update_is_seen_and_rounding_is_not(make: Any) -> None:
+    judge = _judge(replace(TIED, make=make))
+    assert judge.worst(judge.expected) == (0.0, "")
+    rounded = train(judge.entry, judge.model, 2, torch.float64, rounding=7)
+    size, where = judge.worst(rounded)
+    assert size > 1e-9 and where == ""
+    for name, update in judge.expected.updates[1].items():
+        wrong = [judge.expected.updates[0], {**judge.expected.updates[1], name: 1.001 * update}]
+        size, where = judge.worst(replace(judge.expected, updates=wrong))
+        assert size == pytest.approx(0.001) and where.startswith(f"step 1: the update of '{name}' is off by 1.0e-03")
+    lost = [[losses[0] * 1.001, losses[1]] for losses in judge.expected.losses]
+    assert "the loss is off by" in judge.worst(replace(judge.expected, losses=lost))[1]
+    no_number = [{n: u * torch.nan for n, u in tree.items()} for tree in judge.expected.updates]
+    assert judge.worst(replace(judge.expected, updates=no_number))[1]
 
 
-def test_a_worker_that_dies_is_the_failure_of_its_architecture_alone() -> None:
-    unknown = [Entry(name, "plain", Broken, lambda n, seed: {}) for name in ("no-such", "nor-such")]
-    found = list(outcomes(unknown, jobs=1))
-    assert [(o.name, o.failure) for o in found] == [
-        (e.name, f"exit code 1: KeyError: \"no model '{e.name}' in the zoo\"") for e in unknown
-    ]
+def test_a_model_is_trained_in_both_modes_under_three_plans() -> None:
+    outcome = attempt(TIED, ALONE)
+    assert (outcome.kind, outcome.eager, outcome.failure, outcome.dtype) == ("equal", "", "", "float64")
+    assert [(r.mode, r.plan) for r in outcome.runs] == [
+        ("step", "searched"), ("step", "PartitionedPS"), ("step", "random"),
+        ("module", "searched"), ("module", "PartitionedAR"), ("module", "random"),
+    ]  # fmt: skip
+    assert all(r.strategies and r.seconds > 0 for r in outcome.runs)
 
 
-def test_the_report_lists_failures_last_and_counts_the_rest() -> None:
-    found = [
-        Outcome("bert", "encoder", failure="ValueError: no"),
-        Outcome("detr", "detection", 10, 20, 1.0, "all_reduce: 1 ms", 0.0, 0.0, eager="CaptureError: a branch"),
-        Outcome("gpt2", "decoder", 10, 20, 1.0, "all_reduce: 1 ms", 1e-7, 2e-6, unreached=("a",)),
-    ]
-    result = report(found, required=2)
-    assert [row[0] for row in result.rows] == ["gpt2", "detr", "bert"]
-    assert result.rows[0][-1] == "equal: loss 1e-07, update 2e-06; 1 parameters get no gradient"
-    assert result.rows[1][-1] == "runs eagerly, equal: loss 0e+00, update 0e+00: CaptureError: a branch"
-    assert result.rows[2][-1] == "FAILED: ValueError: no"
-    assert result.notes[0] == (
-        "1 of 3 architectures are captured and equal: 1 decoder. 1 run eagerly, and are equal: detr."
-    )
-    assert [t.met for t in result.targets] == [False, False]
-    assert report(found[1:], required=1).short == []
+def test_what_cannot_be_captured_runs_eagerly_and_what_fails_is_the_models_fault() -> None:
+    eager = attempt(replace(TIED, name="branches", make=_Branches), ALONE)
+    assert eager.kind == "equal" and "a branch depends on" in eager.eager
+    broken = attempt(replace(TIED, name="broken", make=lambda dropout: nn.Linear(3, 3)), ALONE)
+    assert broken.kind == "unusable" and broken.failure.startswith("RuntimeError: mat1 and mat2")
+    assert said(ValueError("")) == "ValueError: no message"
+
+
+def test_the_most_serious_of_all_ranks_and_runs_counts(tmp_path: Path) -> None:
+    good = Run("step", "searched", "equal", error=1e-12)
+    mine = Outcome("timm/a", 10, "float64", 1.0, (good, replace(good, mode="module")))
+    theirs = replace(mine, runs=(replace(good, error=1e-11), Run("module", "searched", "wrong", "off")), seconds=2.0)
+    both = merged([mine, theirs])
+    assert (both.kind, both.said, both.seconds) == ("wrong", "module, searched: off", 2.0)
+    assert both.runs[0].error == 1e-11
+    assert merged([mine, Outcome("timm/a", failure="rank 1 ended")]).kind == "crashed"
+
+    journal = Journal(tmp_path / "journal", "r1")
+    journal.add(mine)
+    journal.add(both)
+    journal.path.write_text(journal.path.read_text() + '{"revision": "r1", "outco')
+    assert journal.outcomes() == {"timm/a": both}
+    assert Journal(journal.path, "r2").outcomes() == {}
+    assert Journal(journal.path, "r2").outcomes(any_revision=True) == {"timm/a": both}
+
+    eager = replace(mine, name="b", runs=(replace(good, eager="a branch"),))
+    result = report([both, mine, eager, Outcome("c", failure="no", unusable=True)], {"timm": 2}, {"peft": "peft"})
+    assert [r[0] for r in result.rows] == ["timm/a", "b", "c", "timm/a"]
+    assert result.rows[1][-1] == "equal; eager: a branch"
+    assert [t.met for t in result.targets] == [False, True, True, False, True]
+    assert result.notes[0] == "timm: 2 models, 1 captured and equal, 0 eager and equal, 1 WRONG."
+
+
+def test_models_are_named_by_themselves_and_by_family() -> None:
+    assert [e.name for e in chosen(["bert"])] == ["bert"]
+    names = [e.name for entries in families().values() for e in entries]
+    assert len(set(names)) == len(names)
+    assert all(family_of(e.name) == family for family, entries in families().items() for e in entries)
+    with pytest.raises(KeyError, match="did you mean 'bert'"):
+        chosen(["berd"])
