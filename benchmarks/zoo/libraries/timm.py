@@ -8,6 +8,7 @@ normalization has more than one value a channel and sample.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,34 @@ def _make(name: str, fields: dict[str, Any], dropout: float) -> nn.Module:
         model = timm.create_model(name, num_classes=CLASSES, **fields)
     else:
         model = getattr(timm.models, name)(num_classes=CLASSES, **fields)
+    assert isinstance(model, nn.Module)
     for module in model.modules():
         set_drop(module, dropout)
     return model
+
+
+def _make_shallow(name: str, fields: dict[str, Any], dropout: float) -> nn.Module:
+    return shallow(_make(name, fields, dropout))
+
+
+def shallow(model: nn.Module) -> nn.Module:
+    """Leaves layers out whose parameters have the shapes of those before them, one by one and in pairs."""
+    for module in list(model.modules()):
+        if type(module) is nn.Sequential:
+            kept: list[tuple[str, nn.Module]] = []
+            for name, layer in module.named_children():
+                kept.append((name, layer))
+                for period in (1, 2):
+                    last = [_shapes(m) for _, m in kept[-2 * period :]]
+                    if len(last) == 2 * period and last[:period] == last[period:] and any(last):
+                        del kept[-period:]
+            for name in {name for name, _ in module.named_children()} - {name for name, _ in kept}:
+                delattr(module, name)
+    return model
+
+
+def _shapes(module: nn.Module) -> list[torch.Size]:
+    return [p.shape for p in module.parameters()]
 
 
 def set_drop(module: nn.Module, probability: float) -> None:
@@ -50,9 +76,27 @@ def _entry(name: str, size: int = 64, **fields: Any) -> Entry:
     return Entry(f"timm/{name}", "vision", partial(_make, name, fields), partial(_pictures, size), F.cross_entropy)
 
 
+def _shallow(name: str, size: int = 64, **fields: Any) -> Entry:
+    """A model of many layers, of which those that are alike are left out."""
+    return replace(_entry(name, size, **fields), make=partial(_make_shallow, name, fields))
+
+
+def _shallow_fixed(name: str, size: int = 64, **fields: Any) -> Entry:
+    return _shallow(name, size, img_size=size, **fields)
+
+
 def _fixed(name: str, size: int = 64, **fields: Any) -> Entry:
     """A model that is made for images of one size."""
     return _entry(name, size, img_size=size, **fields)
+
+
+def _mvit(dropout: float) -> nn.Module:
+    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+
+    model = MultiScaleVit(MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16), img_size=(64, 64), num_classes=CLASSES)
+    for module in model.modules():
+        set_drop(module, dropout)
+    return model
 
 
 WIDTHS = (16, 24, 32, 48)
@@ -62,80 +106,96 @@ ONE = (1, 1, 1, 1)
 HEADS = (1, 2, 4, 4)
 
 CONVOLUTIONAL = (
-    _entry("test_byobnet"),
-    _entry("mobileone_s1"),
-    _entry("ConvMixer", dim=32, depth=2),
-    _entry("test_convnext", depths=ONE),
-    _entry("convnextv2_atto", depths=ONE, dims=WIDTHS),
-    _entry("csatv2"),
-    _entry("cs3darknet_focus_s"),
-    _entry("cspnext_tiny"),
-    _entry("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)),
-    _entry("dla46x_c"),
-    _entry("dpn48b", k_sec=(1, 1, 1, 1)),
-    _entry("test_efficientnet"),
-    _entry("fasternet_t0", depths=ONE, embed_dim=16),
-    _entry("FocalNet", depths=ONE, embed_dim=16),
-    _entry("ghostnet_050"),
-    _entry("hardcorenas_b"),
-    _entry("hgnetv2_b0"),
+    _shallow("test_byobnet"),
+    _shallow("mobileone_s1"),
+    _shallow("ConvMixer", dim=32, depth=2),
+    _shallow("test_convnext", depths=ONE),
+    _shallow("convnextv2_atto", depths=ONE, dims=WIDTHS),
+    _shallow("csatv2"),
+    _shallow("cs3darknet_focus_s"),
+    _shallow("cspnext_tiny"),
+    _shallow("densenet121", growth_rate=8, block_config=(2, 2, 2, 2)),
+    _shallow("dla46x_c"),
+    _shallow("dpn48b", k_sec=(1, 1, 1, 1)),
+    _shallow("test_efficientnet"),
+    _shallow("fasternet_t0", depths=ONE, embed_dim=16),
+    _shallow("FocalNet", depths=ONE, embed_dim=16),
+    _shallow("ghostnet_050"),
+    _shallow("hardcorenas_b"),
+    _shallow("hgnetv2_b0"),
     _entry("hrnet_w18_small"),
-    _entry("inception_next_atto", depths=ONE, dims=WIDTHS),
-    _entry("inception_v3", 128),
-    _entry("lcnetv2_small", depths=ONE, scale=0.25),
-    _entry("test_mambaout", depths=ONE),
-    _entry("lcnet_035"),
-    _entry("mobilenetv3_small_050"),
-    _entry("mobilenetv5_base", channel_multiplier=0.25),
-    _entry("nasnetalarge", 96, stem_size=16, num_features=192),
-    _entry("test_nfnet"),
-    _entry("rdnet_tiny"),
-    _entry("regnetx_002"),
-    _entry("repghostnet_050"),
-    _entry("repvit_m1"),
-    _entry("res2next50", layers=ONE),
-    _entry("resnest14d"),
-    _entry("test_resnet"),
-    _entry("resnetv2_18", layers=ONE, channels=WIDTHS),
-    _entry("rexnet_100", width_mult=0.25, depth_mult=0.5),
-    _entry("selecsls42"),
-    _entry("legacy_seresnet18", layers=ONE),
-    _entry("skresnet18", layers=ONE),
-    _entry("starnet_s050"),
-    _entry("tresnet_m", layers=ONE, width_factor=0.5),
-    _entry("vgg11", 32, mlp_ratio=0.0625),
-    _entry("ese_vovnet19b_slim_dw"),
-    _entry("legacy_xception", 96),
-    _entry("xception41p"),
+    _shallow("inception_next_atto", depths=ONE, dims=WIDTHS),
+    _shallow("inception_resnet_v2", 128),
+    _shallow("inception_v3", 128),
+    _shallow("inception_v4", 128),
+    _shallow("lcnetv2_small", depths=ONE, scale=0.25),
+    _shallow("test_mambaout", depths=ONE),
+    _shallow("lcnet_035"),
+    _shallow("mobilenetv3_small_050"),
+    _shallow("mobilenetv5_base", channel_multiplier=0.25),
+    _shallow("test_nfnet"),
+    _entry(
+        "RDNet",
+        num_init_features=16,
+        growth_rates=(16, 16, 24),
+        num_blocks_list=(1, 2, 1),
+        is_downsample_block=(None, True, True),
+        block_type=("Block", "Block", "BlockESE"),
+    ),
+    _shallow("regnetx_002"),
+    _shallow("repghostnet_050"),
+    _shallow("repvit_m1"),
+    _shallow("res2next50", layers=ONE),
+    _shallow("resnest14d"),
+    _shallow("test_resnet"),
+    _shallow("resnetv2_18", layers=ONE, channels=WIDTHS),
+    _shallow("rexnet_100", width_mult=0.25, depth_mult=0.5),
+    _shallow("selecsls42"),
+    _shallow("legacy_seresnet18", layers=ONE),
+    _shallow("skresnet18", layers=ONE),
+    _shallow("starnet_s050"),
+    _shallow("tresnet_m", layers=ONE, width_factor=0.5),
+    _shallow("vgg11", 32, mlp_ratio=0.0625),
+    _shallow("ese_vovnet19b_slim_dw"),
+    _shallow("legacy_xception", 96),
+    _entry(
+        "xception41p",
+        block_cfg=[
+            {"in_chs": 64, "out_chs": 64, "stride": 2},
+            {"in_chs": 64, "out_chs": 64, "stride": 1},
+            {"in_chs": 64, "out_chs": (64, 96, 96), "stride": 2},
+            {"in_chs": 96, "out_chs": (128, 128, 160), "no_skip": True, "stride": 1},
+        ],
+    ),
 )
 """Convolutions, and what takes attention's place beside them."""
 
 MIXED = (
-    _fixed("eca_botnext26ts_256"),
-    _fixed("lambda_resnet26rpt_256"),
-    _entry("cpubone_nano"),
-    _entry("davit_tiny", depths=ONE, embed_dims=WIDTHS, num_heads=HEADS),
-    _entry("edgenext_xx_small", depths=(1, 1, 2, 1)),
-    _fixed("efficientformer_l1", 224, depths=ONE, embed_dims=WIDTHS),
-    _fixed("efficientformerv2_s0"),
-    _entry("efficientvim_m1"),
-    _entry("efficientvit_b0"),
-    _fixed("efficientvit_m0"),
-    _entry("fastvit_t8", layers=ONE, embed_dims=(16, 32, 64, 128)),
-    _entry("iformer_t", depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1)),
-    _entry("lowformer_b0"),
-    _fixed("test_coatnet"),
-    _fixed("test_maxvit"),
-    _entry("MetaFormer", depths=ONE, dims=WIDTHS),
-    _entry("mobilevit_xxs"),
-    _entry("nextvit_small", depths=(1, 1, 5, 1)),
-    _entry("shvit_s1"),
-    _entry("swiftformer_xs", layers=ONE),
-    _entry("tiny_vit_5m_224"),
-    _fixed("visformer_tiny", depth=ONE[:3]),
-    _fixed("vit_tiny_r_s16_p8_224"),
-    _fixed("levit_128s"),
-    _fixed("vitamin_small_224", depth=2),
+    _shallow_fixed("eca_botnext26ts_256"),
+    _shallow_fixed("lambda_resnet26rpt_256"),
+    _shallow("cpubone_nano"),
+    _shallow("davit_tiny", depths=ONE, embed_dims=WIDTHS, num_heads=HEADS),
+    _shallow("edgenext_xx_small", depths=(1, 1, 2, 1)),
+    _shallow_fixed("efficientformer_l1", 224, depths=ONE, embed_dims=WIDTHS),
+    _shallow_fixed("efficientformerv2_s0"),
+    _shallow("efficientvim_m1"),
+    _shallow("efficientvit_b0"),
+    _shallow_fixed("efficientvit_m0"),
+    _shallow("fastvit_t8", layers=ONE, embed_dims=(16, 32, 64, 128)),
+    _shallow("iformer_t", depths=(1, 1, 3, 3), attn_groups=(0, 0, 1, 1)),
+    _shallow("lowformer_b0"),
+    _shallow_fixed("test_coatnet"),
+    _shallow_fixed("test_maxvit"),
+    _shallow("MetaFormer", depths=ONE, dims=WIDTHS),
+    _shallow("mobilevit_xxs"),
+    _shallow("nextvit_small", depths=(1, 1, 5, 1)),
+    _shallow("shvit_s1"),
+    _shallow("swiftformer_xs", layers=ONE),
+    _shallow("tiny_vit_5m_224"),
+    _shallow_fixed("visformer_tiny", depth=ONE[:3]),
+    _shallow_fixed("vit_tiny_r_s16_p8_224"),
+    _shallow_fixed("levit_128s"),
+    _shallow_fixed("vitamin_small_224", depth=2),
 )
 """Convolutions and attention."""
 
@@ -154,16 +214,16 @@ TRANSFORMERS = (
     _fixed("hiera_tiny_224", embed_dim=16, stages=ONE),
     _entry("sam2_hiera_tiny", 128, embed_dim=16, stages=(1, 2, 3, 1), global_att_blocks=(4,)),
     _fixed("MlpMixer", num_blocks=2, embed_dim=32),
-    _entry("mvitv2_tiny"),
+    Entry("timm/MultiScaleVit", "vision", _mvit, partial(_pictures, 64), F.cross_entropy),
     _entry("naflexvit_base_patch16_gap", depth=2, embed_dim=32, num_heads=4),
     _fixed("Nest", embed_dims=(16, 32, 64), num_heads=(1, 2, 4), depths=(1, 1, 1)),
     _fixed("pit_ti_224", depth=(1, 1, 1)),
     _entry("pvt_v2_b0", depths=ONE),
     _entry("qwen3_vit_88m", depth=2, embed_dim=32, num_heads=4),
     _fixed("sequencer2d_s", 56, layers=ONE, embed_dims=(16, 32, 32, 32), hidden_sizes=(4, 8, 8, 8)),
-    _fixed("swin_tiny_patch4_window7_224", window_size=4, depths=ONE, embed_dim=16, num_heads=HEADS),
-    _fixed("swinv2_tiny_window8_256", window_size=4, depths=ONE, embed_dim=16, num_heads=HEADS),
-    _fixed("swinv2_cr_tiny_224", depths=ONE, embed_dim=16, num_heads=HEADS),
+    _fixed("swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2), embed_dim=16, num_heads=(2, 4)),
+    _fixed("swinv2_tiny_window8_256", window_size=4, depths=(2, 2), embed_dim=16, num_heads=(2, 4)),
+    _fixed("swinv2_cr_tiny_224", depths=(2, 2), embed_dim=16, num_heads=(2, 4)),
     _fixed("tnt_s_legacy_patch16_224", depth=2, embed_dim=32, inner_dim=8, num_heads_outer=4),
     _fixed("twins_svt_small", depths=ONE, embed_dims=(16, 32, 32, 64), num_heads=HEADS),
     _fixed("twins_pcpvt_small", depths=ONE, embed_dims=(16, 32, 32, 64), num_heads=HEADS),
@@ -176,5 +236,5 @@ TRANSFORMERS = (
 
 ENTRIES: tuple[Entry, ...] = (*CONVOLUTIONAL, *MIXED, *TRANSFORMERS)
 
-LARGE = ("inception_resnet_v2", "inception_v4", "pnasnet5large")
-"""Families that have no small model, and no arguments that make one smaller: 41 to 82 million parameters."""
+LARGE = ("nasnetalarge", "pnasnet5large")
+"""Families that have no small model, and no arguments that make one smaller: 2,000 operations, 82 million parameters."""

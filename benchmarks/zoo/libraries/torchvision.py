@@ -198,7 +198,7 @@ def _mvit(version: int) -> nn.Module:
 
     block = partial(mvit.MSBlockConfig, kernel_q=[3, 3, 3], kernel_kv=[3, 3, 3])
     blocks = [
-        block(num_heads=1, input_channels=16, output_channels=32, stride_q=[], stride_kv=[1, 2, 2]),
+        block(num_heads=1, input_channels=16, output_channels=32, stride_q=[1, 1, 1], stride_kv=[1, 2, 2]),
         block(num_heads=2, input_channels=32, output_channels=32, stride_q=[1, 2, 2], stride_kv=[1, 1, 1]),
     ]
     second = version == 2
@@ -211,6 +211,15 @@ def _swin3d() -> nn.Module:
     from torchvision.models.video import SwinTransformer3d
 
     return SwinTransformer3d([2, 4, 4], 16, [2, 2], [2, 4], [2, 4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES)
+
+
+def _s3d(dropout: float) -> nn.Module:
+    """S3D for clips of 64 x 64: its pooling is made for 224 x 224."""
+    from torchvision.models.video import s3d
+
+    model = s3d(weights=None, num_classes=CLASSES)
+    model.avgpool = nn.AvgPool3d(2, stride=1)
+    return prepared(model, dropout)
 
 
 def _raft(dropout: float) -> nn.Module:
@@ -265,7 +274,7 @@ VIDEO = (
     _clip_entry("r2plus1d", partial(_made, partial(_video, "Conv2Plus1D", "R2Plus1dStem"))),
     _clip_entry("mvit_v1", partial(_made, partial(_mvit, 1))),
     _clip_entry("mvit_v2", partial(_made, partial(_mvit, 2))),
-    _clip_entry("s3d", partial(_named, "s3d", {}), 224, 16),
+    _clip_entry("s3d", _s3d, 64, 16),
     _clip_entry("swin3d", partial(_made, _swin3d)),
     _entry("raft_small", _raft, partial(_flows, 128), _flow_loss),
 )
