@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from benchmarks.zoo.batches import CLASSES, classes, generator
 from benchmarks.zoo.entry import Entry
+from benchmarks.zoo.libraries.drop import with_dropout
+from benchmarks.zoo.libraries.shallow import shallow
 
 
 def _make(name: str, fields: dict[str, Any], dropout: float) -> nn.Module:
@@ -27,43 +29,11 @@ def _make(name: str, fields: dict[str, Any], dropout: float) -> nn.Module:
         model = timm.create_model(name, num_classes=CLASSES, **fields)
     else:
         model = getattr(timm.models, name)(num_classes=CLASSES, **fields)
-    assert isinstance(model, nn.Module)
-    for module in model.modules():
-        set_drop(module, dropout)
-    return model
+    return with_dropout(model, dropout)
 
 
 def _make_shallow(name: str, fields: dict[str, Any], dropout: float) -> nn.Module:
     return shallow(_make(name, fields, dropout))
-
-
-def shallow(model: nn.Module) -> nn.Module:
-    """Leaves layers out whose parameters have the shapes of those before them, one by one and in pairs."""
-    for module in list(model.modules()):
-        if type(module) is nn.Sequential:
-            kept: list[tuple[str, nn.Module]] = []
-            for name, layer in module.named_children():
-                kept.append((name, layer))
-                for period in (1, 2):
-                    last = [_shapes(m) for _, m in kept[-2 * period :]]
-                    if len(last) == 2 * period and last[:period] == last[period:] and any(last):
-                        del kept[-period:]
-            for name in {name for name, _ in module.named_children()} - {name for name, _ in kept}:
-                delattr(module, name)
-    return model
-
-
-def _shapes(module: nn.Module) -> list[torch.Size]:
-    return [p.shape for p in module.parameters()]
-
-
-def set_drop(module: nn.Module, probability: float) -> None:
-    """Sets the dropout probability of one module, and never leaves out a whole path, which is drawn for each sample."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        module.p = probability
-    for key, value in (("drop_rate", probability), ("drop_prob", 0.0), ("drop_path_rate", 0.0)):
-        if isinstance(getattr(module, key, None), float):
-            setattr(module, key, value)
 
 
 def _pictures(size: int, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +64,7 @@ def _mvit(dropout: float) -> nn.Module:
     from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 
     model = MultiScaleVit(MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16), img_size=(64, 64), num_classes=CLASSES)
-    for module in model.modules():
-        set_drop(module, dropout)
-    return model
+    return with_dropout(model, dropout)
 
 
 WIDTHS = (16, 24, 32, 48)
@@ -237,4 +205,4 @@ TRANSFORMERS = (
 ENTRIES: tuple[Entry, ...] = (*CONVOLUTIONAL, *MIXED, *TRANSFORMERS)
 
 LARGE = ("nasnetalarge", "pnasnet5large")
-"""Families that have no small model, and no arguments that make one smaller: 2,000 operations, 82 million parameters."""
+"""Families without a small model, or arguments that make one small: 2,000 operations, 82 million parameters."""

@@ -1,7 +1,8 @@
 """Models of torchvision: classifiers, segmentation, video and optical flow; `torchvision_detection` has its detectors.
 
-Each is the smallest of its family, made narrower and shallower where its class takes that as arguments. Batches are
-(inputs, target), and losses are those of torchvision's own training scripts (`references/`).
+Each is the smallest of its family, made narrower and shallower where its class takes that as arguments, else without
+layers that are like those before them. Batches are (inputs, target), and losses are those of torchvision's own training
+scripts (`references/`).
 """
 
 from __future__ import annotations
@@ -16,41 +17,26 @@ from torch.nn import functional as F
 
 from benchmarks.zoo.batches import CLASSES, classes, generator
 from benchmarks.zoo.entry import Entry, LossFn
+from benchmarks.zoo.libraries import torchvision_detection as detection
+from benchmarks.zoo.libraries.drop import with_dropout
+from benchmarks.zoo.libraries.shallow import shallow
 
 Pair = tuple[Any, torch.Tensor]
 FRAMES = 4
 
 
-def prepared(model: nn.Module, dropout: float) -> nn.Module:
-    """The model with that probability of dropout, which never leaves out whole paths (drawn for each sample)."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = dropout
-        elif type(module).__name__ == "StochasticDepth":
-            module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention):
-            module.dropout = dropout
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = dropout
-        elif isinstance(getattr(module, "drop_rate", None), float):
-            module.drop_rate = dropout
-    return model
-
-
 def _named(name: str, fields: Mapping[str, Any], dropout: float) -> nn.Module:
     from torchvision.models import get_model
 
-    return prepared(get_model(name, weights=None, num_classes=CLASSES, **fields), dropout)
+    return with_dropout(get_model(name, weights=None, num_classes=CLASSES, **fields), dropout)
 
 
-def _segmenter(name: str, dropout: float) -> nn.Module:
-    from torchvision.models import get_model
-
-    return prepared(get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES, aux_loss=True), dropout)
+def _shallow(name: str, fields: Mapping[str, Any], dropout: float) -> nn.Module:
+    return shallow(_named(name, fields, dropout))
 
 
-def _made(build: Callable[[], nn.Module], dropout: float) -> nn.Module:
-    return prepared(build(), dropout)
+def _made(build: Callable[[], Any], dropout: float) -> nn.Module:
+    return with_dropout(build(), dropout)
 
 
 def pictures(size: int, n: int, seed: int) -> Pair:
@@ -96,7 +82,7 @@ def _flow_loss(output: list[torch.Tensor], target: torch.Tensor) -> torch.Tensor
 
 
 def _classifier(name: str, size: int = 64, loss: LossFn = F.cross_entropy, **fields: Any) -> Entry:
-    return _entry(name, partial(_named, name, fields), partial(pictures, size), loss)
+    return _entry(name, partial(_shallow, name, fields), partial(pictures, size), loss)
 
 
 def _entry(
@@ -105,14 +91,14 @@ def _entry(
     return Entry(f"torchvision/{name}", "vision", make, batch, loss)
 
 
-def _vgg() -> nn.Module:
+def _vgg() -> Any:
     from torchvision.models import vgg
 
     layers = vgg.make_layers([16, "M", 32, "M", 64, "M"], batch_norm=True)
     return _narrow(vgg.VGG(layers, num_classes=CLASSES), 64)
 
 
-def _narrow(model: Any, channels: int) -> nn.Module:
+def _narrow(model: Any, channels: int) -> Any:
     """AlexNet and VGG with narrow linear layers in the place of those of 4096."""
     inputs = channels * model.avgpool.output_size[0] ** 2
     for layer in model.classifier:
@@ -120,58 +106,56 @@ def _narrow(model: Any, channels: int) -> nn.Module:
             width = min(layer.out_features, 64)
             layer.__init__(inputs, width)  # type: ignore[misc]
             inputs = width
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-def _alexnet() -> nn.Module:
+def _alexnet() -> Any:
     from torchvision.models import AlexNet
 
     return _narrow(AlexNet(num_classes=CLASSES), 256)
 
 
-def _convnext() -> nn.Module:
+def _convnext() -> Any:
     from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
     stages = [CNBlockConfig(16, 24, 1), CNBlockConfig(24, 32, 1), CNBlockConfig(32, None, 2)]
     return ConvNeXt(stages, num_classes=CLASSES)
 
 
-def _densenet() -> nn.Module:
+def _densenet() -> Any:
     from torchvision.models import DenseNet
 
     return DenseNet(growth_rate=8, block_config=(2, 2, 2, 2), num_init_features=16, num_classes=CLASSES)
 
 
-def _maxvit() -> nn.Module:
+def _maxvit() -> Any:
     from torchvision.models import MaxVit
 
     return MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.0, num_classes=CLASSES)
 
 
-def _resnet(block: str, **fields: Any) -> nn.Module:
+def _resnet(block: str, **fields: Any) -> Any:
     from torchvision.models import resnet
 
     return resnet.ResNet(getattr(resnet, block), [1, 1, 1, 1], num_classes=CLASSES, **fields)
 
 
-def _swin(version: int) -> nn.Module:
+def _swin(version: int) -> Any:
     from torchvision.models import swin_transformer as swin
 
     block = swin.SwinTransformerBlock if version == 1 else swin.SwinTransformerBlockV2
     merging = swin.PatchMerging if version == 1 else swin.PatchMergingV2
     stages = {"depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
-    return swin.SwinTransformer(
-        [4, 4], 16, **stages, num_classes=CLASSES, block=block, downsample_layer=merging, stochastic_depth_prob=0.0
-    )
+    return swin.SwinTransformer([4, 4], 16, **stages, num_classes=CLASSES, block=block, downsample_layer=merging)
 
 
-def _vit() -> nn.Module:
+def _vit() -> Any:
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=CLASSES)
 
 
-def _on_resnet(head: str) -> nn.Module:
+def _on_resnet(head: str) -> Any:
     """A segmenter on a shallow ResNet: `fcn_resnet50` and `deeplabv3_resnet50` with one block a stage."""
     from torchvision.models import segmentation
     from torchvision.models._utils import IntermediateLayerGetter
@@ -181,19 +165,17 @@ def _on_resnet(head: str) -> nn.Module:
     resnet = _resnet("Bottleneck", replace_stride_with_dilation=[False, True, True], width_per_group=16)
     body = IntermediateLayerGetter(resnet, {"layer4": "out", "layer3": "aux"})
     last = FCNHead(2048, CLASSES) if head == "FCN" else DeepLabHead(2048, CLASSES, [2, 3, 4])
-    whole = getattr(segmentation, "FCN" if head == "FCN" else "DeepLabV3")(body, last, FCNHead(1024, CLASSES))
-    assert isinstance(whole, nn.Module)
-    return whole
+    return getattr(segmentation, head)(body, last, FCNHead(1024, CLASSES))
 
 
-def _video(convolution: str, stem: str) -> nn.Module:
+def _video(convolution: str, stem: str) -> Any:
     from torchvision.models.video import resnet
 
     makers = [getattr(resnet, convolution)] * 4
     return resnet.VideoResNet(resnet.BasicBlock, makers, [1, 1, 1, 1], getattr(resnet, stem), num_classes=CLASSES)
 
 
-def _mvit(version: int) -> nn.Module:
+def _mvit(version: int) -> Any:
     from torchvision.models.video import mvit
 
     block = partial(mvit.MSBlockConfig, kernel_q=[3, 3, 3], kernel_kv=[3, 3, 3])
@@ -202,15 +184,14 @@ def _mvit(version: int) -> nn.Module:
         block(num_heads=2, input_channels=32, output_channels=32, stride_q=[1, 2, 2], stride_kv=[1, 1, 1]),
     ]
     second = version == 2
-    return mvit.MViT(
-        (32, 32), FRAMES, blocks, True, second, second, second, dropout=0.0, num_classes=CLASSES, norm_layer=nn.LayerNorm
-    )
+    flags = (True, second, second, second)
+    return mvit.MViT((32, 32), FRAMES, blocks, *flags, num_classes=CLASSES, norm_layer=nn.LayerNorm)
 
 
-def _swin3d() -> nn.Module:
+def _swin3d() -> Any:
     from torchvision.models.video import SwinTransformer3d
 
-    return SwinTransformer3d([2, 4, 4], 16, [2, 2], [2, 4], [2, 4, 4], stochastic_depth_prob=0.0, num_classes=CLASSES)
+    return SwinTransformer3d([2, 4, 4], 16, [2, 2], [2, 4], [2, 4, 4], num_classes=CLASSES)
 
 
 def _s3d(dropout: float) -> nn.Module:
@@ -219,16 +200,16 @@ def _s3d(dropout: float) -> nn.Module:
 
     model = s3d(weights=None, num_classes=CLASSES)
     model.avgpool = nn.AvgPool3d(2, stride=1)
-    return prepared(model, dropout)
+    return with_dropout(model, dropout)
 
 
 def _raft(dropout: float) -> nn.Module:
     from torchvision.models.optical_flow import raft_small
 
-    return prepared(raft_small(weights=None), dropout)
+    return with_dropout(raft_small(weights=None), dropout)
 
 
-def _built(name: str, build: Callable[[], nn.Module], size: int = 64) -> Entry:
+def _built(name: str, build: Callable[[], Any], size: int = 64) -> Entry:
     return _entry(name, partial(_made, build), partial(pictures, size))
 
 
@@ -263,8 +244,11 @@ CLASSIFIERS = (
 _SEGMENTERS: tuple[tuple[str, Callable[[float], nn.Module]], ...] = (
     ("fcn_resnet", partial(_made, partial(_on_resnet, "FCN"))),
     ("deeplabv3_resnet", partial(_made, partial(_on_resnet, "DeepLabV3"))),
-    ("deeplabv3_mobilenet_v3_large", partial(_segmenter, "deeplabv3_mobilenet_v3_large")),
-    ("lraspp_mobilenet_v3_large", partial(_named, "lraspp_mobilenet_v3_large", {"weights_backbone": None})),
+    (
+        "deeplabv3_mobilenet_v3_large",
+        partial(_shallow, "deeplabv3_mobilenet_v3_large", {"weights_backbone": None, "aux_loss": True}),
+    ),
+    ("lraspp_mobilenet_v3_large", partial(_shallow, "lraspp_mobilenet_v3_large", {"weights_backbone": None})),
 )
 SEGMENTATION = tuple(_entry(name, make, partial(_pixels, 64), _segmentation_loss) for name, make in _SEGMENTERS)
 
@@ -280,4 +264,4 @@ VIDEO = (
 )
 """Clips with one class each; of RAFT, two images and the motion between them."""
 
-ENTRIES: tuple[Entry, ...] = (*CLASSIFIERS, *SEGMENTATION, *VIDEO)
+ENTRIES: tuple[Entry, ...] = (*CLASSIFIERS, *SEGMENTATION, *VIDEO, *detection.ENTRIES)

@@ -16,6 +16,7 @@ from torch import nn
 
 from benchmarks.zoo.batches import CLASSES, generator
 from benchmarks.zoo.entry import Entry
+from benchmarks.zoo.libraries.drop import with_dropout
 
 SIZE = 64
 BOXES = ((4.0, 6.0, 36.0, 40.0), (28.0, 20.0, 60.0, 56.0))
@@ -74,13 +75,13 @@ def _keypoints(g: torch.Generator) -> torch.Tensor:
     return torch.cat([places, torch.ones(len(BOXES), KEYPOINTS, 1)], 2)
 
 
-def _pyramid(**fields: Any) -> nn.Module:
+def _pyramid(**fields: Any) -> Any:
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
     return resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=5, **fields)
 
 
-def _rcnn(kind: str) -> nn.Module:
+def _rcnn(kind: str) -> Any:
     """Faster, Mask and Keypoint R-CNN, with narrow heads."""
     from torchvision.models import detection
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -99,31 +100,29 @@ def _rcnn(kind: str) -> nn.Module:
         heads.keypoint_predictor = KeypointRCNNPredictor(32, KEYPOINTS)
     model.rpn.fg_bg_sampler = FirstSampler(SAMPLED, 0.5)
     heads.fg_bg_sampler = FirstSampler(SAMPLED, 0.25)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-def _dense(kind: str) -> nn.Module:
+def _dense(kind: str) -> Any:
     """RetinaNet and FCOS."""
     from torchvision.models import detection
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
     backbone = _pyramid(returned_layers=[2, 3, 4], extra_blocks=LastLevelP6P7(256, 256))
-    return getattr(detection, kind)(backbone, CLASSES, min_size=SIZE, max_size=SIZE)  # type: ignore[no-any-return]
+    return getattr(detection, kind)(backbone, CLASSES, min_size=SIZE, max_size=SIZE)
 
 
-def _ssdlite() -> nn.Module:
+def _ssdlite() -> Any:
     from torchvision.models.detection import ssdlite320_mobilenet_v3_large
 
     return ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
 
 
-def _make(build: Callable[[], nn.Module], dropout: float) -> nn.Module:
-    from benchmarks.zoo.libraries.torchvision import prepared
-
-    return Losses(prepared(build(), dropout))
+def _make(build: Callable[[], Any], dropout: float) -> nn.Module:
+    return Losses(with_dropout(build(), dropout))
 
 
-def _entry(name: str, build: Callable[[], nn.Module], extra: str = "") -> Entry:
+def _entry(name: str, build: Callable[[], Any], extra: str = "") -> Entry:
     return Entry(f"torchvision/{name}", "detection", partial(_make, build), partial(_batch, extra))
 
 
