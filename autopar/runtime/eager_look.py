@@ -123,7 +123,8 @@ def _said(reason: str, settings: Settings) -> str:
         ""
         if settings.weight
         else (
-            " Each rank's batch counts by its samples (dimension 0 of its first tensor): where the loss is a mean over "
+            " Each rank's batch counts by its samples (the dicts of a list of dicts, else dimension 0 of its first "
+            "tensor): where the loss is a mean over "
             "something else, as tokens, pass weight=."
         )
     )
