@@ -14,6 +14,7 @@ import torch.fx
 
 from autopar.errors import PlanError, among
 from autopar.ir import simplify
+from autopar.ir.alignments import keep_alignments
 from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.empty_batches import keep_nothing_finite
 from autopar.ir.hoist import hoist_indices
@@ -183,6 +184,7 @@ BEFORE: tuple[Pass, ...] = (
     Pass("views folded again", "folds what has become a view of a view", _on_graph(simplify.fold_views), optional=True),
     Pass("dropout", "draws dropout's masks as eager PyTorch does", _on_graph(simplify.eager_dropout)),
     Pass("workspaces", "keeps what recurrent layers save", _on_graph(keep_workspaces)),
+    Pass("alignments", "keeps what CTC saves in one size", _on_graph(keep_alignments)),
     Pass("dead code", "removes what nobody reads", _on_graph(simplify.remove_dead_code), optional=True),
     Pass("weights", "reads off the loss how much a batch counts", _read_weights, modes=("step",)),
     Pass("empty batches", "keeps means over nothing finite", _keep_finite, modes=("step",)),
