@@ -19,6 +19,7 @@ from autopar.ir.held_tensors import held_tensors
 from autopar.ir.outline import outline
 from autopar.ir.seen import Seen, look, unseen
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ir.weightless import first_without_values, lacks_values
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace
 from autopar.runtime.eager_model import loss_and_output
@@ -37,12 +38,20 @@ def settled(
 ) -> TrainingGraph | None:
     """The outline of a model that is to run eagerly, as `settings.capture` has it; `None` where it is captured. Decided
     by all ranks together, for they must do the same. Warns, on rank 0, where the graph cannot be had, and why. Raises
-    `CaptureError` where it must be had, or where the model cannot be trained eagerly either."""
+    `CaptureError` where it must be had, or where the model cannot be trained eagerly either, as one without values."""
     rendezvous, reason = Rendezvous(group), _why_eager(model, settings, optimizer, capture)
     if settings.capture != "always":  # all ranks have the same setting
         reason = next(filter(None, rendezvous.exchange("capture", reason)), "")
     if not reason:
         return None
+    name = first_without_values(model, settings.loss_fn)
+    if name or any(map(lacks_values, batch.tensors)):
+        what = f"'{name}'" if name else "the batch"
+        raise CaptureError(
+            f"{reason.rstrip('.')}. So the model would run eagerly, and is planned for by running it, but {what} has "
+            "no values (it is on the meta device, or fake), and nothing can run. Make the model with its weights, and "
+            "the batch with its values"
+        )
 
     def looked() -> str:
         try:
