@@ -26,11 +26,26 @@ from autopar.ir.served import Varying
 from autopar.ir.sizes import forget_symbols, size_inputs
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
+from autopar.ir.weightless import outside_of_modes
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 Unused = Literal["error", "freeze"]
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Tracing makes millions of objects that live on: looking among them for garbage takes a sixth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@outside_of_modes()
+@_without_collector()
 def training_graph(
     model: nn.Module,
     batch: Batch,
@@ -52,10 +67,9 @@ def training_graph(
     `varying`: the dimensions of the batch in which others differ that the graph is to serve, too; raises
     `StaticOnlyError` where it cannot.
     """
-    with _without_collector():
-        joint = capture_joint(model, batch, loss_fn, mode, outputs, varying)
+    joint = capture_joint(model, batch, loss_fn, mode, outputs, varying)
     joint = without_gradients(joint, trained_elsewhere(named_parameters(model, loss_fn), updated))
-    capture = Capture(mode, batch.size, recompute)
+    capture = Capture(mode, batch.size, recompute, batch.listed is not None)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     fingerprint = model_fingerprint(model, loss_fn)
@@ -103,18 +117,6 @@ def without_gradients(joint: JointGraph, names: Collection[str]) -> JointGraph:
     results[first:] = [r if r in wanted else None for r in results[first:]]
     output.args = (tuple(results),)
     return replace(joint, gradients=kept)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Tracing makes millions of objects that live on: looking among them for garbage takes a sixth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def named_parameters(model: nn.Module, loss_fn: Any = None) -> dict[str, nn.Parameter]:
@@ -223,7 +225,7 @@ def _with_readers(
     narrow = any(n.meta["val"].dtype.itemsize < EXACT_BYTES for (kind, _), n in inputs.items() if kind == "tangent")
     for node, name in nodes.items():
         p, head, own = parameter[name], heads.get(name), ()
-        layer_of[name] = None if narrow else find_layer(node, p.parts, position)
+        layer_of[name] = None if narrow else find_layer(node, p.parts, position, by_name)
         parts = p.parts
         if head is not None:
             own = tuple(by_name[n] for n in head.replaced)

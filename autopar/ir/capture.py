@@ -35,6 +35,7 @@ from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
 from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
+from autopar.ir.weightless import traced_as_real
 
 Mode = Literal["step", "module"]
 
@@ -145,7 +146,7 @@ def capture_joint(
     tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
     for i, dimension in varying:
         torch._dynamo.maybe_mark_dynamic(tensors[i], dimension)
-    with Observers() as observers, Distributions() as distributions:
+    with Observers() as observers, Distributions() as distributions, traced_as_real(step, tensors):
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))

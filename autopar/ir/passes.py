@@ -23,7 +23,7 @@ from autopar.ir.recurrent import keep_workspaces
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory, views_where_they_can_be
 from autopar.ir.training_graph import Done
-from autopar.ir.weights import batch_weight, of_sizes
+from autopar.ir.weights import batch_weight, of_listed, of_sizes
 from autopar.spec.plan import Recompute
 
 
@@ -35,6 +35,8 @@ class Capture:
     """`step`: the graph runs as a whole; `module`: its two halves run by themselves."""
     batch_size: int | None
     recompute: Recompute = "none"
+    listed: bool = False
+    """Whether the batch lists its samples."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ def _on_graph(change: Callable[[torch.fx.Graph], None]) -> Callable[[JointGraph,
 
 
 def _read_weights(joint: JointGraph, capture: Capture) -> JointGraph:
-    return replace(joint, weight=batch_weight(joint, capture.batch_size) if joint.sizes is None else of_sizes(joint))
+    samples = capture.batch_size if capture.listed else None
+    weight = batch_weight(joint, capture.batch_size) if joint.sizes is None else of_sizes(joint, samples)
+    return replace(joint, weight=of_listed(weight, samples))
 
 
 def _keep_finite(joint: JointGraph, capture: Capture) -> JointGraph:

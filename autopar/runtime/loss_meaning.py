@@ -98,7 +98,7 @@ class LossMeaning:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
         if not self._said and batch.size:
             self._hold_to_first(weight, batch)
-        return self._of(weight, batch.tensors).to(self._device)
+        return weight.of_batch(batch, self._buffers, self._device).to(self._device)
 
     def settle(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Later calls do
@@ -115,6 +115,8 @@ class LossMeaning:
         found = [f for f in everyone if f.samples]
         if not found:
             return
+        if batch.listed is not None and any(f.unit == "samples" for f in found):
+            self._by_samples = True  # ranks with one sample cannot tell its objects from samples
         self.is_sum, problem = conclude(found, len(everyone), self.given is not None)
         agreed = agreed_ratios([f.ratios for f in found])
         if problem is None and agreed is None:
@@ -145,19 +147,13 @@ class LossMeaning:
             return Finding(batch.size, True, False, mean, total, (), "weight=", where, "", seen)
         may_be = (weight.is_mean, weight.is_sum)
         counts = self._of_counts(weight, batch.tensors)
-        if isinstance(losses, PartLosses) and weight.others:
+        if isinstance(losses, PartLosses) and weight.others and batch.listed is None:
             of_part = self._of_counts(weight, first_samples(batch, losses.first))
             mean = None if agreed_ratios([counts, of_part]) is None else mean
         return Finding(batch.size, *may_be, mean, total, counts, weight.unit, where, weight.problem or "", seen)
 
     def _moved(self, batch: Batch) -> Batch:
-        return Batch(
-            tuple(t.to(self._device) for t in batch.tensors),
-            batch.signature,
-            batch.spec,
-            batch.constants,
-            batch.is_tensor,
-        )
+        return batch.to(self._device)
 
     def _of(self, weight: BatchWeight, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return weight.of(tensors, self._buffers, self._device)
@@ -169,6 +165,8 @@ class LossMeaning:
                 return float(self.given(parts[0])), float(self.given(parts[1]))
             except Exception:  # it need not know of parts
                 return None
+        if batch.listed is not None:  # its parts are of another structure than was captured
+            return None if weight.unit != "samples" else (losses.first, losses.samples - losses.first)
         whole = float(self._of(weight, batch.tensors))
         first = float(self._of(weight, first_samples(batch, losses.first))) * losses.first / losses.samples
         return first, whole - first

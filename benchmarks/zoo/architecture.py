@@ -62,7 +62,12 @@ def set_dropout(config: Any, probability: float) -> None:
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             set_dropout(value, probability)
-        elif "drop" in key and isinstance(value, (int, float)) and not _integral(config, key):
+        elif (
+            "drop" in key
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and not _integral(config, key)
+        ):
             setattr(config, key, 0.0 if "layerdrop" in key else probability)
 
 
