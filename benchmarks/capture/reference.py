@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,10 +36,12 @@ class Trained:
     """After each step, by how much each parameter has moved from where it began, in float64."""
     losses: list[list[float]]
     """Of each step, each rank's."""
+    eps: float = EXACT
+    """Of the loss's dtype, in which the mean over the ranks is taken, but at least `EXACT`."""
 
     def seen(self, see: See) -> Trained:
         """With the losses that `see` makes of all ranks'."""
-        return Trained(self.updates, [see(losses) for losses in self.losses])
+        return replace(self, losses=[see(losses) for losses in self.losses])
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -82,6 +84,7 @@ def train(entry: Entry, model: nn.Module, world_size: int, dtype: torch.dtype, r
             loss = entry.loss(model, batch_of(entry, step, rank, dtype))
             (loss / world_size).backward()  # type: ignore[no-untyped-call]
             of_ranks.append(loss.item())
+            found = replace(found, eps=max(EXACT, torch.finfo(loss.dtype).eps))
         _fill(model, kept)  # every rank begins a step with the same buffers, and rank 0's stay
         optimizer.step()
         found.losses.append(of_ranks)
@@ -120,7 +123,8 @@ class Judge:
         """The largest relative difference of an update or a loss; and where it is, empty where rounding explains it.
         `see`: which losses are `found`'s, of all ranks'."""
         errors = self._errors(found, see)
-        large = [(size, where) for where, size in errors.items() if not size <= EXACT]
+        exact = dict.fromkeys(errors, EXACT) | {f"step {i}: the loss": self.expected.eps for i in range(STEPS)}
+        large = [(size, where) for where, size in errors.items() if not size <= exact[where]]
         for size, where in sorted(large, reverse=True):
             explained = ROUNDINGS * max(self._errors(d.seen(see), see)[where] for d in self._roundings())
             if size > explained:
