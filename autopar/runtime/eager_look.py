@@ -132,8 +132,8 @@ def _said(reason: str, settings: Settings) -> str:
         ""
         if settings.weight
         else (
-            " Each rank's batch counts by its samples (the dicts of a list of dicts, else dimension 0 of its first "
-            "tensor): where the loss is a mean over "
+            " Each rank's batch counts by its samples (the dicts of a list of dicts, else dimension 0 of the first "
+            "tensor of loss_fn's target, or of the batch where there is none): where the loss is a mean over "
             "something else, as tokens, pass weight=."
         )
     )

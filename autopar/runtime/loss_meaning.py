@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparWarning
-from autopar.ir.batch import Batch
-from autopar.ir.batch_weight import BatchWeight
+from autopar.ir.batch import Batch, inputs_and_target
+from autopar.ir.batch_weight import BatchWeight, UnreadWeight
 from autopar.runtime.loss_probe import PartLosses, first_samples, part_losses, part_of
 from autopar.runtime.process_group import Rendezvous
 
@@ -98,7 +99,19 @@ class LossMeaning:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
         if not self._said and batch.size:
             self._hold_to_first(weight, batch)
+        targets = self._targets(batch, original) if isinstance(weight, UnreadWeight) else None
+        if targets is not None:
+            return torch.tensor(float(targets), dtype=torch.float64, device=self._device)
         return weight.of_batch(batch, self._buffers, self._device).to(self._device)
+
+    def _targets(self, batch: Batch, original: Any) -> int | None:
+        """Samples in the target of a loss function, which are what it takes the mean over: of a batch of graphs, the
+        first tensor has a row for each of their nodes. `None` where no tensor of a target tells."""
+        if self.loss_fn is None or batch.listed is not None:
+            return None
+        _, target = inputs_and_target(original, True)
+        tensors = (t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor))
+        return next((len(t) for t in tensors if t.dim()), None)
 
     def settle(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Later calls do
