@@ -95,23 +95,14 @@ class LossMeaning:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""
         if self._by_samples and self.given is None:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
+        targets = self._targets(weight, batch, original) if self.given is None else None
+        if targets is not None:
+            return torch.tensor(float(targets), dtype=torch.float64, device=self._device)
         if self.given is not None:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
         if not self._said and batch.size:
             self._hold_to_first(weight, batch)
-        targets = self._targets(batch, original) if isinstance(weight, UnreadWeight) else None
-        if targets is not None:
-            return torch.tensor(float(targets), dtype=torch.float64, device=self._device)
         return weight.of_batch(batch, self._buffers, self._device).to(self._device)
-
-    def _targets(self, batch: Batch, original: Any) -> int | None:
-        """Samples in the target of a loss function, which are what it takes the mean over: of a batch of graphs, the
-        first tensor has a row for each of their nodes. `None` where no tensor of a target tells."""
-        if self.loss_fn is None or batch.listed is not None:
-            return None
-        _, target = inputs_and_target(original, True)
-        tensors = (t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor))
-        return next((len(t) for t in tensors if t.dim()), None)
 
     def settle(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Later calls do
@@ -164,6 +155,16 @@ class LossMeaning:
             of_part = self._of_counts(weight, first_samples(batch, losses.first))
             mean = None if agreed_ratios([counts, of_part]) is None else mean
         return Finding(batch.size, *may_be, mean, total, counts, weight.unit, where, weight.problem or "", seen)
+
+    def _targets(self, weight: BatchWeight, batch: Batch, original: Any) -> int | None:
+        """Samples in the target of a loss function, which are what it takes the mean over, where no graph tells: of a
+        batch of graphs, the first tensor has a row for each of their nodes. `None` where no tensor of a target tells,
+        either."""
+        if self.loss_fn is None or batch.listed is not None or not isinstance(weight, UnreadWeight):
+            return None
+        _, target = inputs_and_target(original, True)
+        tensors = (t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor))
+        return next((len(t) for t in tensors if t.dim()), None)
 
     def _moved(self, batch: Batch) -> Batch:
         return batch.to(self._device)
