@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,24 +79,25 @@ def train(entry: Entry, model: nn.Module, world_size: int, dtype: torch.dtype, r
             if rank == 1:
                 kept = {n: b.clone() for n, b in model.named_buffers()}
             if rank:
-                _fill(model, buffers)
+                fill(model.named_buffers(), buffers)
             torch.manual_seed(step)
             loss = entry.loss(model, batch_of(entry, step, rank, dtype))
             (loss / world_size).backward()  # type: ignore[no-untyped-call]
             of_ranks.append(loss.item())
             found = replace(found, eps=max(EXACT, torch.finfo(loss.dtype).eps))
-        _fill(model, kept)  # every rank begins a step with the same buffers, and rank 0's stay
+        fill(model.named_buffers(), kept)  # every rank begins a step with the same buffers, and rank 0's stay
         optimizer.step()
         found.losses.append(of_ranks)
         found.updates.append(moved(values_of(model), start))
     return found
 
 
-def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+def fill(tensors: Iterable[tuple[str, torch.Tensor]], values: Mapping[str, torch.Tensor]) -> None:
+    """Writes values into tensors, by name, but where a shape has changed."""
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in values and values[name].shape == buffer.shape:
-                buffer.copy_(values[name])
+        for name, tensor in tensors:
+            if name in values and values[name].shape == tensor.shape:
+                tensor.copy_(values[name])
 
 
 def _round(model: nn.Module, seed: int) -> None:
@@ -126,7 +127,11 @@ class Judge:
         exact = dict.fromkeys(errors, EXACT) | {f"step {i}: the loss": self.expected.eps for i in range(STEPS)}
         large = [(size, where) for where, size in errors.items() if not size <= exact[where]]
         for size, where in sorted(large, reverse=True):
-            explained = ROUNDINGS * max(self._errors(d.seen(see), see)[where] for d in self._roundings())
+            least = (
+                torch.finfo(torch.float32).eps if where.endswith("the loss") else 0.0
+            )  # a loss may be one in float32
+            sizes = (self._errors(d.seen(see), see)[where] for d in self._roundings())
+            explained = ROUNDINGS * max(sizes) + 4 * least
             if size > explained:
                 return size, f"{where} is off by {size:.1e}, of which rounding explains {explained:.1e}"
         return max(errors.values()), ""
