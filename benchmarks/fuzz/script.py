@@ -122,7 +122,7 @@ def started(model, loss, optimizer, groups, recompute, late):
             seen = Training(
                 model, example, Settings(None if is_module else loss, capture="never"), None, mode
             )
-            seen.settle(join())
+            seen.settle(join(300.0))
             graph = seen.graph()
         else:
             graph = training_graph(model, flat, None if is_module else loss, mode, "freeze", recompute)
