@@ -32,7 +32,7 @@ from autopar.runtime.padding import Pad, Padding
 from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
 from autopar.runtime.program import Program
 from autopar.runtime.sync_batch_norm import synchronize_batch_norm
-from autopar.runtime.wrapped import check_unwrapped
+from autopar.runtime.wrapped import check_has_values, check_unwrapped
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
@@ -77,10 +77,10 @@ def plan(
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
 
-    `example_inputs`: one rank's batch. `mode`: "step" for `optimize` with an optimizer, "module" for without.
-    `strategy`: a plan by name ("ddp", "PS", "Parallax", ...) instead of a search. `plan`: one that was edited, instead
-    of either: it is priced as it is, and labelled as its groups are, whatever `fidelity` says. The other arguments are
-    those of `optimize`.
+    `model`: one on the `meta` device, or made of fake tensors, will do. `example_inputs`: one rank's batch. `mode`:
+    "step" for `optimize` with an optimizer, "module" for without. `strategy`: a plan by name ("ddp", "PS", "Parallax",
+    ...) instead of a search. `plan`: one that was edited, instead of either: it is priced as it is, and labelled as its
+    groups are, whatever `fidelity` says. The other arguments are those of `optimize`.
     """
     if plan is not None and strategy is not None:
         raise SpecError(
@@ -249,8 +249,8 @@ def optimize(
         progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
 
     Raises:
-        CaptureError: no parameter is trained, or one gets no gradient; with `capture="always"`, also where the model
-            cannot be captured as one graph; the message has the line.
+        CaptureError: no parameter is trained, or one gets no gradient; the model or the batch has no values; with
+            `capture="always"`, also where the model cannot be captured as one graph; the message has the line.
         CompileError: `compile` is set, and the machine lacks a compiler, or the compiler fails.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
@@ -266,6 +266,7 @@ def optimize(
     if max_captures < 1:
         raise SpecError(f"max_captures is {max_captures}: a program keeps the graphs of at least one batch signature")
     check_unwrapped(model)
+    check_has_values(model, loss_fn, example_inputs)
     optimizer, scaler = joined(optimizer), scaler_of(loss_scale)
     if scaler is not None and optimizer is None:
         raise SpecError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import CaptureError, InfeasibleError, SignatureError
+from autopar.errors import AutoparWarning, CaptureError, InfeasibleError, SignatureError, SpecError
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
-from autopar.ir.build import training_graph
-from autopar.ir.capture import Mode
+from autopar.ir.build import traced_step, training_graph
+from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ir.weightless import first_without_values, lacks_values, outside_of_modes
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager_look import settled
@@ -53,7 +55,8 @@ class Training:
         program runs the whole step, or only the passes of a drop-in module. `acts_on`: as in `optimizer_scope`.
 
         Raises `SignatureError` where the batch cannot be used, and `OptimizerError` where `acts_on` is needed."""
-        batch = example_batch(model) if example_inputs is None else example_inputs
+        with outside_of_modes():
+            batch = example_batch(model) if example_inputs is None else example_inputs
         self._refused: CaptureError | None = None
         """Why the model cannot be captured, where that is known beforehand."""
         may_run = settings.capture != "always"
@@ -76,6 +79,13 @@ class Training:
         self._scope = optimizer_scope(optimizer, acts_on)
         self._graphs: dict[Recompute, TrainingGraph] = {}
         self._outline: TrainingGraph | None = None
+        self._traced: JointGraph | None = None
+        self._rows_said = False
+
+    @property
+    def without_values(self) -> str:
+        """The name of the first parameter or buffer that has no values, as on the `meta` device; empty for none."""
+        return first_without_values(self.model, self.settings.loss_fn)
 
     @property
     def eager(self) -> bool:
@@ -102,6 +112,8 @@ class Training:
         if recompute not in self._graphs:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes
+            if self._traced is None:
+                self._traced = traced_step(self.model, self.batch, loss_fn, self.mode, self.settings.outputs)
             self._graphs[recompute] = training_graph(
                 self.model,
                 self.batch,
@@ -112,8 +124,24 @@ class Training:
                 passes,
                 self.settings.outputs,
                 updated_by(self.optimizer),
+                traced=self._traced,
             )
+            self._say_rows(self._graphs[recompute])
         return self._graphs[recompute]
+
+    def _say_rows(self, graph: TrainingGraph) -> None:
+        """Warns, once, where a batch without values leaves open how many rows of a table it names."""
+        tables = [p.name for p in graph.parameters if p.table or (p.parts and p.parts.kind == "rows")]
+        if tables and not self._rows_said and any(map(lacks_values, self.batch.tensors)):
+            self._rows_said = True
+            shown = f"'{tables[0]}'" + (f" and {len(tables) - 1} more" if len(tables) > 1 else "")
+            warnings.warn(
+                f"the batch has no values (it is on the meta device, or fake), so nobody can tell how often it looks "
+                f"the same row of a table up: each index of {shown} is taken to name another row, and plans that send "
+                "rows are priced so. Pass a batch with values; the model needs none",
+                AutoparWarning,
+                stacklevel=4,
+            )
 
     def context(self, world_size: int, late_parameters: bool) -> Context:
         """What strategies may depend on."""
@@ -158,7 +186,14 @@ class Planner:
 
     def plan(self, training: Training, cluster: ClusterSpec) -> Plan:
         """The plan that is given, priced; or one that keeps all activations; where none fits, one that computes some of
-        them again, or most. Raises `InfeasibleError` where none of these fits."""
+        them again, or most. Raises `InfeasibleError` where none of these fits, and `SpecError` where a model without
+        values is to be timed."""
+        if self.measure_compute and training.without_values:
+            raise SpecError(
+                f"measure_compute times the model's passes, and '{training.without_values}' has no values (it is on "
+                "the meta device, or fake): leave measure_compute out, and compute is priced from what the devices "
+                "reach, or make the model with its weights"
+            )
         if self.given is not None:
             return self._plan(training, cluster, self.given.recompute)
         rewrites = training.mode == "step" and not training.eager

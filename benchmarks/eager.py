@@ -40,13 +40,16 @@ NOTES = (
     "Ratios are medians (quartiles) over rounds in which both take a block of steps in turn, in the same processes, "
     "one thread each; below 1 autopar is faster. DDP is the fastest of its bucket sizes, with gradients as views of "
     "the buckets, and find_unused_parameters=True for the models in which parameters go unused (experts, early exit). "
-    "Both have a fused AdamW. 'Predicted' is what the plan says, from times measured on an idle rank, over what its "
-    "steps took: hosts of the lab share the machine's cores, so it falls short where these are busy.",
+    "Both have a fused AdamW.",
+    "Plans may leave parameters on their way into the next forward pass (optimize(late_parameters=True)): each is "
+    "waited for as it is first used.",
+    "'Predicted' is what the plan says, from times measured on an idle rank, over what its steps took: hosts of the "
+    "lab share the machine's cores, so it falls short where these are busy.",
 )
 
 
 def measure(
-    workload: str, cluster_name: str, cluster: ClusterSpec, ranks: Ranks, note: str
+    workload: str, cluster_name: str, cluster: ClusterSpec, ranks: Ranks, note: str, late: bool
 ) -> tuple[CaseOutcome, float]:
     """Both systems in turn; and the step time that the plan predicts, in seconds."""
     start = time.monotonic()
@@ -55,7 +58,9 @@ def measure(
         click.echo(f"[{time.monotonic() - start:4.0f} s] {workload}/{cluster_name}: {what}", err=True)
 
     with TemporaryDirectory(prefix="autopar-") as folder:
-        case = Case(UNCAPTURED[workload], cluster_name, cluster, Path(folder), EFFORT.search_time_s)
+        case = Case(
+            UNCAPTURED[workload], cluster_name, cluster, Path(folder), EFFORT.search_time_s, late_parameters=late
+        )
         outcome = Contest(case, ranks, EFFORT, say).run((PEER,), note, True)
         if any(e.name == PEER for e in outcome.entries) and len(outcome.entries) == 2:
             plan = Plan.load(next(e for e in outcome.entries if e.ours).system.options["plan"])
@@ -115,8 +120,9 @@ def chosen(only: Sequence[str]) -> list[tuple[str, str]]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--only", multiple=True, metavar="MODEL/CLUSTER", help="This case alone; also a MODEL, or a CLUSTER.")
+@click.option("--late/--no-late", default=True, help="Allow late parameters, as optimize(late_parameters=True) does.")
 @options
-def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) -> None:
+def main(only: tuple[str, ...], late: bool, check: bool, json_file: str | None, save: bool) -> None:
     """Compares models that run eagerly with DDP, in the lab."""
     cases, reason = chosen(only), unavailable_reason()
     if reason is not None:
@@ -145,11 +151,15 @@ def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) 
             lab = stack.enter_context(Lab.of(cluster))
             ranks = stack.enter_context(Ranks(lab.ranks))
             for workload in (w for c, w in cases if c == cluster_name):
-                outcome, predicted_s = measure(workload, cluster_name, cluster, ranks, lab.note)
+                outcome, predicted_s = measure(workload, cluster_name, cluster, ranks, lab.note, late)
                 ratios.setdefault(workload, []).append(examine(report, outcome, predicted_s))
                 click.echo("  ".join(report.rows[-1]), err=True)
     finish(report, ratios)
-    command = " ".join(["python -m benchmarks.eager", *(f"--only '{o}'" for o in only)])
+    if not late:
+        report.notes.append("Without late_parameters.")
+    command = " ".join(
+        ["python -m benchmarks.eager", *(f"--only '{o}'" for o in only), *([] if late else ["--no-late"])]
+    )
     sys.exit(publish(report, command=command, check=check, json_file=json_file, save=save))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autopar.cli.console import json_option, quiet_libraries, result, result_json, result_table, standard_options
-from autopar.cli.model_argument import OPTIMIZERS, load_model
+from autopar.cli.model_argument import OPTIMIZERS, with_model
 
 if TYPE_CHECKING:
     from autopar.spec.plan import Fidelity, Plan
@@ -83,7 +83,7 @@ def _passes(plan: Any, model: str, optimizer: str | None, as_json: bool) -> None
     from autopar.formatting import number_of
 
     with quiet_libraries():
-        graph, program = lowered(plan, load_model(model), optimizer)
+        graph, program = with_model(model, None, lambda made: lowered(plan, made, optimizer))
     sent = sum(call.is_pending for call in program.calls)
     rows = [asdict(done) for done in graph.passes]
     lowering = {"groups": len(program.groups), "operations": len(program.calls), "collectives": sent}

@@ -20,9 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from autopar.errors import AutoparError, OptimizerError, SpecError, did_you_mean
+import click
+
+from autopar.cli.console import detail, progress
+from autopar.errors import AutoparError, CaptureError, OptimizerError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,9 @@ RETURNS = (
 )
 KEYS = ("model", "example_inputs", "loss_fn", "optimizer")
 OPTIMIZERS = ("adamw", "adam", "sgd", "none")
+
+Found = TypeVar("Found")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,59 @@ class ModelArgument:
     optimizer: torch.optim.Optimizer | None = None
 
 
-def load_model(argument: str) -> ModelArgument:
-    """Imports and calls the factory; raises `SpecError`, which says what is wrong and where, if that fails.
+def load_model(argument: str, weights: bool = True) -> ModelArgument:
+    """Imports and calls the factory; raises `SpecError`, which says what is wrong and where, if that fails. `weights`:
+    whether the model gets them.
 
     What the user's code prints goes to stderr: stdout is for results.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        return call_factory(argument, load_factory(argument))
+        factory = load_factory(argument)
+        if weights:
+            return call_factory(argument, factory)
+        from autopar.cli.weightless import without_weights
+
+        with without_weights():
+            return call_factory(argument, factory)
+
+
+def weights_option(function: F) -> F:
+    """Adds `--weights/--no-weights` to a command, passed on as `weights`: `None` where neither is given."""
+    return click.option(
+        "--weights/--no-weights",
+        default=None,
+        help="Make the model with its weights, or without, for none are needed. Default: without where that can be.",
+    )(function)
+
+
+def with_model(argument: str, weights: bool | None, use: Callable[[ModelArgument], Found]) -> Found:
+    """What `use` makes of the model that MODEL names. Where `weights` is `None`, the model is made without them; where
+    the factory, or who uses it, cannot do without, that is said, and it is made with them. Raises what `load_model`
+    and `use` raise."""
+    if weights is not None:
+        return use(load_model(argument, weights))
+    try:
+        made = load_model(argument, weights=False)
+    except SpecError as e:
+        return _with_weights(argument, e, use)
+    from autopar.ir.weightless import first_without_values
+
+    name = first_without_values(made.model, made.loss_fn)
+    detail(f"the model is made without weights: '{name}' has no values" if name else "the model has weights")
+    try:
+        return use(made)
+    except CaptureError as e:
+        if not name:
+            raise
+        del made
+        return _with_weights(argument, e, use)
+
+
+def _with_weights(argument: str, error: Exception, use: Callable[[ModelArgument], Found]) -> Found:
+    said = str(error).splitlines()[0]
+    made = load_model(argument)
+    progress(f"the model is made with its weights (--no-weights: never), for without them it cannot be: {said}")
+    return use(made)
 
 
 def load_factory(argument: str) -> Callable[[], Any]:

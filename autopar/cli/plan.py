@@ -20,7 +20,7 @@ from autopar.cli.console import (
     result,
     standard_options,
 )
-from autopar.cli.model_argument import OPTIMIZERS, chosen_optimizer, load_model
+from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, chosen_optimizer, weights_option, with_model
 
 if TYPE_CHECKING:
     from autopar.spec.calibration import Calibration
@@ -71,6 +71,7 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
     is_flag=True,
     help="Time the model's passes on this machine, which stands for the cluster's devices of its kind.",
 )
+@weights_option
 @json_option
 @standard_options
 @click.pass_context
@@ -87,30 +88,31 @@ def command(
     optimizer: str | None,
     calibration: str | None,
     measure_compute: bool,
+    weights: bool | None,
     as_json: bool,
 ) -> None:
     """Make a plan for MODEL on a cluster. Neither the cluster nor a process group is needed.
 
-    The plan in words goes to stdout; with --json, the plan itself. A plan that was edited by hand is priced again, and
+    The model is made without its weights where its factory allows that. The plan in words goes to stdout; with --json,
+    the plan itself. A plan that was edited by hand is priced again, and
     labelled, with --plan edited.json -o edited.json.
     """
     edited = _edited(context, given)
     if cluster is None and edited is None:
         raise click.UsageError("Missing option '--cluster': a cluster description, or local:4 for four local ranks")
     spec = edited.cluster.cluster if cluster is None and edited is not None else load_cluster(cluster or "")
+    if measure_compute and weights is False:
+        raise click.UsageError("--measure-compute runs the model, which takes its weights: leave --no-weights out")
     measured = load_calibration(calibration)
     progress(f"importing {model}")
     from autopar.api import plan as make_plan
     from autopar.formatting import duration
 
-    with quiet_libraries():
-        made = load_model(model)
+    def planned(made: ModelArgument) -> Plan:
         chosen = chosen_optimizer(made, optimizer)
         detail(f"optimizer: {type(chosen).__name__ if chosen else 'none'}")
         progress(f"planning {type(made.model).__name__} on {spec.summary}")
-        started = time.monotonic()
-        ticker = Ticker()
-        plan = make_plan(
+        return make_plan(
             made.model,
             spec,
             example_inputs=made.example_inputs,
@@ -126,6 +128,10 @@ def command(
             plan=edited,
             progress=lambda what, priced, best_s: ticker(f"{what}: {priced} plans priced, best {duration(best_s)}"),
         )
+
+    started, ticker = time.monotonic(), Ticker()
+    with quiet_libraries():
+        plan = with_model(model, True if measure_compute else weights, planned)
     ticker.close()
     progress(f"planned in {time.monotonic() - started:.1f} s")
     if output is not None:

@@ -17,7 +17,7 @@ from autopar.cli.console import (
     result_json,
     standard_options,
 )
-from autopar.cli.model_argument import OPTIMIZERS, load_model
+from autopar.cli.model_argument import OPTIMIZERS, with_model
 from autopar.cli.plan import load_calibration
 
 
@@ -62,7 +62,8 @@ def command(
     if model is not None:
         progress(f"importing {model} and simulating one step")
         with quiet_libraries():
-            estimate = simulate(loaded, load_model(model), optimizer, load_calibration(calibration))
+            measured_there = load_calibration(calibration)
+            estimate = with_model(model, None, lambda made: simulate(loaded, made, optimizer, measured_there))
     build_report(
         loaded,
         target,

@@ -22,7 +22,7 @@ def equal(batch: Any) -> float:
 
 
 def samples(batch: Any) -> float:
-    """A weight: the samples in a batch, dimension 0 of its first tensor; 1 where it has none."""
+    """A weight: the samples in a batch, as `Batch.size` says; 1 where it has none."""
     size = flatten(batch).size
     return 1.0 if size is None else float(size)
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, SignatureError
+from autopar.ir.listed import listed
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,14 @@ class Batch:
     constants: tuple[Any, ...]
     """The leaves that are no tensors, in their places; tensors are `None` here."""
     is_tensor: tuple[bool, ...]
+    listed: int | None = None
+    """Samples in a batch that lists them; `None` where they lie side by side in its tensors."""
 
     @property
     def size(self) -> int | None:
-        """Samples in the batch: dimension 0 of its first tensor that has one."""
+        """Samples in the batch: the dicts of a list of dicts, else dimension 0 of its first tensor that has one."""
+        if self.listed is not None:
+            return self.listed
         return next((int(t.shape[0]) for t in self.tensors if t.dim() > 0), None)
 
     @property
@@ -111,7 +116,7 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
         )
     constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
     key = tuple(_tensor_key(x) if t else x for t, x in zip(is_tensor, leaves, strict=True))
-    return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor)
+    return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor, listed(batch))
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.ir.batch import shapes_of
+from autopar.ir.batch import Batch, shapes_of
 from autopar.ir.served import Sizes
 
 
@@ -63,6 +63,10 @@ class BatchWeight:
         assert self.constant is not None
         return torch.tensor(self.constant, dtype=torch.float64)
 
+    def of_batch(self, batch: Batch, buffers: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """The weight of a batch of the structure that was captured."""
+        return self.of(batch.tensors, buffers, device)
+
     def _read(
         self,
         kind: str,
@@ -80,8 +84,11 @@ class BatchWeight:
 
 @dataclass(frozen=True)
 class UnreadWeight(BatchWeight):
-    """How much a batch counts where no graph shows what its loss is made of: by its samples, dimension 0 of its first
-    tensor that has one; a batch without tensors counts as one sample."""
+    """How much a batch counts where no graph shows what its loss is made of: by its samples; a batch without tensors
+    counts as one sample."""
+
+    def of_batch(self, batch: Batch, buffers: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        return torch.tensor(float(1 if batch.size is None else batch.size), dtype=torch.float64)
 
     def of(
         self,

@@ -26,11 +26,35 @@ from autopar.ir.served import Varying
 from autopar.ir.sizes import forget_symbols, size_inputs
 from autopar.ir.structure import find_parts
 from autopar.ir.training_graph import Layer, Parameter, Table, TrainingGraph
+from autopar.ir.weightless import outside_of_modes
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
 Unused = Literal["error", "freeze"]
 
 
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Tracing makes millions of objects that live on: looking among them for garbage takes a sixth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@outside_of_modes()
+@_without_collector()
+def traced_step(
+    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", outputs: bool = False
+) -> JointGraph:
+    """What `training_graph` rewrites, for who makes several of one model: tracing takes most of its time."""
+    return capture_joint(model, batch, loss_fn, mode, outputs)
+
+
+@outside_of_modes()
+@_without_collector()
 def training_graph(
     model: nn.Module,
     batch: Batch,
@@ -42,6 +66,7 @@ def training_graph(
     outputs: bool = False,
     updated: Collection[nn.Parameter] | None = None,
     varying: Varying = frozenset(),
+    traced: JointGraph | None = None,
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
@@ -50,12 +75,12 @@ def training_graph(
     silently (the optimizer passes over them). `outputs`: whether the step returns the model's output besides its loss.
     `updated`: the parameters that are trained, where others are trained elsewhere; all, where it is not said.
     `varying`: the dimensions of the batch in which others differ that the graph is to serve, too; raises
-    `StaticOnlyError` where it cannot.
+    `StaticOnlyError` where it cannot. `traced`: what `traced_step` returned for the same model and batch, which is left
+    as it is; by default the step is traced.
     """
-    with _without_collector():
-        joint = capture_joint(model, batch, loss_fn, mode, outputs, varying)
+    joint = capture_joint(model, batch, loss_fn, mode, outputs, varying) if traced is None else traced.copied()
     joint = without_gradients(joint, trained_elsewhere(named_parameters(model, loss_fn), updated))
-    capture = Capture(mode, batch.size, recompute)
+    capture = Capture(mode, batch.size, recompute, batch.listed is not None)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     fingerprint = model_fingerprint(model, loss_fn)
@@ -103,18 +128,6 @@ def without_gradients(joint: JointGraph, names: Collection[str]) -> JointGraph:
     results[first:] = [r if r in wanted else None for r in results[first:]]
     output.args = (tuple(results),)
     return replace(joint, gradients=kept)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Tracing makes millions of objects that live on: looking among them for garbage takes a sixth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def named_parameters(model: nn.Module, loss_fn: Any = None) -> dict[str, nn.Parameter]:
@@ -223,7 +236,7 @@ def _with_readers(
     narrow = any(n.meta["val"].dtype.itemsize < EXACT_BYTES for (kind, _), n in inputs.items() if kind == "tangent")
     for node, name in nodes.items():
         p, head, own = parameter[name], heads.get(name), ()
-        layer_of[name] = None if narrow else find_layer(node, p.parts, position)
+        layer_of[name] = None if narrow else find_layer(node, p.parts, position, by_name)
         parts = p.parts
         if head is not None:
             own = tuple(by_name[n] for n in head.replaced)

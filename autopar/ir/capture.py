@@ -19,6 +19,8 @@ from torch import nn
 from torch._guards import tracing
 
 from autopar.errors import AutoparError, CaptureError
+from autopar.ir.alignments import sized_alignments
+from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
@@ -33,6 +35,7 @@ from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
 from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
+from autopar.ir.weightless import traced_as_real
 
 Mode = Literal["step", "module"]
 
@@ -146,7 +149,7 @@ def capture_joint(
     tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
     for i, dimension in varying:
         torch._dynamo.maybe_mark_dynamic(tensors[i], dimension)
-    with Observers() as observers, Distributions() as distributions:
+    with Observers() as observers, Distributions() as distributions, traced_as_real(step, tensors):
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
@@ -206,11 +209,18 @@ def _traced(
     """The joint graph as PyTorch makes it, what it rests on, and, where it is `symbolic`, PyTorch's `ShapeEnv`."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with traceable_recording(step.model), masks_as_they_are(), cumulative_averages(step) as rewritten, _quiet():
+    with (
+        traceable_recording(step.model),
+        masks_as_they_are(),
+        cumulative_averages(step) as rewritten,
+        sized_alignments(),
+        _quiet(),
+    ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())
+        stack.enter_context(sized_alignments())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         if symbolic:  # with the symbols that TorchDynamo has made
             stack.enter_context(tracing(graph.meta["tracing_context"]))
@@ -252,7 +262,12 @@ def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> 
     }
     settings = {k: v for k, v in settings.items() if hasattr(torch._dynamo.config, k)}
     with torch._dynamo.config.patch(settings), seen_effects() as effects:
-        with _compiling_state_context(), get_metrics_context(), dynamo_timed("fullgraph_capture"):
+        with (
+            harmless_attributes(),
+            _compiling_state_context(),
+            get_metrics_context(),
+            dynamo_timed("fullgraph_capture"),
+        ):
             captured = fullgraph_capture(step, tensors, None)
             guards = guards_of(captured.graph_capture_output, step, effects, rewritten)
         return with_captured_tensors(create_fx_graph_from_captured_output(captured, step, tensors, {})), guards

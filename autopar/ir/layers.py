@@ -17,13 +17,17 @@ from autopar.ir.training_graph import Layer, Parts
 aten = torch.ops.aten
 
 
-def find_layer(weight: torch.fx.Node, parts: Parts | None, position: Mapping[torch.fx.Node, int]) -> Layer | None:
+def find_layer(
+    weight: torch.fx.Node,
+    parts: Parts | None,
+    position: Mapping[torch.fx.Node, int],
+    nodes: Mapping[str, torch.fx.Node],
+) -> Layer | None:
     """The layer that a parameter is the weight of; `None` where it is read otherwise, too. `parts`: what its gradient
-    is made of."""
+    is made of. `nodes`: the graph's, by name."""
     if parts is None or parts.kind != "factors" or len(parts.terms) != 1:
         return None
     term = parts.terms[0]
-    nodes = {n.name: n for n in weight.graph.nodes}
     given, left = nodes[term.right], nodes[term.left]
     if term.right_transposed or not term.left_transposed or left.target is not aten.t.default:
         return None

@@ -14,6 +14,7 @@ import torch.fx
 
 from autopar.errors import PlanError, among
 from autopar.ir import simplify
+from autopar.ir.alignments import keep_alignments
 from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.empty_batches import keep_nothing_finite
 from autopar.ir.hoist import hoist_indices
@@ -22,7 +23,7 @@ from autopar.ir.recurrent import keep_workspaces
 from autopar.ir.rematerialize import rematerialize_products
 from autopar.ir.reuse import reuse_memory, views_where_they_can_be
 from autopar.ir.training_graph import Done
-from autopar.ir.weights import batch_weight, of_sizes
+from autopar.ir.weights import batch_weight, of_listed, of_sizes
 from autopar.spec.plan import Recompute
 
 
@@ -34,6 +35,8 @@ class Capture:
     """`step`: the graph runs as a whole; `module`: its two halves run by themselves."""
     batch_size: int | None
     recompute: Recompute = "none"
+    listed: bool = False
+    """Whether the batch lists its samples."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,9 @@ def _on_graph(change: Callable[[torch.fx.Graph], None]) -> Callable[[JointGraph,
 
 
 def _read_weights(joint: JointGraph, capture: Capture) -> JointGraph:
-    return replace(joint, weight=batch_weight(joint, capture.batch_size) if joint.sizes is None else of_sizes(joint))
+    samples = capture.batch_size if capture.listed else None
+    weight = batch_weight(joint, capture.batch_size) if joint.sizes is None else of_sizes(joint, samples)
+    return replace(joint, weight=of_listed(weight, samples))
 
 
 def _keep_finite(joint: JointGraph, capture: Capture) -> JointGraph:
@@ -179,6 +184,7 @@ BEFORE: tuple[Pass, ...] = (
     Pass("views folded again", "folds what has become a view of a view", _on_graph(simplify.fold_views), optional=True),
     Pass("dropout", "draws dropout's masks as eager PyTorch does", _on_graph(simplify.eager_dropout)),
     Pass("workspaces", "keeps what recurrent layers save", _on_graph(keep_workspaces)),
+    Pass("alignments", "keeps what CTC saves in one size", _on_graph(keep_alignments)),
     Pass("dead code", "removes what nobody reads", _on_graph(simplify.remove_dead_code), optional=True),
     Pass("weights", "reads off the loss how much a batch counts", _read_weights, modes=("step",)),
     Pass("empty batches", "keeps means over nothing finite", _keep_finite, modes=("step",)),

@@ -8,7 +8,6 @@ UAI 2016; Poseidon, ATC 2017).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ import torch.fx
 
 from autopar.ir.simplify import dropout_noise
 from autopar.ir.training_graph import Parts, Term
+from autopar.ir.weightless import lacks_values
 
 aten = torch.ops.aten
 
@@ -39,8 +39,8 @@ def find_parts(
 ) -> Parts | None:
     """What a parameter's gradient is made of; `None` where it is dense. `batch`: the example's tensors, by their
     placeholders. `without`: a summand that is left aside, whatever it is made of."""
-    results = Counter(n for n in gradient.graph.output_node().args[0] if isinstance(n, torch.fx.Node))  # type: ignore[union-attr]
-    if len(shape) != 2 or results[gradient] != 1:
+    results: Any = gradient.graph.output_node().args[0]
+    if len(shape) != 2 or sum(n is gradient for n in results) != 1:
         return None
     finder = _Finder(position, without)
     try:
@@ -50,7 +50,7 @@ def find_parts(
     if len(finder.kinds) != 1:
         return None
     kind = finder.kinds.pop()
-    nodes = {n.name: n for n in gradient.graph.nodes}
+    nodes = finder.nodes
     replaced = tuple(n.name for n in finder.replaced)
     terms = tuple(sorted(finder.terms, key=lambda t: t.position))
     if kind == "factors":
@@ -78,6 +78,8 @@ class _Finder:
         self.terms: list[Term] = []
         self.kinds: set[Literal["rows", "factors"]] = set()
         self.replaced: list[torch.fx.Node] = []
+        self.nodes: dict[str, torch.fx.Node] = {}
+        """What the terms are made of, by name."""
 
     def visit(self, node: torch.fx.Node, transposed: bool, users: set[torch.fx.Node]) -> None:
         """`users`: the nodes that read this one's value; where there are others, it must be computed anyway."""
@@ -128,6 +130,7 @@ class _Finder:
         if not isinstance(left, torch.fx.Node) or not isinstance(right, torch.fx.Node):
             raise _Dense
         self.kinds.add(kind)
+        self.nodes |= {left.name: left, right.name: right}
         self.terms.append(Term(node.name, self.position[node], left.name, right.name, **more))
 
 
@@ -157,7 +160,8 @@ def _elements(node: torch.fx.Node) -> int:
 def _distinct(indices: Sequence[torch.fx.Node], batch: Mapping[torch.fx.Node, Any]) -> int | None:
     """How many different indices the example batch has; `None` where they are not soon computed from it."""
     needed = ancestors(indices)
-    if len(needed) > _MOST_INDEX_NODES or any(n.op == "placeholder" and n not in batch for n in needed):
+    given = [n for n in needed if n.op == "placeholder"]
+    if len(needed) > _MOST_INDEX_NODES or any(_lacks_values(batch.get(n)) for n in given):
         return None
     values: dict[torch.fx.Node, Any] = {}
     for node in indices[0].graph.nodes:
@@ -172,6 +176,10 @@ def _distinct(indices: Sequence[torch.fx.Node], batch: Mapping[torch.fx.Node, An
             return None
     looked_up: torch.Tensor = torch.cat([values[n].reshape(-1) for n in indices])
     return len(set(looked_up.tolist()))
+
+
+def _lacks_values(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.Tensor) and lacks_values(value))
 
 
 def ancestors(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -238,7 +238,7 @@ class TrainingGraph:
     backward_start: int
     """Position of the first node of the backward pass."""
     batch_size: int | None
-    """Samples in the batch that was captured (dimension 0 of its first tensor)."""
+    """Samples in the batch that was captured (`Batch.size`)."""
     buffer_bytes: int
     input_bytes: int
     recompute: Recompute = "none"

@@ -44,15 +44,23 @@ def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
     )
 
 
-def of_sizes(joint: JointGraph) -> BatchWeight:
-    """The same of a graph that serves batches of several sizes. Raises `StaticOnlyError` where the weight follows from
-    them in a way that is not understood."""
+def of_listed(weight: BatchWeight, samples: int | None) -> BatchWeight:
+    """The weight of a batch that lists so many samples (`None`: it does not): these, where its loss is not a mean over
+    one thing, as means over each sample's own objects are."""
+    if samples is None or not (weight.others or weight.problem):
+        return weight
+    return BatchWeight("samples", constant=float(samples), is_sum=True, where=weight.where)
+
+
+def of_sizes(joint: JointGraph, listed: int | None = None) -> BatchWeight:
+    """The same of a graph that serves batches of several sizes; `listed`: of so many samples. Raises `StaticOnlyError`
+    where the weight follows from the sizes in a way that is not understood."""
     sizes = joint.sizes
     assert sizes is not None
     take_hint(joint, 1)
-    other = batch_weight(joint, sizes.samples(sizes.hints[1]))
+    other = batch_weight(joint, listed or sizes.samples(sizes.hints[1]))
     take_hint(joint, 0)
-    weight = batch_weight(joint, sizes.samples(sizes.hints[0]))
+    weight = batch_weight(joint, listed or sizes.samples(sizes.hints[0]))
     others = tuple(_followed(joint, a, b) for a, b in zip(weight.others, other.others, strict=False))
     if len(others) < max(len(weight.others), len(other.others)):
         raise StaticOnlyError("what the loss is a mean over follows from the batch's sizes")

@@ -14,9 +14,12 @@ from autopar.errors import AutoparWarning, CaptureError, SignatureError, UnusedP
 from autopar.ir.batch import Batch, call_model
 from autopar.ir.build import model_fingerprint, named_parameters, trained_elsewhere
 from autopar.ir.capture import Mode
+from autopar.ir.first_uses import watchable
 from autopar.ir.held_tensors import held_tensors
-from autopar.ir.outline import Seen, look, outline, unseen
+from autopar.ir.outline import outline
+from autopar.ir.seen import Seen, look, unseen
 from autopar.ir.training_graph import TrainingGraph
+from autopar.ir.weightless import first_without_values, lacks_values
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager import owners_of, without_trace
 from autopar.runtime.eager_model import loss_and_output
@@ -35,12 +38,20 @@ def settled(
 ) -> TrainingGraph | None:
     """The outline of a model that is to run eagerly, as `settings.capture` has it; `None` where it is captured. Decided
     by all ranks together, for they must do the same. Warns, on rank 0, where the graph cannot be had, and why. Raises
-    `CaptureError` where it must be had, or where the model cannot be trained eagerly either."""
+    `CaptureError` where it must be had, or where the model cannot be trained eagerly either, as one without values."""
     rendezvous, reason = Rendezvous(group), _why_eager(model, settings, optimizer, capture)
     if settings.capture != "always":  # all ranks have the same setting
         reason = next(filter(None, rendezvous.exchange("capture", reason)), "")
     if not reason:
         return None
+    name = first_without_values(model, settings.loss_fn)
+    if name or any(map(lacks_values, batch.tensors)):
+        what = f"'{name}'" if name else "the batch"
+        raise CaptureError(
+            f"{reason.rstrip('.')}. So the model would run eagerly, and is planned for by running it, but {what} has "
+            "no values (it is on the meta device, or fake), and nothing can run. Make the model with its weights, and "
+            "the batch with its values"
+        )
 
     def looked() -> str:
         try:
@@ -83,7 +94,8 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
     held: list[torch.Tensor] = []
     with without_trace(owners_of(model, loss_fn)):
         try:
-            return look(run, parameters, batch, mode == "step")
+            watch = watchable(owners_of(model, loss_fn).values(), parameters) if mode == "step" else ()
+            return look(run, parameters, batch, watch, mode == "step")
         except CaptureError:
             if mode == "step" or held or not parameters:
                 raise
@@ -120,7 +132,8 @@ def _said(reason: str, settings: Settings) -> str:
         ""
         if settings.weight
         else (
-            " Each rank's batch counts by its samples (dimension 0 of its first tensor): where the loss is a mean over "
+            " Each rank's batch counts by its samples (the dicts of a list of dicts, else dimension 0 of the first "
+            "tensor of loss_fn's target, or of the batch where there is none): where the loss is a mean over "
             "something else, as tokens, pass weight=."
         )
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import call_model
 from autopar.ir.capture import find_loss
+from autopar.ir.first_uses import watched
 from autopar.ir.reachable import reachable
 from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_buffers import EagerBuffers
+from autopar.runtime.pre_use_hooks import by_its_program
 from autopar.runtime.process_group import Group
 
 See = Callable[[str, torch.Tensor], None]
@@ -67,6 +70,8 @@ class EagerModel:
         """Whether the next steps' outputs are wanted."""
         self.written: set[str] = set()
         """Parameters that the last forward pass has written to."""
+        self._versions: dict[str, int] = {}
+        """Of each parameter, as far as it was written to by others than the model in this forward pass."""
         self._outputs: list[Any] = []
         self._see: See | None = None
         self._losses: list[torch.Tensor] = []
@@ -136,14 +141,17 @@ class EagerModel:
         self._settle()
         self.buffers.share(what)
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        """The forward pass, for gradients to begin from. Raises `SignatureError` where its loss is no scalar, and
-        `CaptureError` where it writes to parameters that other ranks have, too."""
-        written = {n: p._version for n, p in self.parameters.items()}
+    def loss(self, batch: Any, first_uses: Mapping[str, Callable[[], None]] = MappingProxyType({})) -> torch.Tensor:
+        """The forward pass, for gradients to begin from. `first_uses`: by parameter, what is called before it is first
+        read. Raises `SignatureError` where its loss is no scalar, and `CaptureError` where it writes to parameters that
+        other ranks have, too."""
+        self._versions = {n: p._version for n, p in self.parameters.items()}
         self._strays.clear()
         self._is_forward = True
         try:
-            loss, output = loss_and_output(self.model, self.loss_fn, batch)
+            told = [(self.parameters[n], tell) for n, tell in first_uses.items()]
+            with watched(told), by_its_program(self.model):
+                loss, output = loss_and_output(self.model, self.loss_fn, batch)
         finally:
             self._is_forward = False
         if self._strays:
@@ -153,7 +161,7 @@ class EagerModel:
             )
         if self.keeps_output:
             self._outputs.append(pytree.tree_map(_detached, output))
-        self.written = {n for n, p in self.parameters.items() if p._version != written[n]}
+        self.written = {n for n, p in self.parameters.items() if p._version != self._versions[n]}
         if self.written and self._group.world_size > 1:
             raise CaptureError(
                 f"the model writes to its parameter '{min(self.written)}' in its forward pass, as "
@@ -163,6 +171,14 @@ class EagerModel:
         if self._see is not None:
             self._losses.append(loss.detach())
         return loss
+
+    @contextmanager
+    def receives(self) -> Iterator[None]:
+        """While it is open, within a forward pass, it is not the model that writes to parameters."""
+        before = {n: p._version for n, p in self.parameters.items()}
+        yield
+        for n, p in self.parameters.items():
+            self._versions[n] += p._version - before[n]
 
     def begin_from(self, loss: torch.Tensor, tangent: torch.Tensor, take: See) -> None:
         """The backward pass; each gradient is handed to `take` once it is complete. What lies on the parameters as

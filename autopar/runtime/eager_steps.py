@@ -1,6 +1,7 @@
 """Runs a step whose model runs eagerly: what was written into its outline, between the model's own passes.
 
-The model is called, and its loss's backward pass begun; as gradients become complete, what was written behind them
+The model is called; where parameters are still on their way, what receives them runs as the model first uses them. The
+loss's backward pass is begun; as gradients become complete, what was written behind them
 runs, in the outline's order, which is the same on all ranks: collectives go beside the backward pass, as with DDP. What
 is written behind the last gradient, as updates are, runs when the backward pass has ended.
 """
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.ir.outline import opaque, run_forward, take_gradient
+from autopar.ir.outline import go_forward, opaque, run_backward, run_forward, take_gradient
+from autopar.ir.seen import nonzero_rows
 from autopar.ops.group import Group
 from autopar.ops.moments import SYNCHRONIZE
 from autopar.runtime.eager_model import EagerModel
@@ -60,6 +63,9 @@ class EagerStep(nn.Module):
         self.__dict__["written"] = written  # no submodule: its own are here already
         self.model = model
         self.synchronizes = synchronizes
+        for node in reversed(written.graph.nodes):
+            if node.target in (torch.index_select, nonzero_rows) and not node.users:
+                written.graph.erase_node(node)  # rows of a gradient that is sent whole
         self.inputs = tuple(written.graph.find_nodes(op="placeholder"))
         self.results = written.graph.output_node().args[0]
         nodes = [n for n in written.graph.nodes if n.op not in ("placeholder", "output")]
@@ -69,6 +75,10 @@ class EagerStep(nn.Module):
         """Of each node, among the parts."""
         self.last_own = max(self.place[n] for n in nodes if opaque(n))
         """Of the parts, the last one of the model's own run."""
+        self.passes = [n for n in nodes if n.target in (go_forward, run_forward)]
+        self.first_uses = self._first_uses()
+        """By parameter, the place of the part of the forward pass that begins with its use, where something is to run
+        before that."""
         self.spared = self._sparable(nodes)
         """By sync group, its parameters: of groups that have nothing to do where no rank has a gradient of theirs."""
         self.frees = self._last_uses()
@@ -76,6 +86,14 @@ class EagerStep(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return Run(self, arguments).result()
+
+    def _first_uses(self) -> dict[str, int]:
+        return {
+            name: self.place[part]
+            for i, part in enumerate(self.passes)
+            if self.place[part] > self.place[self.passes[0]] + i
+            for name in cast(tuple[str, ...], part.kwargs["names"])
+        }
 
     def _last_uses(self) -> list[list[torch.fx.Node]]:
         kept: set[torch.fx.Node] = set()
@@ -158,6 +176,7 @@ class Run:
         self.begun: torch.Tensor | None = None
         self.absent: frozenset[str] = frozenset()
         """Parameters that get no gradient from the backward pass, as is known before it begins."""
+        self._forward_began = False
         self._spared: dict[int, bool] = {}
 
     def result(self) -> Any:
@@ -170,23 +189,34 @@ class Run:
         """Runs on, until a gradient is awaited that is not complete."""
         parts = self.of.parts
         while self.at < len(parts):
-            at, part = self.at, parts[self.at]
+            part = parts[self.at]
             if isinstance(part, _Gradients) and not self._has(part):
                 return
-            if at > self.of.last_own and not self.ended:
+            if self.at > self.of.last_own and not self.ended:
                 return  # what is still to come of the backward pass may read parameters
-            self.at += 1  # a backward pass comes back here, from its hooks
-            if isinstance(part, _Piece):
-                if not self._is_spared(part.group):
-                    with torch.no_grad():
-                        made = part.run(*(self.values[n] for n in part.takes))
-                    self.values.update(zip(part.gives, made, strict=True))
-            elif isinstance(part, torch.fx.Node):
-                self.values[part] = self._own(part)
-            for node in self.of.frees[at]:
-                self.values.pop(node, None)
-            if at == self.of.last_own and self.of.synchronizes:
-                self.of.model.end_passes()
+            self._run(part)
+
+    def use(self, place: int) -> None:
+        """Runs what stands before a part of the forward pass, in which the parameters are used that it begins with."""
+        if self.at <= place:
+            with self.of.model.receives():
+                while self.at <= place:
+                    self._run(self.of.parts[self.at])
+
+    def _run(self, part: Part) -> None:
+        at = self.at
+        self.at += 1  # the model's passes come back here, from uses and gradients
+        if isinstance(part, _Piece):
+            if not self._is_spared(part.group):
+                with torch.no_grad():
+                    made = part.run(*(self.values[n] for n in part.takes))
+                self.values.update(zip(part.gives, made, strict=True))
+        elif isinstance(part, torch.fx.Node):
+            self.values[part] = self._own(part)
+        for node in self.of.frees[at]:
+            self.values.pop(node, None)
+        if at == self.of.last_own and self.of.synchronizes:
+            self.of.model.end_passes()
 
     def end(self) -> None:
         """Behind the backward pass: what has got no gradient by now gets none."""
@@ -245,10 +275,16 @@ class Run:
         return gradient not in self.values and name not in self.absent
 
     def _own(self, part: torch.fx.Node) -> Any:
-        """Runs a pass of the model."""
-        if part.target is run_forward:
-            self.begun = self.of.model.loss(self.values[part.args[0]])  # type: ignore[index]
-            return self.begun.detach()
+        """Runs a pass of the model; a part of the forward pass but the first is under way already, or has been."""
+        if part.target is not run_backward:
+            if not self._forward_began:
+                self._forward_began = True
+                uses = {n: partial(self.use, place) for n, place in self.of.first_uses.items()}
+                self.begun = self.of.model.loss(self.values[part.args[0]], uses)  # type: ignore[index]
+                end = self.of.passes[-1]
+                self.use(self.of.place[end])  # what has not been used
+                self.values[end] = self.begun.detach()
+            return self.values.get(part)
         loss, self.begun = self.begun, None
         if loss is None:  # the user's own backward pass is under way
             return None

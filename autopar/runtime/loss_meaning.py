@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparWarning
-from autopar.ir.batch import Batch
-from autopar.ir.batch_weight import BatchWeight
+from autopar.ir.batch import Batch, inputs_and_target
+from autopar.ir.batch_weight import BatchWeight, UnreadWeight
 from autopar.runtime.loss_probe import PartLosses, first_samples, part_losses, part_of
 from autopar.runtime.process_group import Rendezvous
 
@@ -94,11 +95,14 @@ class LossMeaning:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""
         if self._by_samples and self.given is None:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
+        targets = self._targets(weight, batch, original) if self.given is None else None
+        if targets is not None:
+            return torch.tensor(float(targets), dtype=torch.float64, device=self._device)
         if self.given is not None:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
         if not self._said and batch.size:
             self._hold_to_first(weight, batch)
-        return self._of(weight, batch.tensors).to(self._device)
+        return weight.of_batch(batch, self._buffers, self._device).to(self._device)
 
     def settle(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Later calls do
@@ -115,6 +119,8 @@ class LossMeaning:
         found = [f for f in everyone if f.samples]
         if not found:
             return
+        if batch.listed is not None and any(f.unit == "samples" for f in found):
+            self._by_samples = True  # ranks with one sample cannot tell its objects from samples
         self.is_sum, problem = conclude(found, len(everyone), self.given is not None)
         agreed = agreed_ratios([f.ratios for f in found])
         if problem is None and agreed is None:
@@ -145,19 +151,23 @@ class LossMeaning:
             return Finding(batch.size, True, False, mean, total, (), "weight=", where, "", seen)
         may_be = (weight.is_mean, weight.is_sum)
         counts = self._of_counts(weight, batch.tensors)
-        if isinstance(losses, PartLosses) and weight.others:
+        if isinstance(losses, PartLosses) and weight.others and batch.listed is None:
             of_part = self._of_counts(weight, first_samples(batch, losses.first))
             mean = None if agreed_ratios([counts, of_part]) is None else mean
         return Finding(batch.size, *may_be, mean, total, counts, weight.unit, where, weight.problem or "", seen)
 
+    def _targets(self, weight: BatchWeight, batch: Batch, original: Any) -> int | None:
+        """Samples in the target of a loss function, which are what it takes the mean over, where no graph tells: of a
+        batch of graphs, the first tensor has a row for each of their nodes. `None` where no tensor of a target tells,
+        either."""
+        if self.loss_fn is None or batch.listed is not None or not isinstance(weight, UnreadWeight):
+            return None
+        _, target = inputs_and_target(original, True)
+        tensors = (t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor))
+        return next((len(t) for t in tensors if t.dim()), None)
+
     def _moved(self, batch: Batch) -> Batch:
-        return Batch(
-            tuple(t.to(self._device) for t in batch.tensors),
-            batch.signature,
-            batch.spec,
-            batch.constants,
-            batch.is_tensor,
-        )
+        return batch.to(self._device)
 
     def _of(self, weight: BatchWeight, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return weight.of(tensors, self._buffers, self._device)
@@ -169,6 +179,8 @@ class LossMeaning:
                 return float(self.given(parts[0])), float(self.given(parts[1]))
             except Exception:  # it need not know of parts
                 return None
+        if batch.listed is not None:  # its parts are of another structure than was captured
+            return None if weight.unit != "samples" else (losses.first, losses.samples - losses.first)
         whole = float(self._of(weight, batch.tensors))
         first = float(self._of(weight, first_samples(batch, losses.first))) * losses.first / losses.samples
         return first, whole - first

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import Batch
+from autopar.ir.listed import chosen
 from autopar.runtime.eager import loss_of, without_trace
 from autopar.runtime.generators import generators, same_generators
 
@@ -73,7 +74,8 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | st
     size = batch.size
     if size is None or size < 2:
         return "the batch has fewer than two samples"
-    if any(t.dim() and len(t) != size and (t.dim() == 1 or len(t) != 1) for t in batch.tensors):
+    side_by_side = all(not t.dim() or len(t) == size or (t.dim() > 1 and len(t) == 1) for t in batch.tensors)
+    if batch.listed is None and not side_by_side:
         return "the batch's tensors are not all of one size, so it cannot be taken apart"
     first = next(k for k in range(max(1, size // 3), 0, -1) if size % k == 0)
     modules = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
@@ -118,6 +120,8 @@ def first_samples(batch: Batch, count: int) -> tuple[torch.Tensor, ...]:
 
 def part_of(batch: Batch, begin: int, end: int) -> Any:
     """These samples, in the batch's structure; memory of their own."""
+    if batch.listed is not None:
+        return chosen(batch.rebuild(batch.copied()), batch.listed, range(begin, end))
     tensors = (t[begin:end] if t.dim() and len(t) == batch.size else t for t in batch.tensors)
     return batch.rebuild(tuple(t.clone() for t in tensors))
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autopar.backends import collectives
 from autopar.errors import SpecError
 from autopar.ir.batch import Weighted
+from autopar.ir.weightless import lacks_values
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.process_group import Group
 from autopar.runtime.step_writer import batch_share
@@ -44,8 +46,17 @@ def with_shares(batch: Any, counts: dict[str, float] | tuple[float, ...], shares
 
 
 def example_of(weight: Callable[[Any], Any] | None, batch: Any) -> Any:
-    """A batch as programs capture it: with shares where `weight` says several counts."""
-    counts = None if weight is None else counts_of(weight, batch)
+    """A batch as programs capture it: with shares where `weight` says several counts. Raises `SpecError` where the
+    batch has no values, and `weight` asks for some."""
+    try:
+        counts = None if weight is None else counts_of(weight, batch)
+    except Exception as e:
+        if any(isinstance(x, torch.Tensor) and lacks_values(x) for x in pytree.tree_leaves(batch)):
+            raise SpecError(
+                f"weight= cannot count in this batch, which has no values (it is on the meta device, or fake): {e}. "
+                "Pass a batch with values, or have weight= return tensors"
+            ) from e
+        raise
     if counts is None:
         return batch
     return with_shares(batch, counts, list(torch.ones(len(counts), dtype=torch.float64)))
@@ -89,6 +100,8 @@ class LossShares:
 
 
 def _number(said: Any) -> float:
+    if isinstance(said, torch.Tensor) and lacks_values(said) and said.numel() == 1:
+        return 1.0  # of a batch that is planned for, where the terms count, and no number does
     try:
         found = float(said)
     except (TypeError, ValueError, RuntimeError) as e:

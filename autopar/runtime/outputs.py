@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.ir.batch import Batch, inputs_and_target
+from autopar.ir.batch import Batch, call_model, inputs_and_target
+from autopar.ir.capture import output_tensors
 from autopar.ir.untraceable import cumulative_averages
-from autopar.runtime.eager import kept_attributes
+from autopar.runtime.eager import kept_attributes, without_trace
 
 NO_OUTPUT = (
     "under this plan no rank computes all of the model's output, for ranks share a layer out that makes it: pass "
@@ -23,13 +24,24 @@ NO_OUTPUT = (
 
 
 def output_template(model: nn.Module, batch: Batch, has_loss_fn: bool = False) -> Any:
-    """The model's output for a batch, with fake tensors; nothing is computed, and nothing is left in the model.
-    `has_loss_fn`: whether a tuple batch is the model's inputs and a target."""
+    """The model's output for a batch, with tensors that have no values; nothing is left in the model. `has_loss_fn`:
+    whether a tuple batch is the model's inputs and a target. Nothing is computed, but for a model that looks at values
+    on its way, to print or check them: it runs."""
     put_back = kept_attributes([model])
     try:
         return _with_fake_tensors(model, batch, has_loss_fn)
+    except Exception:  # what a value that is not there leads to; what is the model's own comes again
+        put_back()
+        return _run(model, batch, has_loss_fn)
     finally:
         put_back()
+
+
+def _run(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:
+    copies = batch.rebuild(tuple(t.detach().clone() for t in batch.tensors))
+    with without_trace({"": model}), torch.no_grad():
+        output, _ = call_model(model, copies, has_loss_fn)
+    return fill(output, (torch.empty_like(t, device="meta") for t in output_tensors(output)))
 
 
 def _with_fake_tensors(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:

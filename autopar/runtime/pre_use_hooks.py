@@ -8,9 +8,21 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+_RUN_BY_PROGRAMS: list[nn.Module] = []
+
+
+@contextlib.contextmanager
+def by_its_program(model: nn.Module) -> Iterator[None]:
+    """While it is open, it is its program that runs the model, and sees to what has to be done before."""
+    _RUN_BY_PROGRAMS.append(model)
+    try:
+        yield
+    finally:
+        _RUN_BY_PROGRAMS.remove(model)
+
 
 class PreUseHooks:
-    """Calls `do` before the model runs, is saved or is loaded into, once it is on."""
+    """Calls `do` before the model runs, is saved or is loaded into, once it is on; not where its program runs it."""
 
     def __init__(self, model: nn.Module, do: Callable[[], None]) -> None:
         self._model = model
@@ -37,4 +49,5 @@ class PreUseHooks:
                 self.on()
 
     def _hook(self, *_: object) -> None:
-        self._do()
+        if not any(model is self._model for model in _RUN_BY_PROGRAMS):
+            self._do()

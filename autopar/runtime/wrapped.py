@@ -1,13 +1,16 @@
-"""What `optimize` is given that is no model, or a model that something else synchronizes: what to do instead."""
+"""What `optimize` is given that is no model, has no values, or that something else synchronizes: what to do instead."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
+from autopar.ir.weightless import first_without_values, lacks_values
 
 _WRAPPERS = ("FullyShardedDataParallel", "SyncedModule", "DropIn", "DeepSpeedEngine")
 """By their names, as they may not be installed, or import this."""
@@ -42,6 +45,23 @@ def check_unwrapped(model: Any) -> None:
         )
     if any(c in (("lightning", "LightningModule"), ("pytorch_lightning", "LightningModule")) for c in classes):
         _check_lightning_module(model)
+
+
+def check_has_values(model: nn.Module, loss_fn: Any, example_inputs: Any) -> None:
+    """Raises `CaptureError`, which says what to do, where the model or the batch has no values to train with."""
+    name = first_without_values(model, loss_fn)
+    if name:
+        raise CaptureError(
+            f"'{name}' has no values (it is on the meta device, or fake): autopar.plan needs none, but what optimize() "
+            "returns trains. Make the model with its weights, or have it make room for them "
+            "(model.to_empty(device=...)) and load them; then pass it, with the plan that was made without them: "
+            "optimize(model, plan=plan, ...)"
+        )
+    if any(isinstance(x, torch.Tensor) and lacks_values(x) for x in pytree.tree_leaves(example_inputs)):
+        raise CaptureError(
+            "example_inputs hold a tensor without values (on the meta device, or fake), with which a model can be "
+            "planned for, but not trained: pass a batch as the training loop has it"
+        )
 
 
 def _check_lightning_module(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir.batch import flatten
 from autopar.ir.build import named_parameters
+from autopar.ir.listed import chosen
 from autopar.runtime.eager import owners_of
 from autopar.spec.plan import Plan
 
@@ -119,8 +120,11 @@ def _drawn(example: Any, step: int, rank: int, samples: int, seed: int, dtype: s
     batch = flatten(example)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
     rows = torch.randint(0, batch.size or 1, (samples,), generator=generator)
-    width = batch.size
-    drawn = (t.index_select(0, rows) if t.dim() and t.shape[0] == width else t for t in batch.tensors)
+    if batch.listed is not None:
+        batch = flatten(chosen(example, batch.listed, rows.tolist()))
+        drawn = batch.tensors
+    else:
+        drawn = tuple(t.index_select(0, rows) if t.dim() and len(t) == batch.size else t for t in batch.tensors)
     return batch.rebuild(tuple(t if dtype == OWN else _converted(t, dtype) for t in drawn))
 
 

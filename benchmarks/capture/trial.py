@@ -2,7 +2,7 @@
 
 The plans: the one that is searched for (with `measure_compute`); partitioned parameter servers, or, as a drop-in module
 has no optimizer, partitioned all-reduces; and a random one, in which every parameter or slice of one has any strategy
-that applies.
+that applies. What was captured for the first is taken for the others.
 """
 
 from __future__ import annotations
@@ -12,20 +12,35 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 import autopar
 from autopar.errors import AutoparError, VerificationError
+from autopar.ir.batch import flatten, module_batch
 from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.base_program import BaseProgram
+from autopar.runtime.module import SyncedModule
 from autopar.runtime.process_group import Group
 from autopar.runtime.program import Program
-from benchmarks.capture.outcome import Outcome, Run
-from benchmarks.capture.reference import STEPS, Judge, Trained, batch_of, moved, optimizer_of, train, values_of
+from autopar.search import build_plan
+from benchmarks.capture.outcome import Kind, Outcome, Run
+from benchmarks.capture.reference import (
+    STEPS,
+    Judge,
+    Trained,
+    Tree,
+    batch_of,
+    fill,
+    moved,
+    optimizer_of,
+    train,
+    values_of,
+)
 from benchmarks.fuzz.plans import random_groups
 from benchmarks.zoo.entry import Entry
 
@@ -85,12 +100,13 @@ def _judge(entry: Entry, group: Group) -> Judge:
 def _runs(judge: Judge, group: Group) -> Iterator[tuple[Run, str]]:
     """Each run, and the traceback of what it raised."""
     for mode, names in PLANS.items():
-        plan: autopar.Plan | None = None
+        made = None
         for name in names:
             began = time.perf_counter()
             run, trace = Run(mode, name, "crashed"), ""
             try:
-                run, plan = _run(judge, group, run, plan)
+                made = _made(judge, group, mode) if made is None else made.under(_plan(name, made, judge.entry))
+                run = _trained(judge, group, run, made, time.perf_counter() - began)
             except VerificationError as e:
                 run, trace = replace(run, kind="wrong", said=said(e)), traceback.format_exc(limit=-6)
             except AutoparError as e:
@@ -98,65 +114,101 @@ def _runs(judge: Judge, group: Group) -> Iterator[tuple[Run, str]]:
             except Exception as e:  # which is a finding
                 run, trace = replace(run, said=said(e)), traceback.format_exc(limit=-8)
             yield replace(run, seconds=run.seconds or time.perf_counter() - began), trace
-            if plan is None:
+            if made is None:
                 break  # the others would say the same
 
 
-def _run(judge: Judge, group: Group, run: Run, drawn: autopar.Plan | None) -> tuple[Run, autopar.Plan]:
-    """Trains under a plan. `drawn`: the random one of this mode. Returns it, too."""
-    entry, model, mode = judge.entry, copy.deepcopy(judge.model), run.mode
+@dataclass(frozen=True)
+class _Made:
+    """What `optimize` has made of a model in one mode."""
+
+    model: nn.Module
+    start: Tree
+    buffers: Tree
+    optimizer: torch.optim.Optimizer
+    result: Program | SyncedModule
+    batch: Any
+    eager: str
+    """Why it runs eagerly."""
+
+    @property
+    def program(self) -> BaseProgram:
+        return self.result if isinstance(self.result, Program) else self.result.program
+
+    @property
+    def graph(self) -> TrainingGraph:
+        program = self.program
+        return next(iter(program._compiled if program._outlined is None else [program._outlined])).graph
+
+    def under(self, plan: autopar.Plan) -> _Made:
+        """The same under another plan, from the same values, without capturing it again."""
+        fill(self.model.named_parameters(), self.start)
+        fill(self.model.named_buffers(), self.buffers)
+        for p in self.model.parameters():
+            p.grad = None
+        program, optimizer = self.program, optimizer_of(self.model)
+        graph, context, settings = self.graph, program._context, program.settings
+        if isinstance(self.result, Program):
+            made = Program(self.model, plan, program._group, optimizer, settings, context)
+            made.adopt(graph, self.batch)
+            return replace(self, optimizer=optimizer, result=made)
+        gradients = type(self.result.program)(self.model, plan, program._group, settings, context)
+        gradients.adopt(graph, self.batch)
+        return replace(self, optimizer=optimizer, result=SyncedModule(gradients))
+
+
+def _made(judge: Judge, group: Group, mode: str) -> _Made:
+    """The model with the plan that is searched for."""
+    entry, model = judge.entry, copy.deepcopy(judge.model)
     start, optimizer = values_of(model), optimizer_of(model)
+    buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     batch = batch_of(entry, 0, group.rank, judge.dtype)
     settings: dict[str, Any] = {"unused_parameters": "freeze", "time_budget_s": SEARCH_BUDGET_S}
     if mode == "step":
         settings |= {"optimizer": optimizer, "loss_fn": entry.loss_fn, "example_inputs": batch}
     else:
-        settings |= {"example_inputs": batch if entry.loss_fn is None else batch[0]}
-    if run.plan == "searched":
-        settings |= {"measure_compute": True}
-    elif run.plan == "random":
-        settings |= {"plan": drawn}
-    else:
-        settings |= {"strategy": run.plan}
-    began = time.perf_counter()
+        batch = batch if entry.loss_fn is None else batch[0]
+        settings |= {"example_inputs": batch}
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made: Any = autopar.optimize(model, timeout_s=group.timeout_s, **settings)
-    seconds = time.perf_counter() - began
-    found = Trained([], [])
+        result: Any = autopar.optimize(model, measure_compute=True, timeout_s=group.timeout_s, **settings)
+    flat = flatten(batch) if mode == "step" else module_batch(model, batch)
+    found = _Made(model, start, buffers, optimizer, result, flat, _eagerly(w.message for w in caught))
+    return replace(found, eager=(found.eager or "said on rank 0") if isinstance(found.graph.joint, Outline) else "")
+
+
+def _trained(judge: Judge, group: Group, run: Run, made: _Made, seconds: float) -> Run:
+    """A few steps, compared with the reference."""
+    found, program, optimizer = Trained([], []), made.result, made.optimizer
     for step in range(STEPS):
         torch.manual_seed(step)
-        mine = batch_of(entry, step, group.rank, judge.dtype)
-        if isinstance(made, Program):
-            loss = made.step(mine)
+        mine = batch_of(judge.entry, step, group.rank, judge.dtype)
+        if isinstance(program, Program):
+            found.losses.append([program.step(mine).item()])
+            with program.gathered():
+                found.updates.append(moved(values_of(made.model), made.start))
         else:
             optimizer.zero_grad()
-            loss = entry.loss(made, mine)
+            loss = judge.entry.loss(program, mine)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        found.losses.append([loss.item()])
-        if isinstance(made, Program):
-            with made.gathered():
-                found.updates.append(moved(values_of(model), start))
-        else:
-            found.updates.append(moved(values_of(model), start))
-    size, where = judge.worst(found, _mean if mode == "step" else lambda losses: [losses[group.rank]])
-    strategies = ", ".join(dict.fromkeys(g.strategy for g in made.plan.groups))
-    run = replace(run, kind="wrong" if where else "equal", said=where, error=size, seconds=seconds)
-    program = made if isinstance(made, Program) else made.program
-    graph = next(iter(program._compiled if program._outlined is None else [program._outlined])).graph
-    eager = _eagerly(w.message for w in caught) or "(said on rank 0)" if isinstance(graph.joint, Outline) else ""
-    return replace(run, strategies=strategies, eager=eager), _random(entry, graph, program)
+            found.losses.append([loss.item()])
+            found.updates.append(moved(values_of(made.model), made.start))
+    size, where = judge.worst(found, _mean if run.mode == "step" else lambda losses: [losses[group.rank]])
+    strategies = ", ".join(dict.fromkeys(g.strategy for g in program.plan.groups))
+    kind: Kind = "wrong" if where else "equal"
+    return replace(run, kind=kind, said=where, error=size, seconds=seconds, strategies=strategies, eager=made.eager)
+
+
+def _plan(name: str, made: _Made, entry: Entry) -> autopar.Plan:
+    """A builder's plan by name, or random groups, which are alike on all ranks."""
+    plan, graph, context = made.program.plan, made.graph, made.program._context
+    if name != "random":
+        return build_plan(name, graph, plan.cluster.cluster, context)
+    groups = random_groups(sum(map(ord, entry.name)), graph, context)
+    return autopar.Plan(name="random", model=plan.model, cluster=plan.cluster, groups=groups)
 
 
 def _mean(losses: list[float]) -> list[float]:
     return [sum(losses) / len(losses)]
-
-
-def _random(entry: Entry, graph: TrainingGraph, program: BaseProgram) -> autopar.Plan:
-    """Random groups of what was captured, alike on all ranks."""
-    seed = sum(map(ord, entry.name))
-    plan = program.plan
-    groups = random_groups(seed, graph, program._context)
-    return autopar.Plan(name="random", model=plan.model, cluster=plan.cluster, groups=groups)

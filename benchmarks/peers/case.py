@@ -47,6 +47,8 @@ class Case:
     search_time_s: float = 10.0
     given: Plan | None = None
     """A plan to be taken in place of a search."""
+    late_parameters: bool = False
+    """Whether plans may leave parameters on their way into the next step: `optimize(late_parameters=True)`."""
 
     @property
     def name(self) -> str:
@@ -90,7 +92,8 @@ class Case:
 
         graph = graph_of(self.workload, Group(0, 1))
         optimizer = self.workload.optimizer(self.workload.model())
-        context = context_for(self.cluster.world_size, optimizer, optimizer_scope(optimizer), None, True)
+        scope, late = optimizer_scope(optimizer), self.late_parameters
+        context = context_for(self.cluster.world_size, optimizer, scope, None, True, late)
         updates = optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
         if isinstance(graph.joint, Outline):  # its times are measured
             kind = Topology(self.cluster).ranks[0].device.kind

@@ -34,8 +34,9 @@ class Planned(Peer):
 
         model = workload.model()
         optimizer = workload.optimizer(model)
-        context = context_for(world_size, optimizer, optimizer_scope(optimizer), None, True)
         plan = Plan.load(options["plan"])
+        late = any(g.options.get("late") for g in plan.groups)
+        context = context_for(world_size, optimizer, optimizer_scope(optimizer), None, True, late)
         program = Program(model, plan, _group(), optimizer, settings_of(workload), context)
         program.adopt(captured(workload), workload.batch(0, rank))
         return program.step

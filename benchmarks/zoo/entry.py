@@ -20,6 +20,8 @@ Kind = Literal[
     "detection",
     "multimodal",
     "time series",
+    "diffusion",
+    "graph",
     "plain",
 ]
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.spec.plan import ParameterSlice
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 STRATEGIES = ("ddp", "PS", "PartitionedPS", "hierarchical", "zero1", "zero1+late", "PartitionedAR", "ddp+bf16")
@@ -113,8 +114,10 @@ def steps(rank: int, n: int, strategy: str, kind: str, each: int, clip: float | 
         own = batches(step, n, each)
         loss = program.step(own[rank][0]) if each == 1 else program.step(micro_batches=own[rank])
         expected = one_process(other, theirs, [b for of_rank in own for b in of_rank], clip)
-        program.synchronize()
-        worst = max(worst, abs(float(loss) - expected), apart(model, other))
+        if step == 2 or "late" not in strategy:  # else the next forward pass receives what it uses
+            program.synchronize()
+            worst = max(worst, apart(model, other))
+        worst = max(worst, abs(float(loss) - expected))
         assert model.calls == (step + 1) * each, (
             "the model runs once a batch, and the first step's proof leaves no trace"
         )
@@ -284,6 +287,89 @@ def local_without_own_gradient(rank: int, n: int) -> list[str]:
     return [str(w.message) for w in said if "each updates alone" in str(w.message)]
 
 
+def receives(rank: int, n: int) -> dict[str, Any]:
+    """Which parameters of late groups are on their way still as each layer runs, in a second step; and as the model
+    itself is called afterwards."""
+    model, other = Chooses(sparse=False), Chooses(sparse=False)
+    optimizer, theirs = optimizers(model.parameters())["momentum"], optimizers(other.parameters())["momentum"]
+    batch = batches(0, n, 1)[rank][0]
+    plan = autopar.plan(
+        model,
+        autopar.ClusterSpec.local(n),
+        example_inputs=batch,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=optimizer,
+        capture="never",
+        strategy="zero1+late",
+        late_parameters=True,
+    )
+    kind = plan.groups[0]
+    names = sorted({m.name for g in plan.groups for m in g.members})
+    groups = tuple(kind.model_copy(update={"members": (ParameterSlice(name=name),)}) for name in names)
+    plan = plan.model_copy(update={"groups": groups, "prediction": None})
+    program = program_of(model, optimizer, rank, n, plan=plan, late_parameters=True, capture="never")
+    on_their_way: dict[str, list[str]] = {}
+
+    def look(layer: str) -> None:
+        deferred = program._deferred._groups
+        on_their_way[layer] = [name for i, name in enumerate(names) if deferred[i]._flat is not None]
+
+    for layer in ("first", "last"):
+        model.get_submodule(layer).register_forward_hook(lambda *_, layer=layer: look(layer))
+    for step in range(3):
+        own = batches(step, n, 1)
+        on_their_way.clear()
+        program.step(own[rank][0])
+        one_process(other, theirs, [b for of_rank in own for b in of_rank], None)
+    during, own = dict(on_their_way), batches(3, n, 1)
+    read = float((model(own[rank][0][0]) - other(own[rank][0][0])).detach().abs().max())
+    return {"during": during, "read": read, "off": apart(model, other)}
+
+
+class Looks(nn.Module):
+    """Looks rows up, in one table of three on some ranks alone, and branches on what it is given."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(300, 8, padding_idx=0, sparse=sparse)
+        self.bags, self.some = nn.EmbeddingBag(200, 8, mode="mean"), nn.Embedding(100, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x.abs() * 1000).long() % 300
+        h = self.words(ids).mean(1) + self.bags(ids % 200)
+        if x.sum().item() > 0:
+            h = h + self.some(ids % 100).sum(1)
+        found: torch.Tensor = self.last(h)
+        return found
+
+
+def rows(rank: int, n: int, sparse: bool, each: int, clip: float | None) -> float:
+    """How far the parameters are from one process's where ranks exchange the rows that they have looked up."""
+    model, other = Looks(sparse), Looks(False)
+    kind = torch.optim.SGD if sparse else torch.optim.AdamW
+    program = program_of(
+        model,
+        kind(model.parameters(), lr=0.1),
+        rank,
+        n,
+        strategy="structured",
+        capture="never",
+        clip_grad_norm=clip,
+    )
+    theirs = kind(other.parameters(), lr=0.1)
+    if n > 1:
+        assert "sparse_rows" in {g.strategy for g in program.plan.groups for m in g.members if m.name == "words.weight"}
+    worst = 0.0
+    for step in range(3):
+        own = batches(step, n, each)
+        program.step(own[rank][0]) if each == 1 else program.step(micro_batches=own[rank])
+        one_process(other, theirs, [b for of_rank in own for b in of_rank], clip)
+        worst = max(worst, apart(model, other))
+    return worst
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -298,6 +384,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     found["resumed"] = resumed(rank, n, str(Path(str(folder[0])) / "checkpoint"))
     found["refused"] = refused(rank)
     found["alone"] = local_without_own_gradient(rank, n) if n > 1 else []
+    found["receives"] = receives(rank, n) if n > 1 else {}
+    found["rows"] = [rows(rank, n, *case) for case in ((False, 2, None), (True, 1, None), (False, 1, 0.05))]
     found["meets"] = meets(rank, n)
     found["adversarial"] = adversarial(rank, n)
     return found

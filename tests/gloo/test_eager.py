@@ -53,6 +53,20 @@ def test_parameters_without_a_gradient_hold_nothing_up_and_are_not_sent_where_no
         assert [log.index("first") for log in logs[1:]] == [log.count("sum") - 1 for log in logs[1:]]
 
 
+def test_late_parameters_are_received_as_the_forward_pass_first_uses_them(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in (found["receives"] for n in (2, 3) for found in worlds[n]):
+        assert {"last.weight", "last.bias"} <= set(found["during"]["first"])
+        assert "first.weight" not in found["during"]["first"]
+        assert "last.weight" not in found["during"]["last"]
+        assert found["read"] <= 1e-12 and found["off"] <= 1e-12
+
+
+def test_rows_of_tables_that_were_looked_up_are_all_that_is_sent(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(max(found["rows"]) <= 1e-12 for ranks in worlds.values() for found in ranks)
+
+
 def test_ranks_may_communicate_in_the_forward_pass_and_hold_other_buffers_until_they_take_rank_0_s(
     worlds: dict[int, list[dict[str, Any]]],
 ) -> None:

@@ -86,3 +86,42 @@ def test_a_wrapped_model_is_refused() -> None:
     module = autopar.optimize(_net(), example_inputs=torch.zeros(5, 3, dtype=torch.float64))
     with pytest.raises(CaptureError, match=r"wrapped in SyncedModule.*model\.module"):
         autopar.optimize(module, example_inputs=torch.zeros(5, 3, dtype=torch.float64))
+
+
+class Looking(nn.Module):
+    """Checks and prints values on its way, and counts its calls, all of which is no part of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls.add_(1)
+        found = self.net(x)
+        assert (found < 1e9).all()
+        print(f"mean {found.mean().item()}")
+        return {"mean": found.mean(), "found": found}
+
+
+@pytest.mark.filterwarnings("ignore:this statement looks at a tensor's value")
+def test_a_model_that_looks_at_values_on_its_way_returns_its_output() -> None:
+    """There are no fake values to look at, where the output's form is found out."""
+    model = Looking()
+    eager = copy.deepcopy(model)
+    module = autopar.optimize(model, example_inputs=X[:, :3], capture="always")
+    assert model.calls == 0
+    found, expected = module(X[:, :3]), eager(X[:, :3])
+    assert found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in found)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = autopar.optimize(
+        model,
+        example_inputs=(X[:, :3], Y),
+        loss_fn=lambda out, y: F.mse_loss(out["found"], y),
+        optimizer=optimizer,
+        outputs=True,
+        capture="always",
+    )
+    result = program.step((X[:, :3], Y), outputs=True)
+    assert isinstance(result, autopar.StepResult)
+    assert torch.equal(result.output["found"], eager(X[:, :3])["found"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.ir.batch import flatten
+from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.build import training_graph
 from autopar.runtime.loss_meaning import Finding, LossMeaning, agreed_ratios, conclude
 from autopar.runtime.loss_probe import PartLosses, part_losses
@@ -169,3 +170,15 @@ def test_ratios_agree_where_no_two_differ() -> None:
     assert agreed_ratios([(2.0, None), (2.0, 3.0), (None, 3.0)]) == (2.0, 3.0)
     assert agreed_ratios([(2.0,), (2.5,)]) is None
     assert agreed_ratios([(2.0,), ()]) is None
+
+
+def test_a_batch_of_graphs_counts_by_what_the_loss_is_given_as_target() -> None:
+    """No graph of the model shows what the loss is a mean over, and the first tensor has a row for each node."""
+    read = UnreadWeight("samples", is_sum=True)
+    nodes, edges, labels = torch.randn(10, 4), torch.zeros(2, 7, dtype=torch.long), torch.tensor([0, 1, 2])
+    graphs: Any = ({"x": nodes, "edges": edges}, labels)
+    m = meaning(F.cross_entropy)
+    assert m.weigh(read, flatten(graphs), graphs) == 3
+    assert m.weigh(read, flatten(BATCH), BATCH) == 6
+    whole = ({"x": nodes}, torch.zeros(()))
+    assert m.weigh(read, flatten(whole), whole) == 10

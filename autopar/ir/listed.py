@@ -1,0 +1,51 @@
+"""Batches that list their samples, as detectors take them: a list of images, and a list with a dict for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def listed(batch: Any) -> int | None:
+    """Samples in a batch that holds a list with a dict for each; `None` where it holds none. A tuple of dicts is such a
+    list where another tuple or list of as many stands beside it; else it holds arguments."""
+    values = _values(batch)
+    own = _own_list(values)
+    if own is not None:
+        return len(own)
+    return next((n for v in values if not isinstance(v, list) and (n := listed(v)) is not None), None)
+
+
+def chosen(batch: Any, size: int, rows: Sequence[int]) -> Any:
+    """These samples of a batch that lists `size` of them. Of tensors of so many rows, these are taken, too."""
+    if isinstance(batch, torch.Tensor):
+        return batch[list(rows)] if batch.dim() and len(batch) == size else batch
+    values = _values(batch)
+    if not values:
+        return batch
+    here = _own_list(values) is not None
+    parts = [
+        type(v)(v[i] for i in rows) if here and _sequence(v) and len(v) == size else chosen(v, size, rows)
+        for v in values
+    ]
+    return dict(zip(batch, parts, strict=True)) if isinstance(batch, Mapping) else type(batch)(parts)
+
+
+def _values(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch) if _sequence(batch) else ()
+
+
+def _sequence(value: Any) -> bool:
+    return type(value) in (tuple, list)
+
+
+def _own_list(values: Sequence[Any]) -> Sequence[Any] | None:
+    """The list of dicts among these."""
+    sequences = [v for v in values if _sequence(v) and v]
+    for v in sequences:
+        beside = any(len(other) == len(v) for other in sequences if other is not v)
+        if all(isinstance(x, Mapping) for x in v) and (type(v) is list or beside):
+            return v  # type: ignore[no-any-return]
+    return None
