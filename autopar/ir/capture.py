@@ -20,6 +20,7 @@ from torch._guards import tracing
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
+from autopar.ir.checkpointed import refuse_writes
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Guards, guards_of, seen_effects
@@ -202,6 +203,7 @@ def _traced(
 
     with traceable_recording(step.model), masks_as_they_are(), cumulative_averages(step) as rewritten, _quiet():
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
+    refuse_writes(graph)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())
