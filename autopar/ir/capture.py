@@ -62,8 +62,16 @@ class _Step(nn.Module):
         before = [getattr(module, key) for module, key in held]
         result = self._result(*tensors)
         for (module, key), buffer in zip(held, before, strict=True):
-            if getattr(module, key) is not buffer:  # the module's others are as they were, perhaps in expanded memory
-                buffer.copy_(getattr(module, key).detach())
+            new = getattr(module, key)
+            if new is buffer:  # the module's others are as they were, perhaps in expanded memory
+                continue
+            if buffer is None or new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+                raise CaptureError(
+                    f"the model makes another tensor of its buffer '{key}' in its forward pass, of another shape or "
+                    "dtype, or none, which no graph can put in its place. Where it is a cache that the first run "
+                    "fills, run the model once before"
+                )
+            buffer.copy_(new.detach())
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:
