@@ -22,6 +22,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.ir.alignments import sized_alignments
 from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
+from autopar.ir.checkpointed import refuse_writes
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
@@ -67,8 +68,16 @@ class _Step(nn.Module):
         before = [getattr(module, key) for module, key in held]
         result = self._result(*tensors)
         for (module, key), buffer in zip(held, before, strict=True):
-            if getattr(module, key) is not buffer:  # the module's others are as they were, perhaps in expanded memory
-                buffer.copy_(getattr(module, key).detach())
+            new = getattr(module, key)
+            if new is buffer:  # the module's others are as they were, perhaps in expanded memory
+                continue
+            if buffer is None or new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+                raise CaptureError(
+                    f"the model makes another tensor of its buffer '{key}' in its forward pass, of another shape or "
+                    "dtype, or none, which no graph can put in its place. Where it is a cache that the first run "
+                    "fills, run the model once before"
+                )
+            buffer.copy_(new.detach())
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:
@@ -217,6 +226,7 @@ def _traced(
         _quiet(),
     ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
+    refuse_writes(graph)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())
