@@ -95,7 +95,7 @@ class LossMeaning:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""
         if self._by_samples and self.given is None:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
-        targets = self._targets(weight, batch, original) if self.given is None else None
+        targets = self._targets(batch) if self.given is None and _is_unread(weight) else None
         if targets is not None:
             return torch.tensor(float(targets), dtype=torch.float64, device=self._device)
         if self.given is not None:
@@ -134,7 +134,9 @@ class LossMeaning:
         """Looks at a batch and its loss; asks no other rank."""
         if not batch.size:
             return Finding(0)
-        losses = part_losses(self.model, self.loss_fn, self._moved(batch))
+        losses: PartLosses | str = "its target has another number of samples than the rest of the batch"
+        if self._targets(batch) in (None, batch.size):
+            losses = part_losses(self.model, self.loss_fn, self._moved(batch))
         mean = total = None
         seen = losses if isinstance(losses, str) else ""
         weights = self._of_parts(weight, batch, losses) if isinstance(losses, PartLosses) else None
@@ -156,13 +158,12 @@ class LossMeaning:
             mean = None if agreed_ratios([counts, of_part]) is None else mean
         return Finding(batch.size, *may_be, mean, total, counts, weight.unit, where, weight.problem or "", seen)
 
-    def _targets(self, weight: BatchWeight, batch: Batch, original: Any) -> int | None:
-        """Samples in the target of a loss function, which are what it takes the mean over, where no graph tells: of a
-        batch of graphs, the first tensor has a row for each of their nodes. `None` where no tensor of a target tells,
-        either."""
-        if self.loss_fn is None or batch.listed is not None or not isinstance(weight, UnreadWeight):
+    def _targets(self, batch: Batch) -> int | None:
+        """Samples in the target of a loss function, which are what it takes the mean over: of a batch of graphs, the
+        first tensor has a row for each of their nodes. `None` where no tensor of a target tells."""
+        if self.loss_fn is None or batch.listed is not None:
             return None
-        _, target = inputs_and_target(original, True)
+        _, target = inputs_and_target(batch.rebuild(batch.tensors), True)
         tensors = (t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor))
         return next((len(t) for t in tensors if t.dim()), None)
 
@@ -204,6 +205,11 @@ class LossMeaning:
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=5)
+
+
+def _is_unread(weight: BatchWeight) -> bool:
+    """Whether the graph does not say what the loss is a mean over."""
+    return isinstance(weight, UnreadWeight) or weight.problem is not None
 
 
 def conclude(found: Sequence[Finding], ranks: int, given: bool) -> tuple[bool, str | None]:

@@ -20,6 +20,7 @@ from autopar.ir.batch import Batch
 from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compute import CompiledRegion, Compiler
+from autopar.runtime.eager import owners_of
 from autopar.runtime.operator_times import OperatorTimes, operator_key
 
 REPEATS = 3
@@ -38,8 +39,8 @@ def node_seconds(
     """
     joint = graph.joint
     assert joint is not None, "a graph that was captured in this process"
-    owners = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    buffers = {n: b for owner in owners for n, b in owner.named_buffers()}
+    owners = owners_of(model, loss_fn).items()
+    buffers = {start + n: b for start, owner in owners for n, b in owner.named_buffers(remove_duplicate=False)}
     parameters = named_parameters(model, loss_fn)
     device = next(iter(parameters.values())).device
     known = OperatorTimes.of(device)

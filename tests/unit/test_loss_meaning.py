@@ -182,3 +182,16 @@ def test_a_batch_of_graphs_counts_by_what_the_loss_is_given_as_target() -> None:
     assert m.weigh(read, flatten(BATCH), BATCH) == 6
     whole = ({"x": nodes}, torch.zeros(()))
     assert m.weigh(read, flatten(whole), whole) == 10
+
+
+def test_a_single_graph_is_not_taken_apart_into_its_nodes() -> None:
+    """Its target, with one row, is no tensor that all samples share."""
+
+    class Pooled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(0, keepdim=True).square()
+
+    m = LossMeaning(Pooled(), F.mse_loss, None, Rendezvous(Group(0, 1, None, 60.0)), {}, torch.device("cpu"))
+    batch = flatten((torch.randn(6, 1), torch.zeros(1, 1)))
+    finding = m.find(UnreadWeight("samples", is_sum=True), batch)
+    assert finding.looks_like_mean is None and "target" in finding.seen

@@ -51,6 +51,28 @@ def test_every_node_is_timed_and_nothing_is_changed() -> None:
     assert all(p.grad is None for p in made.parameters())
 
 
+class Shift(nn.Module):
+    """Adds a buffer; as a loss, it is the mean square of what the output then differs by."""
+
+    def __init__(self, by: torch.Tensor) -> None:
+        super().__init__()
+        self.by = nn.Buffer(by)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return x + self.by if target is None else (x + self.by - target).square().mean()
+
+
+def test_buffers_that_modules_share_and_those_of_a_loss_are_found() -> None:
+    """PEFT's VeRA has the same random matrices in every layer."""
+    first, second, loss = (Shift(torch.ones(4)) for _ in range(3))
+    second.by = first.by
+    made = nn.Sequential(first, nn.Linear(4, 4), second)
+    batch = flatten((torch.ones(3, 4), torch.zeros(3, 4)))
+    graph = training_graph(made, batch, loss)
+    assert graph.joint is not None and len([name for kind, name in graph.joint.inputs if kind == "buffer"]) >= 2
+    assert set(node_seconds(graph, made, batch, loss)) == {n.name for n in graph.compute}
+
+
 def test_an_operator_is_measured_once(nothing_known: Path) -> None:
     """A further model of the same operators is looked up, to the last digit; another shape is measured."""
 
