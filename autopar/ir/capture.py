@@ -178,7 +178,7 @@ def capture_joint(
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     guards.effects += tuple(Effect(f"tensor {i} of the batch", None, None) for i in sorted(step.copied))
-    joint = replace(_describe(module, mode, outputs), guards=guards, copied=step.copied)
+    joint = replace(_describe(module, mode, outputs), guards=guards, copied_inputs=step.copied)
     joint = with_sizes(joint, shape_env, varying) if varying else joint
     if not outputs:
         return joint

@@ -39,7 +39,7 @@ class JointGraph:
     sizes: Sizes | None = field(default=None, compare=False, repr=False)
     """Which batches the graph serves, where it serves those of several sizes."""
 
-    copied: frozenset[int] = frozenset()
+    copied_inputs: frozenset[int] = frozenset()
     """Tensors of the batch that the model writes to: the graph writes to copies of them."""
 
     @property

@@ -197,7 +197,7 @@ class Proof:
 
                 given = batch.copied()
                 one = loss_of(of.model, of.loss_fn, batch.rebuild(given))
-                _check_unwritten(given, frozenset() if of.graph.joint is None else of.graph.joint.copied)
+                _check_unwritten(given, frozenset() if of.graph.joint is None else of.graph.joint.copied_inputs)
                 if share or joined:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
                     seed = factor * share if joined else factor  # gradients that cross ranks have each rank's share
