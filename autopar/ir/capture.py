@@ -24,7 +24,7 @@ from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
-from autopar.ir.guards import Guards, guards_of, seen_effects
+from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
 from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
@@ -58,8 +58,11 @@ class _Step(nn.Module):
         self.assigned: tuple[tuple[tuple[str, ...], str], ...] = ()
         """Buffers that the model assigns a new tensor to, by the path to the module and the name: the tensor is copied
         into the buffer that was there, which is what a graph can do."""
+        self.copied: frozenset[int] = frozenset()
+        """Tensors of the batch that the model writes to: it gets copies."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        tensors = tuple([t.clone() if i in self.copied else t for i, t in enumerate(tensors)])
         held = [(_module_at(self, path), key) for path, key in self.assigned]
         before = [getattr(module, key) for module, key in held]
         result = self._result(*tensors)
@@ -150,7 +153,9 @@ def capture_joint(
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
-                break
+                if (written := _written(module)) <= step.copied:
+                    break
+                step.copied |= written
             except AutoparError:
                 raise
             except Exception as e:
@@ -163,7 +168,8 @@ def capture_joint(
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    joint = replace(_describe(module, mode, outputs), guards=guards)
+    guards.effects += tuple(Effect(f"tensor {i} of the batch", None, None) for i in sorted(step.copied))
+    joint = replace(_describe(module, mode, outputs), guards=guards, written=step.copied)
     joint = with_sizes(joint, shape_env, varying) if varying else joint
     if not outputs:
         return joint
@@ -294,6 +300,15 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in before:
             logger.setLevel(level)
+
+
+def _written(module: torch.fx.GraphModule) -> frozenset[int]:
+    """The tensors of the batch that the model writes to."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    outputs = module.graph.output_node().meta["desc"]
+    mutated = (x.mutated_input for x in outputs if isinstance(x, d.InputMutationAOTOutput))
+    return frozenset(x.idx for x in mutated if isinstance(x, d.PlainAOTInput))
 
 
 def _describe(module: torch.fx.GraphModule, mode: Mode, has_outputs: bool) -> JointGraph:

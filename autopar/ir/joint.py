@@ -39,6 +39,9 @@ class JointGraph:
     sizes: Sizes | None = field(default=None, compare=False, repr=False)
     """Which batches the graph serves, where it serves those of several sizes."""
 
+    written: frozenset[int] = frozenset()
+    """Tensors of the batch that the model writes to: the graph writes to copies of them."""
+
     @property
     def sums_over_ranks(self) -> bool:
         """Whether ranks exchange values within the model, so that none can run it by itself."""
