@@ -144,7 +144,9 @@ def _observing(tree: ast.Module, place: Place) -> list[ast.stmt]:
     running = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and _covers(n, place)]
     if place.column is not None and running:
         running = [min(running, key=_extent)]
-    return [n for n in running if _only_observes(n)]
+    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]
+    in_loops = {n for loop in loops for n in ast.walk(loop)}  # over parameters, perhaps, which it would thaw
+    return [n for n in running if _only_observes(n) or (_asks_for_gradient(n) and n not in in_loops)]
 
 
 def _span(node: ast.stmt) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -192,12 +194,12 @@ def _only_observes(node: ast.stmt) -> bool:
         return all(isinstance(n, (ast.Raise, ast.Pass)) or _only_observes(n) for n in node.body)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return _is_observer(ast.unparse(node.value.func))
-    return isinstance(node, ast.Assert) or _asks_for_gradient(node)
+    return isinstance(node, ast.Assert)
 
 
 def _asks_for_gradient(node: ast.stmt) -> bool:
-    """Whether it has autograd compute the gradient of a local value, as models do for the sake of checkpoints: where
-    the value is a frozen parameter, whose gradient would then be missing, the proof of the first step says so."""
+    """Whether it has autograd compute the gradient of a local value, as models do for the sake of checkpoints. Where
+    the value is a frozen parameter, whose gradient would then be missing, the proof of the first step refuses it."""
     return isinstance(node, ast.Assign) and bool(_ASKS.fullmatch(ast.unparse(node)))
 
 

@@ -163,7 +163,7 @@ TASKS: tuple[Task, ...] = (
     Task(
         "encoder",
         questions(),
-        "MraForQuestionAnswering SplinterForQuestionAnswering",
+        "SplinterForQuestionAnswering",
     ),
     Task("encoder", choices(), "RoCBertForMultipleChoice"),
     Task(
