@@ -18,6 +18,7 @@ from autopar.ir.alignments import keep_alignments
 from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.empty_batches import keep_nothing_finite
 from autopar.ir.hoist import hoist_indices
+from autopar.ir.layouts import group_norms_where_they_lie
 from autopar.ir.recompute import recompute_activations
 from autopar.ir.recurrent import keep_workspaces
 from autopar.ir.rematerialize import rematerialize_products
@@ -207,5 +208,6 @@ BEHIND: tuple[Pass, ...] = (
         modes=("step",),
     ),
     Pass("views that may copy", "lets views copy where memory lies otherwise", _on_graph(views_where_they_can_be)),
+    Pass("layouts", "lets group normalization copy where memory lies otherwise", _on_graph(group_norms_where_they_lie)),
 )
 EVERY = Passes()

@@ -150,6 +150,8 @@ class Model:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = dropout
+            if hasattr(module, "dropout_prob"):  # of class labels, at a rate of its own
+                module.dropout_prob = dropout
         return self.wrap(model)
 
     def _batch(self, n: int, seed: int) -> Batch:
