@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,34 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.ir.batch import call_model, flatten
-
-
-def train(
-    model: nn.Module,
-    batches: Sequence[Any],
-    loss_fn: Any = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
-    **settings: Any,
-) -> None:
-    """Some steps, in the model's own dtype; asserts that eager PyTorch comes to the same."""
-    eager = copy.deepcopy(model)
-    program = autopar.optimize(
-        model, optimizer=optimizer(model.parameters()), example_inputs=batches[0], loss_fn=loss_fn, **settings
-    )
-    losses = [float(program.step(b)) for b in batches]
-    alone = optimizer(eager.parameters())
-    for batch, loss in zip(batches, losses, strict=True):
-        alone.zero_grad()
-        output, target = call_model(eager, batch, loss_fn is not None)
-        expected = output if loss_fn is None else loss_fn(output, target)
-        expected.backward()
-        alone.step()
-        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
-    for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
-    for (name, c), d in zip(model.named_buffers(), eager.buffers(), strict=True):
-        assert torch.allclose(c, d, rtol=1e-4, atol=1e-6), name
+from autopar.ir.batch import flatten
+from tests.unit.as_eager import train
 
 
 class Calls(nn.Module):
@@ -330,72 +303,3 @@ def test_measured_compute_of_a_model_with_constants(tmp_path: Any, monkeypatch: 
     constant = torch.arange(6.0)
     for _ in range(2):  # the second time, all operators are known
         train(Calls(lambda y: (y * constant * torch.tensor([2.0])).pow(2).mean()), inputs(), measure_compute=True)
-
-
-class AssignsOne(nn.Module):
-    """Assigns to one buffer, and multiplies by another that it leaves as it is; a third lies in expanded memory."""
-
-    calls: torch.Tensor
-    scale: torch.Tensor
-    positions: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.register_buffer("scale", torch.full((3,), 2.0))
-        self.register_buffer("positions", torch.arange(3).expand(2, -1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        scores: torch.Tensor = self.layer(x) * self.scale + self.positions[0]
-        return scores.square().mean()
-
-
-def test_buffers_beside_one_that_is_assigned_are_left_alone() -> None:
-    train(AssignsOne(), [torch.randn(5, 4) for _ in range(2)])
-
-
-class FillsItsCache(nn.Module):
-    """Makes a table at its first run, as models with relative positions do."""
-
-    cache: torch.Tensor | None
-
-    def __init__(self, empty: torch.Tensor | None) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.register_buffer("cache", empty)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.cache is None or self.cache.shape != (5, 3) or self.cache.dtype != x.dtype:
-            self.cache = torch.arange(15, dtype=x.dtype).view(5, 3)
-        scores: torch.Tensor = self.layer(x) * self.cache
-        return scores.square().mean()
-
-
-@pytest.mark.parametrize("empty", [None, torch.zeros(1, 1), torch.zeros(5, 3, dtype=torch.float64)])
-def test_a_cache_that_the_first_run_fills_is_named_and_captured_once_it_is_full(empty: torch.Tensor | None) -> None:
-    model, batches = FillsItsCache(empty), [torch.randn(5, 4) for _ in range(2)]
-    with pytest.warns(autopar.AutoparWarning, match=r"another tensor of its buffer 'cache'.*runs eagerly"):
-        train(model, batches)
-    train(model, batches, capture="always")
-
-
-class Attended(nn.Module):
-    """Group normalization behind what attention over pixels does to the layout, as in autoencoders of diffusion."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into, self.across, self.norm = nn.Conv2d(3, 8, 1), nn.Linear(8, 8), nn.GroupNorm(4, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.into(x)
-        mixed = self.across(h.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(h.shape)
-        found: torch.Tensor = self.norm(mixed).sin().mean()
-        return found
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2, 3, 1), (2, 1)])
-def test_group_normalization_of_one_sample(sizes: Sequence[int]) -> None:
-    train(Attended(), [torch.randn(n, 3, 4, 4) for n in sizes], capture="always")
