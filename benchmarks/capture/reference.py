@@ -104,8 +104,8 @@ def _round(model: nn.Module, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            signs = torch.randint(-1, 2, p.shape, generator=draw).to(p.dtype)
-            p.mul_(1 + torch.finfo(torch.float32).eps / 2 * signs)
+            signs = torch.randint(-1, 2, p.shape, generator=draw).double()
+            p.copy_(p.double() * (1 + torch.finfo(torch.float32).eps * signs))  # half of it would round away in float32
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Models of torchvision: classifiers, segmentation, video and optical flow; `torchvision_detection` has its detectors.
+"""Models of torchvision: classifiers, segmentation and video; `torchvision_detection` has its detectors.
 
 Each is the smallest of its family, made narrower and shallower where its class takes that as arguments, else without
 layers that are like those before them. Batches are (inputs, target), and losses are those of torchvision's own training
@@ -57,13 +57,6 @@ def _clips(size: int, frames: int, n: int, seed: int) -> Pair:
     return torch.randn(n, 3, frames, size, size, generator=g), classes(g, n)
 
 
-def _flows(size: int, n: int, seed: int) -> Pair:
-    """Two images each, and by how much every pixel moves between them."""
-    g = generator(seed)
-    first, second = torch.randn(2, n, 3, size, size, generator=g)
-    return {"image1": first, "image2": second, "num_flow_updates": 2}, torch.randn(n, 2, size, size, generator=g)
-
-
 def _inception_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     """GoogLeNet's, whose two side branches count 0.3 each (Szegedy et al. 2014, section 5)."""
     loss = F.cross_entropy(output.logits, target)
@@ -73,12 +66,6 @@ def _inception_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
 def _segmentation_loss(output: Mapping[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     losses = {name: F.cross_entropy(x, target, ignore_index=255) for name, x in output.items()}
     return losses["out"] + 0.5 * losses["aux"] if "aux" in losses else losses["out"]
-
-
-def _flow_loss(output: list[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    """RAFT's: later estimates count more (Teed and Deng 2020, equation 7)."""
-    terms = [0.8 ** (len(output) - 1 - i) * (flow - target).abs().mean() for i, flow in enumerate(output)]
-    return torch.stack(terms).sum()
 
 
 def _classifier(name: str, size: int = 64, loss: LossFn = F.cross_entropy, **fields: Any) -> Entry:
@@ -203,12 +190,6 @@ def _s3d(dropout: float) -> nn.Module:
     return with_dropout(model, dropout)
 
 
-def _raft(dropout: float) -> nn.Module:
-    from torchvision.models.optical_flow import raft_small
-
-    return with_dropout(raft_small(weights=None), dropout)
-
-
 def _built(name: str, build: Callable[[], Any], size: int = 64) -> Entry:
     return _entry(name, partial(_made, build), partial(pictures, size))
 
@@ -260,8 +241,7 @@ VIDEO = (
     _clip_entry("mvit_v2", partial(_made, partial(_mvit, 2))),
     _clip_entry("s3d", _s3d, 64, 16),
     _clip_entry("swin3d", partial(_made, _swin3d)),
-    _entry("raft_small", _raft, partial(_flows, 128), _flow_loss),
 )
-"""Clips with one class each; of RAFT, two images and the motion between them."""
+"""Clips with one class each."""
 
 ENTRIES: tuple[Entry, ...] = (*CLASSIFIERS, *SEGMENTATION, *VIDEO, *detection.ENTRIES)
