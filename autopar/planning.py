@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparWarning, CaptureError, InfeasibleError, SignatureError, SpecError
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
-from autopar.ir.build import training_graph
-from autopar.ir.capture import Mode
+from autopar.ir.build import traced_step, training_graph
+from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ir.weightless import first_without_values, lacks_values
+from autopar.ir.weightless import first_without_values, lacks_values, outside_of_modes
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
 from autopar.runtime.eager_look import settled
@@ -55,7 +55,8 @@ class Training:
         program runs the whole step, or only the passes of a drop-in module. `acts_on`: as in `optimizer_scope`.
 
         Raises `SignatureError` where the batch cannot be used, and `OptimizerError` where `acts_on` is needed."""
-        batch = example_batch(model) if example_inputs is None else example_inputs
+        with outside_of_modes():
+            batch = example_batch(model) if example_inputs is None else example_inputs
         self._refused: CaptureError | None = None
         """Why the model cannot be captured, where that is known beforehand."""
         may_run = settings.capture != "always"
@@ -78,6 +79,7 @@ class Training:
         self._scope = optimizer_scope(optimizer, acts_on)
         self._graphs: dict[Recompute, TrainingGraph] = {}
         self._outline: TrainingGraph | None = None
+        self._traced: JointGraph | None = None
         self._rows_said = False
 
     @property
@@ -110,6 +112,8 @@ class Training:
         if recompute not in self._graphs:
             loss_fn = self.settings.loss_fn if self.mode == "step" else None
             unused, passes = self.settings.unused_parameters, self.settings.passes
+            if self._traced is None:
+                self._traced = traced_step(self.model, self.batch, loss_fn, self.mode, self.settings.outputs)
             self._graphs[recompute] = training_graph(
                 self.model,
                 self.batch,
@@ -120,6 +124,7 @@ class Training:
                 passes,
                 self.settings.outputs,
                 updated_by(self.optimizer),
+                traced=self._traced,
             )
             self._say_rows(self._graphs[recompute])
         return self._graphs[recompute]

@@ -46,6 +46,15 @@ def _without_collector() -> Iterator[None]:
 
 @outside_of_modes()
 @_without_collector()
+def traced_step(
+    model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", outputs: bool = False
+) -> JointGraph:
+    """What `training_graph` rewrites, for who makes several of one model: tracing takes most of its time."""
+    return capture_joint(model, batch, loss_fn, mode, outputs)
+
+
+@outside_of_modes()
+@_without_collector()
 def training_graph(
     model: nn.Module,
     batch: Batch,
@@ -57,6 +66,7 @@ def training_graph(
     outputs: bool = False,
     updated: Collection[nn.Parameter] | None = None,
     varying: Varying = frozenset(),
+    traced: JointGraph | None = None,
 ) -> TrainingGraph:
     """Captures `model`'s training step on `batch`, and rewrites it by `passes`.
 
@@ -65,9 +75,10 @@ def training_graph(
     silently (the optimizer passes over them). `outputs`: whether the step returns the model's output besides its loss.
     `updated`: the parameters that are trained, where others are trained elsewhere; all, where it is not said.
     `varying`: the dimensions of the batch in which others differ that the graph is to serve, too; raises
-    `StaticOnlyError` where it cannot.
+    `StaticOnlyError` where it cannot. `traced`: what `traced_step` returned for the same model and batch, which is left
+    as it is; by default the step is traced.
     """
-    joint = capture_joint(model, batch, loss_fn, mode, outputs, varying)
+    joint = capture_joint(model, batch, loss_fn, mode, outputs, varying) if traced is None else traced.copied()
     joint = without_gradients(joint, trained_elsewhere(named_parameters(model, loss_fn), updated))
     capture = Capture(mode, batch.size, recompute, batch.listed is not None)
     joint, done = run_passes(passes.before(), joint, capture)

@@ -22,9 +22,10 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.ir.alignments import sized_alignments
 from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, Weighted, call_model, misfit
+from autopar.ir.checkpointed import refuse_writes
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
-from autopar.ir.guards import Guards, guards_of, seen_effects
+from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
 from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
@@ -58,14 +59,25 @@ class _Step(nn.Module):
         self.assigned: tuple[tuple[tuple[str, ...], str], ...] = ()
         """Buffers that the model assigns a new tensor to, by the path to the module and the name: the tensor is copied
         into the buffer that was there, which is what a graph can do."""
+        self.copied: frozenset[int] = frozenset()
+        """Tensors of the batch that the model writes to: it gets copies."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        tensors = tuple([t.clone() if i in self.copied else t for i, t in enumerate(tensors)])
         held = [(_module_at(self, path), key) for path, key in self.assigned]
         before = [getattr(module, key) for module, key in held]
         result = self._result(*tensors)
         for (module, key), buffer in zip(held, before, strict=True):
-            if getattr(module, key) is not buffer:  # the module's others are as they were, perhaps in expanded memory
-                buffer.copy_(getattr(module, key).detach())
+            new = getattr(module, key)
+            if new is buffer:  # the module's others are as they were, perhaps in expanded memory
+                continue
+            if buffer is None or new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
+                raise CaptureError(
+                    f"the model makes another tensor of its buffer '{key}' in its forward pass, of another shape or "
+                    "dtype, or none, which no graph can put in its place. Where it is a cache that the first run "
+                    "fills, run the model once before"
+                )
+            buffer.copy_(new.detach())
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:
@@ -150,7 +162,9 @@ def capture_joint(
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
-                break
+                if (written := _written(module)) <= step.copied:
+                    break
+                step.copied |= written
             except AutoparError:
                 raise
             except Exception as e:
@@ -163,7 +177,8 @@ def capture_joint(
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
-    joint = replace(_describe(module, mode, outputs), guards=guards)
+    guards.effects += tuple(Effect(f"tensor {i} of the batch", None, None) for i in sorted(step.copied))
+    joint = replace(_describe(module, mode, outputs), guards=guards, copied_inputs=step.copied)
     joint = with_sizes(joint, shape_env, varying) if varying else joint
     if not outputs:
         return joint
@@ -211,6 +226,7 @@ def _traced(
         _quiet(),
     ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
+    refuse_writes(graph)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())
@@ -294,6 +310,15 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in before:
             logger.setLevel(level)
+
+
+def _written(module: torch.fx.GraphModule) -> frozenset[int]:
+    """The tensors of the batch that the model writes to."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    outputs = module.graph.output_node().meta["desc"]
+    mutated = (x.mutated_input for x in outputs if isinstance(x, d.InputMutationAOTOutput))
+    return frozenset(x.idx for x in mutated if isinstance(x, d.PlainAOTInput))
 
 
 def _describe(module: torch.fx.GraphModule, mode: Mode, has_outputs: bool) -> JointGraph:

@@ -193,8 +193,7 @@ def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:
 def _effects(side_effects: Any) -> list[Effect]:
     found = []
     for changed in side_effects._get_modified_vars():
-        source = getattr(changed, "source", None)
-        name = getattr(source, "name", None)
+        name = _name(changed)
         if name is None or not ("G[" in name or _OWN in name):
             continue
         attributes = side_effects.store_attr_mutations.get(changed, {})
@@ -206,6 +205,15 @@ def _effects(side_effects: Any) -> list[Effect]:
         if not attributes:
             found.append(Effect(_plain(name), None, None))
     return found
+
+
+def _name(changed: Any) -> str | None:
+    """Where an object lies; `None` of one that the code has made, and of PyTorch's stack of function modes, which is as
+    it was when a `with torch.device(...)` ends."""
+    try:
+        return getattr(getattr(changed, "source", None), "name", None)
+    except NotImplementedError:
+        return None
 
 
 _REWRITES = (

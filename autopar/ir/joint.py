@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.fx
 
@@ -39,6 +39,9 @@ class JointGraph:
     sizes: Sizes | None = field(default=None, compare=False, repr=False)
     """Which batches the graph serves, where it serves those of several sizes."""
 
+    copied_inputs: frozenset[int] = frozenset()
+    """Tensors of the batch that the model writes to: the graph writes to copies of them."""
+
     @property
     def sums_over_ranks(self) -> bool:
         """Whether ranks exchange values within the model, so that none can run it by itself."""
@@ -53,3 +56,19 @@ class JointGraph:
     def has_outputs(self) -> bool:
         """Whether it is of a step that returns the model's output besides its loss."""
         return self.weight is not None and len(self.outputs) > 1
+
+    def copied(self) -> JointGraph:
+        """A copy of a graph that was traced just now, for passes to rewrite; its nodes have the same names."""
+        assert self.sizes is None and self.weight is None, "what was rewritten, or serves several sizes, is not copied"
+        graph = torch.fx.Graph()
+        of: dict[torch.fx.Node, torch.fx.Node] = {}
+        graph.output(graph.graph_copy(self.module.graph, of))
+        graph.set_codegen(torch.fx.graph.CodeGen())
+        return replace(
+            self,
+            module=torch.fx.GraphModule(self.module, graph),
+            mutations=tuple((name, of[n]) for name, n in self.mutations),
+            outputs=tuple(of[n] for n in self.outputs),
+            gradients={name: of[n] for name, n in self.gradients.items()},
+            input_gradients={i: of[n] for i, n in self.input_gradients.items()},
+        )

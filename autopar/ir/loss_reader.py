@@ -146,6 +146,8 @@ class Reader:
         return replace(term, bounded=True)
 
     def _linear(self, node: torch.fx.Node) -> Value:
+        if not node.all_input_nodes:  # of a number
+            return self._of(node.args[0])
         first, *rest = (self._values[i] for i in node.all_input_nodes)
         for value in rest:
             if isinstance(first, (Rows, Fixed)) and isinstance(value, (Rows, Fixed)):
@@ -265,12 +267,13 @@ class Reader:
         name = _name(node)
         if node.op != "call_function" or _is_random(node):
             return self._id((node.op, str(node.target), node.name if node.op != "get_attr" else ""))
-        if name in _CASTS:
-            return self._key_of[node.args[0]]  # type: ignore[index]
+        first = node.args[0] if node.args else None
+        if name in _CASTS and isinstance(first, torch.fx.Node):
+            return self._key_of[first]
         if name == "ne":
             return self._id(("not", self._id(("eq", self._arguments(node.args)))))
-        if name in _NOT:
-            return self._id(("not", self._key_of[node.args[0]]))  # type: ignore[index]
+        if name in _NOT and isinstance(first, torch.fx.Node):
+            return self._id(("not", self._key_of[first]))
         if name in ("eq", "sum") and len(node.args) < 3:
             return self._id((name, self._arguments(node.args)))
         return self._id((str(node.target), self._arguments(node.args), self._arguments(node.kwargs)))

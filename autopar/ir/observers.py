@@ -1,4 +1,5 @@
-"""Statements that only observe, left out of a capture: prints, warnings, log calls, assertions, checks that raise.
+"""Statements that only observe, left out of a capture: prints, warnings, log calls, assertions, checks that raise; and
+those that ask for gradients of what is no parameter (`hidden_states.requires_grad = True`).
 
 They have no part in what a training step computes, and PyTorch cannot trace those that look at a tensor's value. So
 where a capture breaks at one, it is tried again with that statement switched off: the functions that hold it run, for
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import re
 import types
 import warnings
 from collections.abc import Iterator
@@ -23,7 +25,9 @@ _LOG_CALLS = frozenset(
 _OUTPUT_CALLS = frozenset(
     f"sys.{stream}.{call}" for stream in ("stdout", "stderr") for call in ("write", "writelines", "flush")
 )
-_CHECKS = frozenset(("torch._assert", "torch._check", "torch._check_value", "torch._check_is_size"))
+_CHECK_CALLS = "_assert _assert_async _check _check_index _check_is_size _check_not_implemented _check_tensor_all"
+_CHECK_CALLS += " _check_tensor_all_with _check_type _check_value _check_with"
+_CHECKS = frozenset(f"torch.{name}" for name in _CHECK_CALLS.split())
 
 
 _BLOCKS = (
@@ -39,6 +43,7 @@ _BLOCKS = (
 )
 _SWALLOWS = frozenset(("suppress", "raises", "catch"))
 """Names of what a `with` statement may catch exceptions by."""
+_ASKS = re.compile(r"\w+\.requires_grad = True")
 
 
 class Observers:
@@ -72,7 +77,8 @@ class Observers:
                 _switch_off(tree, statement)
                 self._off.update(ast.walk(statement))
             if found and self._swap(ast.fix_missing_locations(tree), place):
-                _say(place)
+                if not all(map(_asks_for_gradient, found)):
+                    _say(place)
                 return True
         return False
 
@@ -186,7 +192,13 @@ def _only_observes(node: ast.stmt) -> bool:
         return all(isinstance(n, (ast.Raise, ast.Pass)) or _only_observes(n) for n in node.body)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return _is_observer(ast.unparse(node.value.func))
-    return isinstance(node, ast.Assert)
+    return isinstance(node, ast.Assert) or _asks_for_gradient(node)
+
+
+def _asks_for_gradient(node: ast.stmt) -> bool:
+    """Whether it has autograd compute the gradient of a local value, as models do for the sake of checkpoints: where
+    the value is a frozen parameter, whose gradient would then be missing, the proof of the first step says so."""
+    return isinstance(node, ast.Assign) and bool(_ASKS.fullmatch(ast.unparse(node)))
 
 
 def _is_observer(called: str) -> bool:

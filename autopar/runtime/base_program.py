@@ -266,7 +266,8 @@ class BaseProgram:
         graph = self.writers[name](compiled.graph, compiled.program, self._target())
         if self._eager is None:
             return graph
-        return EagerStep(graph, self._eager, synchronizes=name in self.synchronizing)
+        calls = [p.call for p in compiled.program.placed]
+        return EagerStep(graph, self._eager, calls, synchronizes=name in self.synchronizing)
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         """A capture that was lowered, before its graphs are written."""

@@ -21,10 +21,11 @@ from torch import nn
 from autopar.errors import CaptureError
 from autopar.ir.outline import go_forward, opaque, run_backward, run_forward, take_gradient
 from autopar.ir.seen import nonzero_rows
+from autopar.ops.base import Call
 from autopar.ops.group import Group
 from autopar.ops.moments import SYNCHRONIZE
 from autopar.runtime.eager_model import EagerModel
-from autopar.runtime.writer import CALL, Held
+from autopar.runtime.writer import CALL
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,11 @@ class EagerStep(nn.Module):
     written: torch.fx.GraphModule
     model: EagerModel
 
-    def __init__(self, written: torch.fx.GraphModule, model: EagerModel, synchronizes: bool) -> None:
-        """`synchronizes`: whether gradients are complete behind it, rather than added to by a later one."""
+    def __init__(
+        self, written: torch.fx.GraphModule, model: EagerModel, calls: Iterable[Call], synchronizes: bool
+    ) -> None:
+        """`calls`: those that are written into it, on some rank. `synchronizes`: whether gradients are complete behind
+        it, rather than added to by a later one."""
         super().__init__()
         for name, module in written.named_children():
             self.add_module(name, module)
@@ -79,7 +83,7 @@ class EagerStep(nn.Module):
         self.first_uses = self._first_uses()
         """By parameter, the place of the part of the forward pass that begins with its use, where something is to run
         before that."""
-        self.spared = self._sparable(nodes)
+        self.spared = sparable(calls)
         """By sync group, its parameters: of groups that have nothing to do where no rank has a gradient of theirs."""
         self.frees = self._last_uses()
         """Behind each part, the values that nobody reads any more."""
@@ -116,21 +120,6 @@ class EagerStep(nn.Module):
                 found += own
         return found
 
-    def _sparable(self, nodes: Sequence[torch.fx.Node]) -> dict[int, frozenset[str]]:
-        """Groups that keep nothing from step to step, and whose values nobody else reads."""
-        found: dict[int, Group] = {}
-        kept: set[int] = set()
-        for node in nodes:
-            call, _ = node.meta.get(CALL, (None, False))
-            if call is None or call.group is None:
-                continue
-            group = found[call.group.index] = call.group
-            is_state = node.op == "call_module" and isinstance(self.written.get_submodule(str(node.target)), Held)
-            read = any(_group(u) != group.index for u in node.users)
-            if call.deferred or is_state or read or group.compares_own or group.moment != SYNCHRONIZE:
-                kept.add(group.index)
-        return {i: frozenset(g.names) for i, g in found.items() if i not in kept}
-
     def _piece(self, nodes: Sequence[torch.fx.Node], of: int | None) -> _Piece:
         graph, own = torch.fx.Graph(), set(nodes)
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -142,6 +131,22 @@ class EagerStep(nn.Module):
         gives = tuple(n for n in nodes if any(u not in own for u in n.users))
         graph.output(tuple(copies[n] for n in gives))
         return _Piece(torch.fx.GraphModule(self.written, graph), tuple(takes), gives, of)
+
+
+def sparable(calls: Iterable[Call]) -> dict[int, frozenset[str]]:
+    """Groups that keep nothing from step to step, and whose values nobody else reads, with the names of their
+    parameters. The same on all ranks: what a rank has written into its graph is not."""
+    found: dict[int, Group] = {}
+    kept: set[int] = set()
+    for call in calls:
+        kept |= {c.group.index for c in call.inputs if c.group is not None and c.group is not call.group}
+        if call.group is None:
+            continue
+        group = found[call.group.index] = call.group
+        has_state = call.op.state_key() is not None
+        if call.deferred or has_state or group.compares_own or group.moment != SYNCHRONIZE:
+            kept.add(group.index)
+    return {i: frozenset(g.names) for i, g in found.items() if i not in kept}
 
 
 def _group(node: torch.fx.Node) -> int | None:

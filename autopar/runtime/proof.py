@@ -197,7 +197,7 @@ class Proof:
 
                 given = batch.copied()
                 one = loss_of(of.model, of.loss_fn, batch.rebuild(given))
-                _check_unwritten(given)
+                _check_unwritten(given, frozenset() if of.graph.joint is None else of.graph.joint.copied_inputs)
                 if share or joined:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
                     seed = factor * share if joined else factor  # gradients that cross ranks have each rank's share
@@ -326,10 +326,10 @@ def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, round
                 p.add_(noise, alpha=relative * max(size, PERTURBATION))
 
 
-def _check_unwritten(given: Sequence[torch.Tensor]) -> None:
+def _check_unwritten(given: Sequence[torch.Tensor], copied: frozenset[int]) -> None:
     """Raises `CaptureError` where the model has written to its batch, which the trace need not show: dropout without
     effect returns its input itself only when it runs."""
-    written = [i for i, t in enumerate(given) if t._version]
+    written = [i for i, t in enumerate(given) if t._version and i not in copied]
     if written:
         raise CaptureError(
             f"the model writes to tensor {written[0]} of the batch in its forward pass: only buffers may be "

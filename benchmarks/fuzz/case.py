@@ -60,6 +60,8 @@ class Case:
     recompute: Literal["none", "selective", "full"] = "none"
     late: bool = False
     """Whether parameters may be on their way between steps."""
+    eager: bool = False
+    """Whether the model runs eagerly, with `capture="never"`."""
     data_seed: int = 0
 
     @property

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from autopar.ir.capture import find_loss
 
 ENTRY, STEPS, SAMPLES, SEED = {entry!r}, {steps}, {samples}, {data_seed}
-EVENTS, CLIP, SCHEDULE, SUMS = {events}, {clip}, {schedule!r}, {sums}
+EVENTS, CLIP, SCHEDULE, SUMS, EAGER = {events}, {clip}, {schedule!r}, {sums}, {eager}
 
 
 def batches(step, rank):
@@ -94,6 +94,9 @@ def started(model, loss, optimizer, groups, recompute, late):
     import autopar
     from autopar.ir.batch import flatten, module_batch
     from autopar.ir.build import training_graph
+    from autopar.planning import Training
+    from autopar.runtime.compiled import Settings
+    from autopar.runtime.process_group import join
     from autopar.runtime.servers import serve_here
     from autopar.testing.cases import SERVERS, cluster_of
 
@@ -109,12 +112,20 @@ def started(model, loss, optimizer, groups, recompute, late):
     if is_module and isinstance(example, tuple):
         example = example[0]
     settings = {{"example_inputs": example, "unused_parameters": "freeze"}}
+    settings |= {{"capture": "never"}} if EAGER else {{}}
     if not is_module:
         settings |= {{"optimizer": optimizer, "loss_fn": loss, "clip_grad_norm": CLIP, "late_parameters": late}}
     if groups:
         flat = module_batch(model, example) if is_module else flatten(example)
         mode = "module" if is_module else "step"
-        graph = training_graph(model, flat, None if is_module else loss, mode, "freeze", recompute)
+        if EAGER:
+            seen = Training(
+                model, example, Settings(None if is_module else loss, capture="never"), None, mode
+            )
+            seen.settle(join(300.0))
+            graph = seen.graph()
+        else:
+            graph = training_graph(model, flat, None if is_module else loss, mode, "freeze", recompute)
         settings["plan"] = autopar.Plan(
             model=graph.model, cluster=cluster_of(world).fingerprint, groups=groups, recompute=recompute
         )
@@ -144,7 +155,7 @@ def script(case: Case, outcome: Outcome) -> str:
     start = "python" if case.world_size == 1 else f"torchrun --nproc-per-node {case.world_size}"
     said = outcome.said.replace("\n", "\n# ")
     told = {k: getattr(case, k) for k in ("entry", "steps", "samples", "data_seed", "events", "clip", "schedule")}
-    told |= {k: getattr(case, k) for k in ("sums", "input_gradients", "recompute", "late")}
+    told |= {k: getattr(case, k) for k in ("sums", "input_gradients", "recompute", "late", "eager")}
     told["unfused"] = case.unfused
     groups = json.loads(case.groups) if case.groups else None
     head = f"# {case.name}: {outcome.kind}: {said}\n# Run with: {start} THIS_FILE\n"

@@ -18,7 +18,9 @@ from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import find_loss, output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
+from autopar.planning import Training
 from autopar.runtime.compiled import Settings
+from autopar.runtime.eager_gradient_program import EagerGradientProgram
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import context_for, optimizer_scope
@@ -26,6 +28,7 @@ from autopar.runtime.process_group import Group, Rendezvous
 from autopar.runtime.program import Program
 from autopar.spec.plan import Plan
 from autopar.strategies import Context
+from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.plans import random_plan
 from benchmarks.fuzz.source import Built, Tree, joined, map_batch, trainable
 
@@ -229,6 +232,7 @@ def prepare(built: Built, group: Group) -> Prepared:
     is_module = case.entry == "module"
     example = batch[0] if is_module and isinstance(batch, tuple) else batch
     settings: dict[str, Any] = {"unused_parameters": case.unused, "example_inputs": example}
+    settings |= {"capture": "never"} if case.eager else {}
     if not is_module:
         settings |= {"optimizer": optimizer, "loss_fn": loss_fn, "clip_grad_norm": case.clip}
         settings |= {"late_parameters": case.late}
@@ -244,10 +248,10 @@ def prepare(built: Built, group: Group) -> Prepared:
     if case.entry == "optimize":
         program = autopar.optimize(model, plan=plan, timeout_s=group.timeout_s, **settings)
         return Prepared(built, model, loss_fn, optimizer, parameters, program, plan)
-    chosen = Settings(None if is_module else loss_fn, case.clip, None, case.unused)
+    chosen = _settings(case, None if is_module else loss_fn)
     made: Program | SyncedModule
     if is_module:
-        passes = GradientProgram(model, plan, group, chosen, context)
+        passes = (EagerGradientProgram if case.eager else GradientProgram)(model, plan, group, chosen, context)
         passes.adopt(graph, module_batch(model, example))
         made = SyncedModule(passes)
     else:
@@ -260,12 +264,27 @@ def _graph(
     built: Built, model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, example: Any, group: Group
 ) -> tuple[TrainingGraph, Context]:
     case = built.case
-    if case.entry == "module":
-        graph = training_graph(model, module_batch(model, example), None, "module", case.unused)
+    is_module = case.entry == "module"
+    batch = module_batch(model, example) if is_module else flatten(example)
+    if case.eager:
+        training = Training(
+            model, example, _settings(case, None if is_module else loss_fn), None if is_module else optimizer,
+            "module" if is_module else "step",
+        )  # fmt: skip
+        training.settle(group)
+        graph = training.graph()
+    elif is_module:
+        graph = training_graph(model, batch, None, "module", case.unused)
+    else:
+        graph = training_graph(model, batch, loss_fn, "step", case.unused, case.recompute)
+    if is_module:
         return graph, context_for(group.world_size, None, "element", None, False)
-    graph = training_graph(model, flatten(example), loss_fn, "step", case.unused, case.recompute)
     scope = optimizer_scope(optimizer, None)
     return graph, context_for(group.world_size, optimizer, scope, case.clip, True, case.late)
+
+
+def _settings(case: Case, loss_fn: Any) -> Settings:
+    return Settings(loss_fn, case.clip, None, case.unused, capture="never" if case.eager else "auto")
 
 
 def run(prepared: Prepared, group: Group) -> Record:

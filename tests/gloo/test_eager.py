@@ -53,6 +53,10 @@ def test_parameters_without_a_gradient_hold_nothing_up_and_are_not_sent_where_no
         assert [log.index("first") for log in logs[1:]] == [log.count("sum") - 1 for log in logs[1:]]
 
 
+def test_what_owners_sum_for_the_clipping_norm_is_sent_by_all_ranks_though_none_has_a_gradient_of_it() -> None:
+    assert max(run_ranks(2, unused.clipped)) <= 1e-12
+
+
 def test_late_parameters_are_received_as_the_forward_pass_first_uses_them(
     worlds: dict[int, list[dict[str, Any]]],
 ) -> None:

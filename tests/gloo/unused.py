@@ -79,3 +79,34 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         found["apart"].append(max(float((a - b).detach().abs().max()) for a, b in pairs))
         found["logs"].append(list(model.log))
     return found
+
+
+def clipped(rank: int, n: int) -> float:
+    """How far parameters are from one process's under parameter servers with clipping, which reads what owners sum."""
+    warnings.simplefilter("ignore")
+    model, alone = Deep().double(), Deep().double()
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone))
+
+    def own(step: int, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = batch(step, r)
+        return x.double(), y.double()
+
+    program = autopar.optimize(
+        model,
+        strategy="PS",
+        example_inputs=own(0, rank),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=optimizer,
+        clip_grad_norm=0.1,
+        capture="never",
+        timeout_s=20,
+    )
+    for step in range(3):
+        program.step(own(step, rank))
+        theirs.zero_grad()
+        losses = [nn.functional.mse_loss(alone(x), y) for x, y in (own(step, r) for r in range(n))]
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        theirs.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)

@@ -356,21 +356,26 @@ def test_buffers_beside_one_that_is_assigned_are_left_alone() -> None:
     train(AssignsOne(), [torch.randn(5, 4) for _ in range(2)])
 
 
-class Attended(nn.Module):
-    """Group normalization behind what attention over pixels does to the layout, as in autoencoders of diffusion."""
+class FillsItsCache(nn.Module):
+    """Makes a table at its first run, as models with relative positions do."""
 
-    def __init__(self) -> None:
+    cache: torch.Tensor | None
+
+    def __init__(self, empty: torch.Tensor | None) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.into, self.across, self.norm = nn.Conv2d(3, 8, 1), nn.Linear(8, 8), nn.GroupNorm(4, 8)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("cache", empty)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.into(x)
-        mixed = self.across(h.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(h.shape)
-        found: torch.Tensor = self.norm(mixed).sin().mean()
-        return found
+        if self.cache is None or self.cache.shape != (5, 3) or self.cache.dtype != x.dtype:
+            self.cache = torch.arange(15, dtype=x.dtype).view(5, 3)
+        scores: torch.Tensor = self.layer(x) * self.cache
+        return scores.square().mean()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2, 3, 1), (2, 1)])
-def test_group_normalization_of_one_sample(sizes: Sequence[int]) -> None:
-    train(Attended(), [torch.randn(n, 3, 4, 4) for n in sizes], capture="always")
+@pytest.mark.parametrize("empty", [None, torch.zeros(1, 1), torch.zeros(5, 3, dtype=torch.float64)])
+def test_a_cache_that_the_first_run_fills_is_named_and_captured_once_it_is_full(empty: torch.Tensor | None) -> None:
+    model, batches = FillsItsCache(empty), [torch.randn(5, 4) for _ in range(2)]
+    with pytest.warns(autopar.AutoparWarning, match=r"another tensor of its buffer 'cache'.*runs eagerly"):
+        train(model, batches)
+    train(model, batches, capture="always")

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import InfeasibleError
 from autopar.ir.batch import flatten
-from autopar.ir.build import training_graph
+from autopar.ir.build import traced_step, training_graph
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan, Recompute
 from autopar.spec.units import Figure
@@ -158,3 +158,15 @@ def test_an_element_of_results_that_are_kept_is_not_taken_out_twice() -> None:
         found = run(model, example, F.mse_loss, level)
         expected = run(model, example, F.mse_loss, "none")
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("level", ["none", *LEVELS])
+def test_what_was_traced_once_serves_every_level(level: Recompute) -> None:
+    model, example = deep(), flatten(batch(4))
+    traced = traced_step(model, example, F.mse_loss)
+    nodes = [n.format_node() for n in traced.module.graph.nodes]
+    settings: dict[str, Any] = {"loss_fn": F.mse_loss, "recompute": level}
+    again, once = (training_graph(model, example, traced=t, **settings) for t in (traced, None))
+    assert again == once and again.joint is not None and once.joint is not None
+    assert again.joint.module.code == once.joint.module.code
+    assert [n.format_node() for n in traced.module.graph.nodes] == nodes

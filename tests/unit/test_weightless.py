@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar.cli.app import app
 from autopar.cli.model_argument import load_model
-from autopar.errors import AutoparWarning, CaptureError, PlanMismatchError, SpecError
+from autopar.errors import AutoparWarning, CaptureError, PlanError, PlanMismatchError, SpecError
 
 CLUSTER = autopar.ClusterSpec.local(4)
 
@@ -48,6 +48,20 @@ class Branches(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.layer(-x if x.sum() > 0 else x).mean()
         return loss
+
+
+class OtherOnMeta(nn.Module):
+    """Looks rows up where it has no values, and multiplies with the whole table where it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 8)
+        self.looks_up = self.table.weight.is_meta
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        table = self.table.weight
+        x = F.embedding(ids, table) if self.looks_up else F.one_hot(ids, 2000).float() @ table
+        return F.cross_entropy(x.mean(1), labels)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -92,6 +106,14 @@ def test_such_a_plan_trains_the_real_model() -> None:
     model.to("meta")
     with pytest.raises(PlanMismatchError, match="was replaced"):
         program.step(batch())
+
+
+def test_a_plan_that_the_real_model_has_no_graph_for_is_refused() -> None:
+    settings: dict[str, Any] = {"example_inputs": batch(), "capture": "always"}
+    plan = autopar.plan(on_meta(OtherOnMeta), CLUSTER, strategy="structured", **settings)
+    assert [g.strategy for g in plan.groups] == ["sparse_rows"]
+    with pytest.raises(PlanError, match=r"'table.weight' cannot use sparse_rows"):
+        autopar.plan(OtherOnMeta(), CLUSTER, plan=plan, **settings)
 
 
 def test_a_batch_without_values_leaves_open_which_rows_it_names() -> None:
