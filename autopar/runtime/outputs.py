@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Iterator
+from functools import _lru_cache_wrapper
 from typing import Any
 
 import torch
@@ -27,14 +29,29 @@ def output_template(model: nn.Module, batch: Batch, has_loss_fn: bool = False) -
     """The model's output for a batch, with tensors that have no values; nothing is left in the model. `has_loss_fn`:
     whether a tuple batch is the model's inputs and a target. Nothing is computed, but for a model that looks at values
     on its way, to print or check them: it runs."""
-    put_back = kept_attributes([model])
+    put_back, caches = kept_attributes([model]), _caches()
     try:
         return _with_fake_tensors(model, batch, has_loss_fn)
     except Exception:  # what a value that is not there leads to; what is the model's own comes again
         put_back()
+        _forget(caches)
         return _run(model, batch, has_loss_fn)
     finally:
         put_back()
+        _forget(caches)
+
+
+def _caches() -> dict[_lru_cache_wrapper[Any], int]:
+    """Functions with a cache of results, but for PyTorch's own, and how often each has been missed."""
+    found = (f for f in gc.get_objects() if type(f) is _lru_cache_wrapper)
+    return {f: f.cache_info().misses for f in found if not str(f.__module__).startswith("torch.")}
+
+
+def _forget(caches: dict[_lru_cache_wrapper[Any], int]) -> None:
+    """Empties the caches that have been missed since: they hold fake tensors, which would be used later on."""
+    for function, misses in caches.items():
+        if function.cache_info().misses > misses:
+            function.cache_clear()
 
 
 def _run(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -125,3 +126,27 @@ def test_a_model_that_looks_at_values_on_its_way_returns_its_output() -> None:
     result = program.step((X[:, :3], Y), outputs=True)
     assert isinstance(result, autopar.StepResult)
     assert torch.equal(result.output["found"], eager(X[:, :3])["found"])
+
+
+@functools.lru_cache
+def _table(length: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.float64)
+
+
+class Tabled(nn.Module):
+    """Keeps a table outside of itself, as diffusers' Qwen-Image does with its rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x + _table(x.shape[-1]))
+        return found
+
+
+def test_cached_results_of_functions_have_values() -> None:
+    model = Tabled()
+    module = autopar.optimize(model, example_inputs=X[:, :3], check="never")
+    assert _table(3).tolist() == [0, 1, 2]
+    assert torch.equal(module(X[:, :3]), model(X[:, :3]))
