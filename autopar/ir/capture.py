@@ -61,6 +61,8 @@ class _Step(nn.Module):
         into the buffer that was there, which is what a graph can do."""
         self.copied: frozenset[int] = frozenset()
         """Tensors of the batch that the model writes to: it gets copies."""
+        self.apart = False
+        """Whether outputs are copied, as several would share memory: a sequence of states, and its first as summary."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         tensors = tuple([t.clone() if i in self.copied else t for i, t in enumerate(tensors)])
@@ -84,7 +86,7 @@ class _Step(nn.Module):
         batch = self._batch.rebuild(tensors)
         output, target = call_model(self.model, batch, self.loss_fn is not None)
         if self._mode == "module":
-            return tuple(output_tensors(output))
+            return tuple([t.clone() if self.apart else t for t in output_tensors(output)])
         loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target), batch)
         if not self._outputs:
             return loss
@@ -162,9 +164,11 @@ def capture_joint(
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
-                if (written := _written(module)) <= step.copied:
+                shared = not step.apart and _share_memory(module)
+                if (written := _written(module)) <= step.copied and not shared:
                     break
                 step.copied |= written
+                step.apart |= shared
             except AutoparError:
                 raise
             except Exception as e:
@@ -319,6 +323,13 @@ def _written(module: torch.fx.GraphModule) -> frozenset[int]:
     outputs = module.graph.output_node().meta["desc"]
     mutated = (x.mutated_input for x in outputs if isinstance(x, d.InputMutationAOTOutput))
     return frozenset(x.idx for x in mutated if isinstance(x, d.PlainAOTInput))
+
+
+def _share_memory(module: torch.fx.GraphModule) -> bool:
+    """Whether several outputs are views of one value."""
+    from torch._functorch._aot_autograd import descriptors as d
+
+    return any(isinstance(x, d.IntermediateBaseAOTOutput) for x in module.graph.output_node().meta["desc"])
 
 
 def _describe(module: torch.fx.GraphModule, mode: Mode, has_outputs: bool) -> JointGraph:

@@ -58,6 +58,14 @@ class Maps(_Layer):
         return F.cross_entropy(self.layer(x) * weight, labels.clamp(0, 1))
 
 
+class Summarizes(_Layer):
+    """Returns states of a sequence, and the first of them again, as encoders do."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        states = self.layer(x).reshape(2, 2, 2)
+        return {"states": states, "summary": states[:, 0]}
+
+
 class Unfreezes(_Layer):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for p in self.layer.parameters():
@@ -112,3 +120,14 @@ def test_is_captured_and_trains_as_it_does_eagerly(kind: type[_Layer], said: str
 def test_a_loop_that_thaws_parameters_is_not_taken_for_one_that_asks_for_gradients() -> None:
     with pytest.raises(CaptureError, match=r"p\.requires_grad = True"):
         _step(Unfreezes())
+
+
+def test_outputs_that_share_memory_are_captured_and_their_gradients_add_up() -> None:
+    net = Summarizes()
+    plain = copy.deepcopy(net)
+    batch = _batch()
+    module = autopar.optimize(net, example_inputs=batch, strategy="ddp", capture="always")
+    for run in (module, plain):
+        output = run(**batch)
+        (output["states"].square().sum() + 3 * output["summary"].sum()).backward()
+    torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
