@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.test_odd_models import train
+from tests.unit.as_eager import train
 
 
 class Attended(nn.Module):
