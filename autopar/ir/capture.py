@@ -10,7 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,12 +21,13 @@ from torch._guards import tracing
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.alignments import sized_alignments
 from autopar.ir.attributes import harmless_attributes
-from autopar.ir.batch import Batch, Weighted, call_model, misfit
+from autopar.ir.batch import Batch, call_model, misfit
 from autopar.ir.checkpointed import refuse_writes
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
 from autopar.ir.joint import JointGraph as JointGraph
+from autopar.ir.model_output import find_loss, output_tensors
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
@@ -34,7 +35,6 @@ from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
 from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
-from autopar.ir.terms import sum_of_terms
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 from autopar.ir.weightless import traced_as_real
 
@@ -99,37 +99,6 @@ def _module_at(module: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         module = getattr(module, name)
     return module
-
-
-def find_loss(output: Any, batch: Any = None) -> Any:
-    """The loss in a model's output: the output itself where it is a tensor, else its `loss`; of a batch that has shares
-    in several terms, the sum of these shares."""
-    if isinstance(batch, Weighted):
-        return sum_of_terms(output, batch.shares)
-    if isinstance(output, torch.Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None:
-        raise CaptureError(
-            f"the model's output ({type(output).__name__}) holds no loss: pass labels in the batch so that the "
-            "model computes one, return the loss from the model, or pass loss_fn="
-        )
-    return loss
-
-
-def output_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a model's output, in order; caches and other objects are passed over."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from output_tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from output_tensors(value)
-    elif is_dataclass(output):
-        for one in fields(output):
-            yield from output_tensors(getattr(output, one.name))
 
 
 def has_global_hooks() -> bool:

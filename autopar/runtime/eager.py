@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import call_model
-from autopar.ir.capture import find_loss
+from autopar.ir.model_output import find_loss
 from autopar.runtime.generators import generators, set_generators
 from autopar.runtime.held_state import held_within, parts
 from autopar.runtime.shared_memory import once

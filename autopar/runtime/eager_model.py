@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import call_model
-from autopar.ir.capture import find_loss
 from autopar.ir.first_uses import watched
+from autopar.ir.model_output import find_loss
 from autopar.ir.reachable import reachable
 from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_buffers import EagerBuffers

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch, bind, flatten
-from autopar.ir.capture import output_tensors
+from autopar.ir.model_output import output_tensors
 from autopar.ir.sizes import shape_for
 from autopar.ir.symbols import StaticOnlyError
 from autopar.ir.training_graph import TrainingGraph

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.batch import Batch, call_model, inputs_and_target
-from autopar.ir.capture import output_tensors
+from autopar.ir.model_output import output_tensors
 from autopar.ir.untraceable import cumulative_averages
 from autopar.runtime.eager import kept_attributes, without_trace
 

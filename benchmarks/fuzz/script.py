@@ -12,7 +12,7 @@ _HARNESS = """
 
 from contextlib import nullcontext
 
-from autopar.ir.capture import find_loss
+from autopar.ir.model_output import find_loss
 
 ENTRY, STEPS, SAMPLES, SEED = {entry!r}, {steps}, {samples}, {data_seed}
 EVENTS, CLIP, SCHEDULE, SUMS, EAGER = {events}, {clip}, {schedule!r}, {sums}, {eager}

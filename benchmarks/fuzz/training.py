@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.ir.batch import call_model, flatten, module_batch
 from autopar.ir.build import named_parameters, training_graph
-from autopar.ir.capture import find_loss, output_tensors
+from autopar.ir.model_output import find_loss, output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
 from autopar.planning import Training

@@ -1,0 +1,44 @@
+"""What a model returns: the loss in it, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import CaptureError
+from autopar.ir.batch import Weighted
+from autopar.ir.terms import sum_of_terms
+
+
+def find_loss(output: Any, batch: Any = None) -> Any:
+    """The loss in a model's output: the output itself where it is a tensor, else its `loss`; of a batch that has shares
+    in several terms, the sum of these shares."""
+    if isinstance(batch, Weighted):
+        return sum_of_terms(output, batch.shares)
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None:
+        raise CaptureError(
+            f"the model's output ({type(output).__name__}) holds no loss: pass labels in the batch so that the "
+            "model computes one, return the loss from the model, or pass loss_fn="
+        )
+    return loss
+
+
+def output_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a model's output, in order; caches and other objects are passed over."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from output_tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from output_tensors(value)
+    elif is_dataclass(output):
+        for one in fields(output):
+            yield from output_tensors(getattr(output, one.name))
