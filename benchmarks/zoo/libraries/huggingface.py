@@ -110,6 +110,7 @@ _FIELDS: Mapping[str, Fields] = {
 _BATCHES: Mapping[str, Any] = {
     "FSMTForConditionalGeneration": translation(12, 12),
     "MobileViTV2ForImageClassification": images(64),
+    "PaliGemmaForConditionalGeneration": questions_about_images(16, types=True),
 }
 
 TASKS: tuple[Task, ...] = (

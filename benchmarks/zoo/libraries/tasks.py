@@ -68,14 +68,18 @@ def masked_patches(size: int = 32, patches: int = 16) -> Make:
     return make
 
 
-def questions_about_images(positions: int, shape: tuple[int, ...] = (3, 32, 32), length: int = 12) -> Make:
-    """Images with a text each that is to be continued; features of the image go to its first `positions`."""
+def questions_about_images(
+    positions: int, shape: tuple[int, ...] = (3, 32, 32), length: int = 12, types: bool = False
+) -> Make:
+    """Images with a text each that is to be continued; features of the image go to its first `positions`. `types`: the
+    batch says which are to be continued, and which are a prefix of which each sees all."""
 
     def make(n: int, seed: int) -> Tensors:
         g = generator(seed)
         ids = torch.cat([torch.full((n, positions), IMAGE_TOKEN), tokens(g, n, length)], dim=1)
         labels = ids.masked_fill(torch.arange(positions + length) < positions, -100)
-        return {"input_ids": ids, "labels": labels, "pixel_values": torch.randn(n, *shape, generator=g)}
+        batch = {"input_ids": ids, "labels": labels, "pixel_values": torch.randn(n, *shape, generator=g)}
+        return batch | ({"token_type_ids": (labels >= 0).long()} if types else {})
 
     return make
 
