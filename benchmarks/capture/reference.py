@@ -16,8 +16,6 @@ from benchmarks.zoo.entry import Entry
 
 STEPS = 2
 RATE, MOMENTUM = 0.1, 0.9
-FLOOR = 1e-14
-"""Of a difference, relative to the parameter: below, it is rounding in float64."""
 EXACT = 1e-9
 """Relative difference of two updates that needs no explanation in float64."""
 ROUNDINGS = 30.0
@@ -145,7 +143,9 @@ class Judge:
             for n, p in self.model.named_parameters():
                 difference, own = _rms(mine[n] - theirs[n]), _rms(p.detach())
                 size = difference / max(_rms(theirs[n]), 1e-6 * typical, 1e-300)
-                errors[f"step {step}: the update of '{n}'"] = 0.0 if difference <= FLOOR * (own + 1) else _number(size)
+                if difference <= _floor(p, own):
+                    size = 0.0
+                errors[f"step {step}: the update of '{n}'"] = _number(size)
         expected = self.expected.seen(see)
         for step, (losses, wanted) in enumerate(zip(found.losses, expected.losses, strict=True)):
             sizes = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, wanted, strict=True)]
@@ -157,6 +157,11 @@ class Judge:
         if not self._disturbed:
             self._disturbed += [train(self.entry, self.model, self.world_size, self.dtype, s) for s in (1, 2)]
         return self._disturbed
+
+
+def _floor(parameter: torch.Tensor, own: float) -> float:
+    """A difference below this is rounding of the parameter itself, of this size."""
+    return torch.finfo(torch.float32).eps * own if parameter.dtype is torch.float32 else 1e-14 * (own + 1)
 
 
 def _rms(t: torch.Tensor) -> float:
