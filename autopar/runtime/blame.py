@@ -31,7 +31,8 @@ def blame_tracing(wrong: Mapping[str, float], how: str, line: str) -> str:
     return (
         f"PyTorch's own tracing{place} gives other numbers than running it does{', ' + how if how else ''}: "
         f"{_worst(wrong)}. torch.compile(model, backend='aot_eager') computes the same other numbers, without autopar. "
-        "Write the line otherwise: where it writes to a view, an expanded one above all, compute a new tensor instead"
+        "Write the line otherwise: where it writes to a view, an expanded one above all, compute a new tensor instead; "
+        "or pass capture='never', with which the model runs as it is"
     )
 
 

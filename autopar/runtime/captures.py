@@ -78,7 +78,8 @@ class Captures(Generic[Compiled]):
                 raise CaptureError(
                     f"something that the model or the loss reads has changed before each of the last {self._changes} "
                     f"batches, and each time the step had to be captured again: {self._reason}. Keep what changes at "
-                    "every step in a tensor: a buffer of the model, or a part of the batch"
+                    "every step in a tensor: a buffer of the model, or a part of the batch; or pass capture='never', "
+                    "with which the model runs as it is"
                 )
         return None
 
