@@ -105,7 +105,11 @@ def _runs(judge: Judge, group: Group) -> Iterator[tuple[Run, str]]:
             began = time.perf_counter()
             run, trace = Run(mode, name, "crashed"), ""
             try:
-                made = _made(judge, group, mode) if made is None else made.under(_plan(name, made, judge.entry))
+                plan = None if made is None else _plan(name, made, judge.entry)
+                if made is None or plan is None or not made.program._is_whole():  # rows live on one rank each
+                    made = _made(judge, group, mode, plan)
+                else:
+                    made = made.under(plan)
                 run = _trained(judge, group, run, made, time.perf_counter() - began)
             except VerificationError as e:
                 run, trace = replace(run, kind="wrong", said=said(e)), traceback.format_exc(limit=-6)
@@ -157,8 +161,8 @@ class _Made:
         return replace(self, optimizer=optimizer, result=SyncedModule(gradients))
 
 
-def _made(judge: Judge, group: Group, mode: str) -> _Made:
-    """The model with the plan that is searched for."""
+def _made(judge: Judge, group: Group, mode: str, plan: autopar.Plan | None) -> _Made:
+    """The model, from its first values, with a plan or with the one that is searched for."""
     entry, model = judge.entry, copy.deepcopy(judge.model)
     start, optimizer = values_of(model), optimizer_of(model)
     buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
@@ -172,7 +176,8 @@ def _made(judge: Judge, group: Group, mode: str) -> _Made:
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result: Any = autopar.optimize(model, measure_compute=True, timeout_s=group.timeout_s, **settings)
+        settings |= {"measure_compute": True} if plan is None else {"plan": plan}
+        result: Any = autopar.optimize(model, timeout_s=group.timeout_s, **settings)
     flat = flatten(batch) if mode == "step" else module_batch(model, batch)
     found = _Made(model, start, buffers, optimizer, result, flat, _eagerly(w.message for w in caught))
     return replace(found, eager=(found.eager or "said on rank 0") if isinstance(found.graph.joint, Outline) else "")
