@@ -100,7 +100,7 @@ def _judge(entry: Entry, group: Group) -> Judge:
 def _runs(judge: Judge, group: Group) -> Iterator[tuple[Run, str]]:
     """Each run, and the traceback of what it raised."""
     for mode, names in PLANS.items():
-        made = None
+        made: _Made | None = None
         for name in names:
             began = time.perf_counter()
             run, trace = Run(mode, name, "crashed"), ""
