@@ -148,6 +148,51 @@ def test_what_is_planted_is_found(
     assert all(torch.equal(a, b) for a, b in zip(before, _state(net), strict=True)), "the trial is put back"
 
 
+class _Centred(_Net):
+    """Its second normalization is given means of zero, which sums show as their rounding."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Linear(6, 300),
+            nn.BatchNorm1d(300),
+            nn.Linear(300, 129, bias=False),
+            nn.BatchNorm1d(129),
+            nn.Linear(129, 5),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.body(x)
+        return scores
+
+
+def _in_halves(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A product that adds up in another order."""
+    return a[:, ::2] @ b[::2] + a[:, 1::2] @ b[1::2]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_buffer_that_is_zero_but_for_rounding_is_right_and_excuses_no_other(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = step_writer.StepWriter.module
+
+    def module(self: step_writer.StepWriter, name: str) -> torch.fx.GraphModule:
+        _replaces(aten.mm.default, _in_halves)(self.graph)
+        if forgets:
+            _forgets_a_buffer(self.graph)
+        return original(self, name)
+
+    monkeypatch.setattr(step_writer.StepWriter, "module", module)
+    program = _program(_Centred().double())
+    if not forgets:
+        program.step((X.double(), Y))
+        return
+    with pytest.raises(VerificationError, match="a buffer"):
+        program.step((X.double(), Y))
+
+
 def _planted(plant: Callable[[torch.fx.Graph], None]) -> tuple[Pass, ...]:
     """The last passes, and behind them one that is wrong."""
 
