@@ -31,7 +31,8 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
     attributes = [(m, dict(vars(m))) for m in modules]
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
-    registered: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
+    # TorchScript's tables are no dicts, and what they hold cannot be replaced.
+    registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
     own = [dict(t) for t in registered]
     inside, back = held_within(v for _, held in attributes for v in held.values() if id(v) not in tables)
     values = [(t, t._version, once(t).clone()) for t in inside if _is_plain(t)]

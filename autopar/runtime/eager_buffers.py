@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.backends.collectives import may_fail
+from autopar.runtime.module_tables import table_of
 from autopar.runtime.process_group import Group, take_from_rank_0
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
@@ -23,13 +24,9 @@ class EagerBuffers:
     def __init__(self, owners: Mapping[str, nn.Module], group: Group) -> None:
         """`owners`: modules, by what the names of their buffers begin with."""
         self._group = group
-        self._held: list[tuple[dict[str, torch.Tensor | None], str]] = [
-            (module._buffers, key)
-            for owner in owners.values()
-            for module in owner.modules()
-            if not isinstance(module, _NormBase)
-            for key in module._buffers
-        ]
+        modules = (m for owner in owners.values() for m in owner.modules() if not isinstance(m, _NormBase))
+        tables = [table_of(module._buffers) for module in modules]
+        self._held: list[tuple[dict[str, torch.Tensor | None], str]] = [(t, key) for t in tables for key in t]
         self._before: list[tuple[torch.Tensor | None, int]] = []
         self._changed: Sequence[bool] = ()
         self._replaced: Sequence[bool] = ()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError, PlanMismatchError
 from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.module_tables import table_of
 
 _AGAIN = "Call autopar.optimize again, with the model as it is now"
 
@@ -47,10 +48,10 @@ class Unchanged:
                 for key, p in module._parameters.items():
                     if p is not None:
                         trains = None if p.requires_grad and held is not None and p not in held else p.requires_grad
-                        self._parameters.append((module._parameters, key, p, trains, start + key))
+                        self._parameters.append((table_of(module._parameters), key, p, trains, start + key))
                 for key, b in module._buffers.items():
                     if b is not None and start + key in buffers:
-                        self._held.append((module._buffers, key, start + key))
+                        self._held.append((table_of(module._buffers), key, start + key))
         self._refuse_hooks()
 
     def check(self) -> None:
