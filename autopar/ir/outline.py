@@ -58,7 +58,7 @@ def take_gradient(backward: Any, name: str) -> Never:
     raise AssertionError("a gradient of an outline is taken by who runs the outline")
 
 
-def whole(gradient: torch.Tensor) -> torch.Tensor:
+def all_rows(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient all of whose rows are wanted."""
     return gradient
 
@@ -84,21 +84,21 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         trained[name] = graph.placeholder(f"parameter_{len(inputs)}")
         trained[name].meta["val"] = _like(table[name])
         inputs.append(("parameter", name))
-    whole, tangent = graph.placeholder("batch"), graph.placeholder("tangent")
+    given, tangent = graph.placeholder("batch"), graph.placeholder("tangent")
     inputs += [("whole batch", 0), ("tangent", 0)]
     loss = torch.empty((), dtype=getattr(torch, seen.loss_dtype), device="meta")
-    parts = _parts(seen, list(table))
+    parts = _forward_parts(seen, list(table))
     steps = []
     for i, (names, _) in enumerate(parts):
         target = go_forward if i + 1 < len(parts) else run_forward
-        steps.append(graph.call_function(target, (whole, *(trained[n] for n in names)), {"names": tuple(names)}))
+        steps.append(graph.call_function(target, (given, *(trained[n] for n in names)), {"names": tuple(names)}))
         steps[-1].meta["val"] = None
     forward = steps[-1]
     backward = graph.call_function(run_backward, (forward, tangent))
     tangent.meta["val"] = forward.meta["val"] = loss
     after: list[torch.fx.Node] = [backward]
-    gradients, parts_of = {}, {}
-    distinct = dict(seen.rows)
+    gradients, rows_of = {}, {}
+    distinct, since = dict(seen.rows), dict(order)
     for name, _ in order:
         taken = gradients[name] = graph.call_function(take_gradient, (backward, name))
         taken.meta["val"] = _like(table[name])
@@ -106,10 +106,10 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         if name in distinct:
             gradients[name], nodes = _in_rows(taken)
             after += nodes
-            parts_of[name] = _parts_of(nodes, distinct[name], len(steps) + len(after) - 3)
+            rows_of[name] = _row_parts(nodes, distinct[name], len(steps) + len(after) - 3)
     graph.output([forward, *gradients.values()])
     seconds = {step.name: s for step, (_, s) in zip(steps, parts, strict=True)} | {n.name: 0.0 for n in after}
-    seconds |= {n.name: dict(order)[str(n.args[1])] for n in after if n.target is take_gradient}
+    seconds |= {n.name: since[str(n.args[1])] for n in after if n.target is take_gradient}
     joint = Outline(
         module=torch.fx.GraphModule(nn.Module(), graph, class_name="Outline"),
         inputs=tuple(inputs),
@@ -134,8 +134,8 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
                 positions[gradients[n].name],
                 first_use=uses[n],
                 last_use=end,
-                structure="rows" if n in parts_of else "dense",
-                parts=parts_of.get(n),
+                structure="rows" if n in rows_of else "dense",
+                parts=rows_of.get(n),
             )
             for n, spec in table.items()
         ),
@@ -155,14 +155,14 @@ def _in_rows(taken: torch.fx.Node) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
     graph, value = taken.graph, taken.meta["val"]
     indices = graph.call_function(nonzero_rows, (taken,))
     values = graph.call_function(torch.index_select, (taken, 0, indices))
-    gradient = graph.call_function(whole, (taken,))
+    gradient = graph.call_function(all_rows, (taken,))
     indices.meta["val"] = torch.empty(0, dtype=torch.int64, device="meta")
     values.meta["val"] = value[:0]
     gradient.meta["val"] = value
     return gradient, [indices, values, gradient]
 
 
-def _parts_of(nodes: Sequence[torch.fx.Node], distinct: int, first: int) -> Parts:
+def _row_parts(nodes: Sequence[torch.fx.Node], distinct: int, first: int) -> Parts:
     """`first`: position of the first of the nodes."""
     indices, values, gradient = nodes
     term = Term(gradient.name, first + 2, indices.name, values.name)
@@ -178,7 +178,7 @@ _MOST_PARTS = 24
 """Parts into which the forward pass is cut, each behind about as much time."""
 
 
-def _parts(seen: Seen, trained: Sequence[str]) -> list[tuple[list[str], float]]:
+def _forward_parts(seen: Seen, trained: Sequence[str]) -> list[tuple[list[str], float]]:
     """The parts of the forward pass: the parameters that are first used where each begins, or a moment later, and its
     seconds. What was not seen to be used is used in the first."""
     known = set(trained)

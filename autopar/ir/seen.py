@@ -4,8 +4,10 @@ gradients, what the forward pass keeps, and which gradients are rows."""
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -80,10 +82,10 @@ def look(
     first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether who runs
     the step later has the loss, and can see by it which gradients come. Raises `CaptureError` where nothing gets a
     gradient."""
-    kept = _Kept([*parameters.values(), *batch.tensors])
-    counter = _Flops()
+    kept, counter = _Kept([*parameters.values(), *batch.tensors]), _Flops()
+    saved = torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), counter, torch.enable_grad():
+        with _uncompiled(), saved, counter, torch.enable_grad():
             begun = [t for t in run() if t.requires_grad]
     except Exception:  # what stands in the way of counting need not stand in that of training, as with torch.func
         with torch.enable_grad():
@@ -99,8 +101,11 @@ def look(
     del begun
     uses: list[tuple[str, float]] = []
     start = time.perf_counter()
-    with torch.enable_grad(), watched((parameters[n], partial(_note, uses, n)) for n in watch):
+    with torch.enable_grad(), watched((parameters[n], partial(_note, uses, n)) for n in watch) as met:
         begun = [t for t in run() if t.requires_grad]
+    if met.compiler_began:
+        watch = ()
+        uses.clear()
     before = forwarded = time.perf_counter()
     in_pieces = {n for n in fired if fired.count(n) > 1}
     gradients = []
@@ -117,7 +122,7 @@ def look(
         foreseen=foreseen,
         loss_dtype=str(dtype).removeprefix("torch."),
         rows=tuple((n, c) for n, c in rows.items() if fired.count(n) == 1 and sees_loss),
-        uses=tuple(_with_unused(uses, start, [n for n in parameters if n in watch])),
+        uses=tuple(_with_missing(_since(uses, start), [n for n in parameters if n in watch])),
     )
 
 
@@ -130,14 +135,30 @@ def _count_rows(rows: dict[str, int], name: str, gradient: torch.Tensor) -> None
         rows[name] = count
 
 
+def _since(moments: Sequence[tuple[str, float]], start: float) -> list[tuple[str, float]]:
+    """Each with the seconds since the one before it."""
+    return [(n, at - before) for (n, at), before in zip(moments, [start, *(at for _, at in moments)], strict=False)]
+
+
 def _note(uses: list[tuple[str, float]], name: str) -> None:
     uses.append((name, time.perf_counter()))
 
 
-def _with_unused(uses: Sequence[tuple[str, float]], start: float, names: Sequence[str]) -> list[tuple[str, float]]:
-    """First uses with the time since the one before; each name that has none behind the one that the model lists before
-    it, which is where it is used in another step."""
-    moments, there = [start, *(at for _, at in uses)], {n for n, _ in uses}
+def _with_absent(
+    gradients: Sequence[tuple[str, float]], parameters: Sequence[str], foreseen: bool
+) -> list[tuple[str, float]]:
+    """Those that got none, too: where it is foreseen, which gradients come, each behind that of the next one that the
+    model lists, which is where it comes in another step; else last."""
+    if foreseen:
+        return _with_missing(gradients, list(reversed(parameters)))
+    there = {n for n, _ in gradients}
+    return [*gradients, *((n, 0.0) for n in parameters if n not in there)]
+
+
+def _with_missing(timed: Sequence[tuple[str, float]], names: Sequence[str]) -> list[tuple[str, float]]:
+    """Parameters in the order of their times, and behind each those of `names` that follow and have no time; these have
+    0 seconds. Those before the first with a time come first."""
+    there = {n for n, _ in timed}
     behind: dict[str | None, list[tuple[str, float]]] = {}
     last: str | None = None
     for name in names:
@@ -146,28 +167,7 @@ def _with_unused(uses: Sequence[tuple[str, float]], start: float, names: Sequenc
         else:
             behind.setdefault(last, []).append((name, 0.0))
     found = behind.get(None, [])
-    for (name, at), before in zip(uses, moments, strict=False):
-        found += [(name, at - before), *behind.get(name, ())]
-    return found
-
-
-def _with_absent(
-    gradients: Sequence[tuple[str, float]], parameters: Sequence[str], foreseen: bool
-) -> list[tuple[str, float]]:
-    """Those that got none, too: where it is foreseen, which gradients come, each behind that of the next one that the
-    model lists, which is where it comes in another step; else last."""
-    there = {n for n, _ in gradients}
-    if not foreseen:
-        return [*gradients, *((n, 0.0) for n in parameters if n not in there)]
-    behind: dict[str | None, list[tuple[str, float]]] = {}
-    last: str | None = None
-    for name in reversed(parameters):
-        if name in there:
-            last = name
-        else:
-            behind.setdefault(last, []).append((name, 0.0))
-    found = behind.get(None, [])
-    for name, seconds in gradients:
+    for name, seconds in timed:
         found += [(name, seconds), *behind.get(name, ())]
     return found
 
@@ -203,6 +203,13 @@ def _backward(
         for handle in handles:
             handle.remove()
     return found
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """While it is open, functions that PyTorch compiles run as they are: called under a mode of dispatch, they would
+    never be compiled again, and fail where they were to be compiled whole."""
+    has_compiler = "torch._dynamo" in sys.modules  # who has compiled anything has imported it
+    return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]

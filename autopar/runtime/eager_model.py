@@ -70,6 +70,8 @@ class EagerModel:
         """Whether the next steps' outputs are wanted."""
         self.written: set[str] = set()
         """Parameters that the last forward pass has written to."""
+        self.can_be_watched = True
+        """Whether the forward pass can tell of the first uses of parameters."""
         self._versions: dict[str, int] = {}
         """Of each parameter, as far as it was written to by others than the model in this forward pass."""
         self._outputs: list[Any] = []
@@ -150,8 +152,9 @@ class EagerModel:
         self._is_forward = True
         try:
             told = [(self.parameters[n], tell) for n, tell in first_uses.items()]
-            with watched(told), by_its_program(self.model):
+            with watched(told) as met, by_its_program(self.model):
                 loss, output = loss_and_output(self.model, self.loss_fn, batch)
+            self.can_be_watched &= not met.compiler_began
         finally:
             self._is_forward = False
         if self._strays:

@@ -284,9 +284,11 @@ class Run:
         if part.target is not run_backward:
             if not self._forward_began:
                 self._forward_began = True
+                model, batch, end = self.of.model, self.values[part.args[0]], self.of.passes[-1]  # type: ignore[index]
                 uses = {n: partial(self.use, place) for n, place in self.of.first_uses.items()}
-                self.begun = self.of.model.loss(self.values[part.args[0]], uses)  # type: ignore[index]
-                end = self.of.passes[-1]
+                if not model.can_be_watched:
+                    self.use(self.of.place[end])
+                self.begun = model.loss(batch, uses if model.can_be_watched else {})
                 self.use(self.of.place[end])  # what has not been used
                 self.values[end] = self.begun.detach()
             return self.values.get(part)

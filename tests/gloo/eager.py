@@ -370,6 +370,36 @@ def rows(rank: int, n: int, sparse: bool, each: int, clip: float | None) -> floa
     return worst
 
 
+class Compiles(nn.Module):
+    """Calls a function that PyTorch compiles, and a module in TorchScript: neither shows what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.last = nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 2)
+        self.script = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        self.product = torch.compile(lambda x, w: x @ w, backend="eager", fullgraph=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.script(self.product(x, self.weight)).relu())
+        return found
+
+
+def compiles(rank: int, n: int, strategy: str) -> float:
+    """How far losses are from one process's, whose ranks each normalize their own batch."""
+    torch._dynamo.reset()  # what models before have had compiled counts towards a limit
+    model, other = Compiles(), Compiles()
+    optimizer, theirs = optimizers(model.parameters())["momentum"], optimizers(other.parameters())["momentum"]
+    settings: dict[str, Any] = {"strategy": strategy, "late_parameters": True, "capture": "never"}
+    program = program_of(model, optimizer, rank, n, **settings)
+    worst = 0.0
+    for step in range(3):
+        own = batches(step, n, 1)
+        loss = program.step(own[rank][0])
+        worst = max(worst, abs(float(loss) - one_process(other, theirs, [b for of_rank in own for b in of_rank], None)))
+    return worst
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -385,6 +415,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     found["refused"] = refused(rank)
     found["alone"] = local_without_own_gradient(rank, n) if n > 1 else []
     found["receives"] = receives(rank, n) if n > 1 else {}
+    found["compiles"] = [compiles(rank, n, strategy) for strategy in ("zero1+late", "PS+late")]
     found["rows"] = [rows(rank, n, *case) for case in ((False, 2, None), (True, 1, None), (False, 1, 0.05))]
     found["meets"] = meets(rank, n)
     found["adversarial"] = adversarial(rank, n)

@@ -67,6 +67,12 @@ def test_late_parameters_are_received_as_the_forward_pass_first_uses_them(
         assert found["read"] <= 1e-12 and found["off"] <= 1e-12
 
 
+def test_compiled_functions_and_torchscript_read_late_parameters_that_have_arrived(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    assert all(max(found["compiles"]) <= 1e-12 for ranks in worlds.values() for found in ranks)
+
+
 def test_rows_of_tables_that_were_looked_up_are_all_that_is_sent(worlds: dict[int, list[dict[str, Any]]]) -> None:
     assert all(max(found["rows"]) <= 1e-12 for ranks in worlds.values() for found in ranks)
 

@@ -107,6 +107,25 @@ def test_what_runs_outside_of_python_is_not_watched(monkeypatch: pytest.MonkeyPa
     assert found == {"plain.weight", "plain.bias"}
 
 
+def test_all_are_told_before_pytorchs_compiler_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution = torch.distributions.Distribution  # whose checks PyTorch's compiler turns off for good
+    monkeypatch.setattr(distribution, "_validate_args", distribution._validate_args)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    first, second = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
+    product(torch.ones(2, 3), first)
+    told: list[str] = []
+    with watched([(first, lambda: told.append("first")), (second, lambda: told.append("second"))]) as met:
+        assert product(torch.ones(2, 3), first).equal(torch.ones(2, 3))
+        assert told == ["first", "second"] and met.compiler_began
+    named = {"first": first, "second": second}
+    seen = look(lambda: [product(torch.ones(2, 3), first).sum() + second.sum()], named, flatten(first), named)
+    assert seen.uses == ()
+
+
 def test_the_forward_pass_is_cut_where_parameters_are_first_used() -> None:
     class Chooses(nn.Module):
         def __init__(self) -> None:
