@@ -8,6 +8,7 @@ waits for only so long. The store asks nobody who they are, so what is read from
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,10 @@ from autopar.errors import CollectiveError
 
 MOST_BYTES = 1 << 28
 """Of one value: plans, the longest, have some megabytes."""
+CONNECT_S = 30.0
+"""How long the store may be silent while ranks connect. Torch's store looks up the name of each that does, and answers
+nobody meanwhile: a name server that does not answer costs 10 s, by the resolver's defaults (resolv.conf(5))."""
+_LATE_S = 1.0
 
 T = TypeVar("T")
 
@@ -59,24 +64,39 @@ class InThread(Generic[T]):
         return self._result
 
 
-class _Connection:
+class Connection:
     """A store of torch that answers within a deadline, or is not asked again before it has answered."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
         self._unanswered: InThread[Any] | None = None
+        self.silent_until = 0.0
+        """When it last answered late, on the monotonic clock: nobody's signs of life have reached it before."""
 
     def ask(self, question: Callable[[], T], deadline_s: float) -> T:
         if self._unanswered is not None and not self._unanswered.is_done():
             raise StoreSilent("an earlier question is still unanswered")
-        asked = InThread(question, "autopar-store")
+        begun, asked = time.monotonic(), InThread(question, "autopar-store")
         if not asked.is_done(deadline_s):
             self._unanswered = asked
             raise StoreSilent(f"no answer within {deadline_s:g} s")
+        if time.monotonic() - begun > _LATE_S:
+            self.silent_until = time.monotonic()
         try:
             return asked.result()
         except RuntimeError as e:  # torch's, of several classes
             raise StoreFailure(str(e).strip().splitlines()[0][:200]) from e
+
+
+def connected(store: Any) -> Connection:
+    """A further connection to a store of torch. Raises `StoreFailure` where it is gone, or silent for `CONNECT_S`."""
+    opening = InThread(store.clone, "autopar-store")
+    if not opening.is_done(CONNECT_S):
+        raise StoreSilent(f"no answer within {CONNECT_S:g} s")
+    try:
+        return Connection(opening.result())
+    except RuntimeError as e:
+        raise StoreFailure(str(e).strip().splitlines()[0][:200]) from e
 
 
 class JobStore:
@@ -84,9 +104,13 @@ class JobStore:
 
     def __init__(self, store: Any, prefix: str, deadline_s: float) -> None:
         """`store`: of torch, on a connection that nothing else waits on. `deadline_s`: for each question."""
-        self._connection = store if isinstance(store, _Connection) else _Connection(store)
+        self._connection = store if isinstance(store, Connection) else Connection(store)
         self._prefix, self._deadline_s = prefix, deadline_s
         self._store = PrefixStore(prefix, self._connection.store)
+
+    def within(self, deadline_s: float) -> JobStore:
+        """The same connection and prefix, with another deadline."""
+        return JobStore(self._connection, self._prefix, deadline_s)
 
     def under(self, prefix: str, deadline_s: float | None = None) -> JobStore:
         """The same connection, under a further prefix, perhaps with another deadline."""

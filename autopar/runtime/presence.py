@@ -16,11 +16,11 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
-from autopar.runtime.job_store import InThread, JobStore, StoreFailure, StoreSilent
+from autopar.runtime.job_store import CONNECT_S, Connection, InThread, JobStore, StoreFailure, StoreSilent
 from autopar.runtime.meeting import RANK_0
 from autopar.runtime.pulse import BEAT_S, ENDED, Pulse, beat_of
 
@@ -48,22 +48,15 @@ T = TypeVar("T")
 class Presence:
     """This rank's sign of life, and what it can learn of the other ranks'."""
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int, by: str) -> None:
-        """`store`: the job's, of torch; `by`: who serves it, in words. Raises `CollectiveError` where it does not
-        answer."""
+    def __init__(self, connection: Connection, name: str, rank: int, world_size: int, by: str) -> None:
+        """`connection`: to the job's store, one on which nothing waits for a key, as that keeps it from others; `by`:
+        who serves the store, in words."""
         self.rank, self.world_size = rank, world_size
+        self._connection = connection
         self._served_by, self._served_here = by, by == RANK_0 and rank == 0
-        # Connections of their own: another thread that waits for a key keeps the connection to itself.
-        made = InThread(lambda: (store.clone(), store.clone()), "autopar-store")
-        try:
-            if not made.is_done(SILENCE_S):
-                raise StoreSilent(f"no answer within {SILENCE_S:g} s")
-            asked, told = made.result()
-        except RuntimeError as e:
-            raise CollectiveError(_without_store(f"rank {rank}", by, e)) from e
-        self.store = JobStore(asked, f"autopar/presence/{name}", SILENCE_S)
+        self.store = JobStore(connection, f"autopar/presence/{name}", SILENCE_S)
         server = None if self._served_here or by != RANK_0 else 0
-        self._pulse = Pulse(told, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
+        self._pulse = Pulse(connection.store, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
         self._pulse.start()
         weakref.finalize(self, self._pulse.end.is_near.set)
 
@@ -105,7 +98,7 @@ class Presence:
 
     def gather(self, limit_s: float) -> None:
         """Waits until all ranks have come. Raises `CollectiveError` with those that have not within `limit_s`."""
-        missing = self._others()
+        missing, usual = self._others(), self.store
 
         def are_here(within_s: float) -> bool:
             missing[:] = [r for r in missing if not self.beat(r)[0]]
@@ -113,7 +106,11 @@ class Presence:
                 time.sleep(within_s)
             return not missing
 
-        self.wait_for(f"rank {self.rank} waited for the other ranks", are_here, missing, limit_s)
+        self.store = usual.within(max(SILENCE_S, min(CONNECT_S, limit_s)))
+        try:
+            self.wait_for(f"rank {self.rank} waited for the other ranks", are_here, missing, limit_s)
+        finally:
+            self.store = usual
 
     @contextlib.contextmanager
     def asking(self, here: str) -> Iterator[None]:
@@ -132,7 +129,7 @@ class Presence:
                 pause_s, now = min(2 * pause_s, 0.25), time.monotonic()
                 if now - looked > BEAT_S / 2:
                     looked = now
-                    watch = watch or _Watch(self.beat, self._others())
+                    watch = watch or _Watch(self, self._others())
                     found = {r: how for r, how in watch.look().items() if how != ENDED or r in awaited}
                     found = found or self._written_down()
                     if found and not is_ready(0.0):  # what has ended since may have been ready before
@@ -164,7 +161,7 @@ class Presence:
     def _of_the_store(self, here: str, error: BaseException) -> str:
         if self._pulse.server_has_ended:
             return f"{here}: rank 0 {_SAID[ENDED]}"
-        return _without_store(here, self._served_by, error)
+        return without_store(here, self._served_by, error)
 
     def _settled(self, found: Mapping[int, str]) -> Mapping[int, str]:
         """Who is to blame, as the first rank that asked has found: those that ask later may see that one end."""
@@ -189,7 +186,7 @@ class Presence:
     def _roll_call(self, awaited: Sequence[int] = (), watch: _Watch | None = None) -> dict[int, str]:
         """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
         else the one that is awaited."""
-        watch, place = watch or _Watch(self.beat, self._others()), self._pulse.place
+        watch, place = watch or _Watch(self, self._others()), self._pulse.place
         _until(watch.is_done, SILENCE_S + BEAT_S)
         beats = {r: self.beat(r) for r in self._others()}
         return (
@@ -210,6 +207,11 @@ class Presence:
         """How many guarded regions this rank has entered and left."""
         return self._pulse.place
 
+    @property
+    def silent_until(self) -> float:
+        """When the store last answered late."""
+        return self._connection.silent_until
+
     def beat(self, rank: int) -> tuple[str, int]:
         """A rank's count and its place; no count where it has none, or none that can be read."""
         try:
@@ -218,7 +220,7 @@ class Presence:
             return beat_of(None)
 
 
-def _without_store(here: str, served_by: str, error: BaseException) -> str:
+def without_store(here: str, served_by: str, error: BaseException) -> str:
     by = f"the process that serves the store ({served_by})"
     if isinstance(error, StoreSilent):
         return (
@@ -231,10 +233,10 @@ def _without_store(here: str, served_by: str, error: BaseException) -> str:
 class _Watch:
     """Tells ranks that live from those that do not, by looking several times."""
 
-    def __init__(self, beat: Callable[[int], tuple[str, int]], ranks: Iterable[int]) -> None:
-        self._beat = beat
+    def __init__(self, presence: Presence, ranks: Iterable[int]) -> None:
+        self._presence = presence
         now = time.monotonic()
-        self._first = {r: beat(r)[0] for r in ranks}
+        self._first = {r: presence.beat(r)[0] for r in ranks}
         self._last = {r: (count, now) for r, count in self._first.items()}
 
     def look(self) -> dict[int, str]:
@@ -242,12 +244,12 @@ class _Watch:
         not come yet."""
         found, now = {}, time.monotonic()
         for r, (before, since) in self._last.items():
-            count = self._beat(r)[0]
+            count = self._presence.beat(r)[0]
             if count == ENDED:
                 found[r] = ENDED
             elif count != before:
                 self._last[r] = (count, now)
-            elif count and now - since >= SILENCE_S:
+            elif count and now - max(since, self._presence.silent_until) >= SILENCE_S:
                 found[r] = _GONE
         return found
 

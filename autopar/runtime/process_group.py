@@ -21,15 +21,28 @@ import torch.distributed as dist
 from autopar.backends.collectives import may_fail
 from autopar.errors import CollectiveError, PlanMismatchError
 from autopar.ops.subgroups import Subgroups, all_subgroups
+from autopar.runtime.job_store import Connection, StoreFailure, connected
 from autopar.runtime.meeting import Meeting, meet, served_by
-from autopar.runtime.presence import Presence
+from autopar.runtime.presence import Presence, without_store
 from autopar.runtime.servers import join_servers, leave_servers
 from autopar.runtime.shared_memory import once
 from autopar.spec.plan import ModelFingerprint
 
 T = TypeVar("T")
-_joined: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Of a default process group, how many programs have joined it."""
+
+
+@dataclass
+class _Job:
+    """What the programs of this process share."""
+
+    connection: Connection
+    """To the job's store: one for all programs, as each holds the store up while it is made."""
+    programs: int = 0
+    """How many have joined."""
+
+
+_joined: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
+"""By default process group."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,12 @@ def join(timeout_s: float) -> Group:
         met = meet(timeout_s)
     if met.world_size == 1:
         return Group(0, 1, timeout_s=timeout_s)
-    number = _joined.get(dist.group.WORLD, 0) if given else 0
-    presence = Presence(met.store, str(number), met.rank, met.world_size, served_by())
+    job = _joined.get(dist.group.WORLD) if given else None
+    try:
+        job = job or _Job(connected(met.store))
+    except StoreFailure as e:
+        raise CollectiveError(without_store(f"rank {met.rank}", served_by(), e)) from e
+    presence = Presence(job.connection, str(job.programs), met.rank, met.world_size, served_by())
     presence.gather(timeout_s)
     timeout = timedelta(seconds=timeout_s)
     device = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else None
@@ -116,7 +133,8 @@ def join(timeout_s: float) -> Group:
 
         presence.connect("connecting the ranks of this job", initialize, timeout_s)
     presence.joined()
-    _joined[dist.group.WORLD] = number + 1
+    job.programs += 1
+    _joined[dist.group.WORLD] = job
     pg = presence.connect("connecting the ranks of a program", lambda: dist.new_group(timeout=timeout), timeout_s)
     return Group(met.rank, met.world_size, pg, timeout_s, presence)
 

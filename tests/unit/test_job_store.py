@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
-from autopar.runtime.job_store import JobStore, StoreFailure, StoreSilent
+from autopar.runtime.job_store import Connection, JobStore, StoreFailure, StoreSilent
 from autopar.runtime.meeting import TORCHRUN, meet
 from autopar.runtime.presence import Presence
 from autopar.runtime.process_group import Group, Rendezvous
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_an_error_with_its_key(garbage: bytes) -> None:
 def other() -> Iterator[tuple[Presence, Any]]:
     """Rank 0 of two, and what rank 1, which lives, writes to."""
     plain = HashStore()
-    presence = Presence(plain, "test", 0, 2, TORCHRUN)
+    presence = Presence(Connection(plain), "test", 0, 2, TORCHRUN)
     told, stop = PrefixStore("autopar/presence/test", plain), threading.Event()
 
     def live() -> None:
