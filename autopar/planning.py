@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -198,12 +199,14 @@ class Planner:
             return self._plan(training, cluster, self.given.recompute)
         rewrites = training.mode == "step" and not training.eager
         first: tuple[Recompute, ...] = ("none", "selective") if rewrites else ()
+        began = time.monotonic()
         for recompute in first:
             with contextlib.suppress(InfeasibleError):
-                return self._plan(training, cluster, recompute)
-        return self._plan(training, cluster, "full" if first else "none")
+                return self._plan(training, cluster, recompute, time.monotonic() - began)
+        return self._plan(training, cluster, "full" if first else "none", time.monotonic() - began)
 
-    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute) -> Plan:
+    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute, spent_s: float = 0.0) -> Plan:
+        """`spent_s`: of the time that the search may take."""
         from autopar.search import Budget, build_plan, price, search
 
         graph, settings = training.graph(recompute), training.settings
@@ -224,7 +227,7 @@ class Planner:
             cluster,
             context,
             fidelity=self.fidelity,
-            budget=Budget(time_s=self.time_budget_s),
+            budget=Budget(time_s=max(0.0, self.time_budget_s - spent_s)),
             seed=self.seed,
             cost_model=cost_model,
             progress=self.progress,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.backends.base import Backend
+from autopar.cost_models.alike import Indices, alike
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.memory import MemoryModel
@@ -22,7 +23,9 @@ from autopar.cost_models.price import Price
 from autopar.cost_models.simulate import Streams, simulate
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
+from autopar.ops.collectives import Collective
 from autopar.ops.context import Context
+from autopar.ops.subgroups import Subgroups
 from autopar.ops.values import Setting
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
@@ -101,6 +104,7 @@ class StepPricer:
         times = [(measured_s or {}).get(device.kind) for device in devices]
         self._nodes = [node_times(graph, r, t) for r, t in zip(rates, times, strict=True)]
         self._device_of_rank = device_of_rank
+        self._devices = np.array(device_of_rank)
         self._streams: dict[frozenset[str], Streams] = {}
         found = [compute_provenance(graph, [d], t, measured) for d, t in zip(devices, times, strict=True)]
         self._compute_provenance: Provenance = max(found, key=PROVENANCES.index)
@@ -168,19 +172,41 @@ class StepPricer:
 
     def _price(self, call: Call) -> Price:
         issue_s = self.network.backend.issue_s if call.op.is_collective else 0.0
+        first, of_rank = self._kinds(call)
         # To a tenth of a microsecond: ranks whose shards differ by one element are then simulated as one.
-        device_s = tuple(
-            round(issue_s + rates.seconds(call.op.work(call, r, self._setting)), 7)
-            for r, rates in enumerate(self.rates)
-        )
+        each = [round(issue_s + self.rates[r].seconds(call.op.work(call, r, self._setting)), 7) for r in first.tolist()]
         sent = call.op.sends(call)
         transfer = None if sent is None else self.network.transfer(sent)
-        return Price(device_s, transfer, uniform=_equal(device_s) and (transfer is None or _equal(transfer.taken)))
+        uniform = _equal(each) and (transfer is None or _equal(transfer.taken))
+        return Price(np.array(each)[of_rank], transfer, uniform)
+
+    def _kinds(self, call: Call) -> tuple[Indices, Indices]:
+        """Ranks that do the same, as `alike` says it: whose devices are of one kind, that hold as much of the call's
+        value and of what it takes, and whose subgroups hold alike."""
+        n = self.network.world_size
+        rows = [self._devices] if self._devices.any() else []
+        calls = [call, *call.inputs, *(i for c in call.inputs for i in c.inputs)]
+        rows += [c.held_by_rank(n) for c in calls if c.is_sharded and len(set(c.sizes)) != 1]
+        for subgroups in dict.fromkeys(
+            c.op.subgroups for c in calls if isinstance(c.op, Collective) and c.op.subgroups
+        ):
+            rows.append(_kinds_of_subgroups(subgroups, alike(rows, n)[1]))
+        if others := call.op.differs_on(call):
+            rows.append(np.isin(np.arange(n), others))
+        return alike(rows, n)
 
 
 def _equal(values: Sequence[float]) -> bool:
     return len(set(values)) <= 1
 
 
-def _sum(rows: Sequence[tuple[int, ...]], n: int) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*rows, strict=True))) if rows else (0,) * n
+def _kinds_of_subgroups(subgroups: Subgroups, kinds: Indices) -> Indices:
+    """By rank: a number of its subgroup, equal for those of which as many ranks are of each kind."""
+    found, numbers = np.zeros_like(kinds), dict[bytes, int]()
+    for subgroup in map(list, subgroups):
+        found[subgroup] = numbers.setdefault(np.sort(kinds[subgroup]).tobytes(), len(numbers))
+    return found
+
+
+def _sum(rows: Sequence[Indices], n: int) -> tuple[int, ...]:
+    return tuple(np.sum(rows, axis=0).tolist()) if rows else (0,) * n

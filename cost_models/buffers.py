@@ -40,7 +40,7 @@ class Buffers:
     """Those of one group, in columns."""
 
     sizes: Bytes
-    """[buffer, rank]"""
+    """[buffer, rank]; [buffer, 1] where each is as large on all ranks"""
     made_by: Indices
     """[buffer]"""
     uses: Indices
@@ -50,9 +50,10 @@ class Buffers:
 
     @classmethod
     def of(cls, rows: Sequence[Buffer], n: int) -> Buffers:
-        sizes = [[b.sizes] * n if isinstance(b.sizes, int) else b.sizes for b in rows]
+        same = all(isinstance(b.sizes, int) for b in rows)
+        sizes = [b.sizes if same else np.broadcast_to(b.sizes, n) for b in rows]
         return cls(
-            sizes=np.array(sizes, np.int64).reshape(-1, n),
+            sizes=np.array(sizes, np.int64).reshape(-1, 1 if same else n),
             made_by=np.array([b.made_by for b in rows], np.int64),
             uses=np.array([(i, *use) for i, b in enumerate(rows) for use in b.uses], np.int64).reshape(-1, 3).T,
             measured=np.array([i for i, b in enumerate(rows) if b.measured], np.int64),

@@ -16,6 +16,7 @@ from statistics import median
 
 import numpy as np
 
+from autopar.cost_models.price import Floats
 from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of, wire_bytes
 from autopar.ops.measured import collective_named
@@ -110,16 +111,14 @@ class Calibrated:
                 return max(least_s, self._tables[key].seconds(op.size_bytes(call, self._world_size), computed_s))
         return computed_s
 
-    def loads(self, computed: Sequence[float], longer: float) -> tuple[float, ...]:
+    def loads(self, computed: Floats, longer: float) -> Floats:
         """Parts of links, and of what hosts can move, that a collective fills which takes so many times `longer` than
         computed. If links are as fast as the figures say, it waits for something else, and leaves room on them for
         others; none on processors that move its bytes, as it may be they that it waits for."""
         links = len(self._reached)
-        filled = [
-            min(1.0, load / longer / reached) if reached else load
-            for load, reached in zip(computed[:links], self._reached, strict=True)
-        ]
-        return (*filled, *computed[links:])
+        reached = np.array(self._reached)
+        filled = np.minimum(1.0, computed[:links] / longer / np.where(reached > 0, reached, 1.0))
+        return np.append(np.where(reached > 0, filled, computed[:links]), computed[links:])
 
 
 def host_bytes_per_s(calibration: Calibration, world_size: int) -> float | None:

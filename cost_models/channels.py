@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from operator import add
 
-from autopar.cost_models.price import Transfer
+import numpy as np
+
+from autopar.cost_models.price import Floats, Transfer
 
 _NOTHING = 1e-12
 """What rounding leaves of a transfer that has ended: so many seconds, or so much of the time that has passed."""
@@ -153,17 +154,17 @@ def _beside(*transfers: Transfer) -> tuple[Sequence[float], Sequence[float]]:
     """Transfers beside one another: how fast each runs, 1 for as fast as alone; and the part of its compute that they
     take together, by rank, empty for none."""
     takers = [t.taken for t in transfers if t.taken]
-    taken = [min(1.0, sum(parts)) for parts in zip(*takers, strict=True)]
-    totals = list(transfers[0].loads)
+    taken = np.minimum(1.0, np.sum(takers, axis=0)).tolist() if takers else []
+    totals = transfers[0].loads
     for transfer in transfers[1:]:
-        totals = list(map(add, totals, transfer.loads))
-    most = max(totals, default=0.0)
+        totals = totals + transfer.loads
+    most = float(totals.max(initial=0.0))
     if most <= 1:
         return [1.0] * len(transfers), taken
-    fullest = totals.index(most)
+    fullest = int(totals.argmax())
     return [1 / most if t.loads[fullest] > 0 else _rate(t.loads, totals) for t in transfers], taken
 
 
-def _rate(loads: Sequence[float], totals: Sequence[float]) -> float:
+def _rate(loads: Floats, totals: Floats) -> float:
     """By the fullest of the links that a transfer fills."""
-    return min((1 / t for load, t in zip(loads, totals, strict=True) if t > 1 and load > 0), default=1.0)
+    return 1 / max(1.0, float(totals[loads > 0].max(initial=1.0)))

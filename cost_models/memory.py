@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.cost_models.alike import alike
 from autopar.cost_models.buffers import Buffers, Bytes, Indices, buffers
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.dtypes import DTYPE_BYTES
@@ -37,12 +38,9 @@ class _OfGroup:
     """Whether it takes one gradient as it is, which becomes the buffer."""
     formed: bool
     """Whether there are gradients at all."""
-    updated: Bytes
-    """By rank: what the optimizer updates."""
-    elsewhere: Bytes
-    """By rank: of the parameters, what other ranks keep."""
-    kept: Bytes
-    """By rank: what its strategy keeps from step to step."""
+    lasting: Bytes
+    """[3, rank], or [3, 1] where all ranks are alike: what the optimizer updates; of the parameters, what other ranks
+    keep; and what its strategy keeps from step to step."""
 
 
 class MemoryModel:
@@ -86,8 +84,11 @@ class MemoryModel:
         live, behind = self._graph(program.replaced - program.handed)
         live = live + while_running
         clipped = int(place[clip.index]) if clip else 0
-        made, freed, carried = _allocations([g.buffers for g in groups], first, place, clipped, n)
-        before = carried + np.concatenate([np.zeros((1, n), np.int64), np.cumsum(made - freed, axis=0)])
+        uneven = [x for g in groups for x in (g.buffers.sizes, g.lasting) if x.shape[1] > 1]
+        ranks, of_rank = alike(uneven, n)
+        sizes = np.concatenate([_of(g.buffers.sizes, ranks) for g in groups])
+        made, freed, carried = _allocations([g.buffers for g in groups], sizes, first, place, clipped)
+        before = carried + np.concatenate([np.zeros_like(made[:1]), np.cumsum(made - freed, axis=0)])
         # Between two placed calls the graph's own peak counts, on top of the buffers held there.
         cuts = np.unique(np.concatenate([[0], positions + 1]))
         cuts = cuts[cuts < len(live)]
@@ -97,10 +98,9 @@ class MemoryModel:
         if len(positions):
             at = np.where(positions >= 0, behind[np.maximum(positions, 0)], 0) + in_between
             peak = np.maximum(peak, (at[:, None] + before[:-1] + made).max(axis=0))
-        state = optimizer.state_tensors * np.array([g.updated for g in groups]).sum(0)
-        elsewhere = np.array([g.elsewhere for g in groups]).sum(0)
-        kept = np.array([g.kept for g in groups]).sum(0)
-        return tuple((self.fixed_bytes - elsewhere + state + kept + peak).tolist())
+        updated, elsewhere, kept = np.sum([_of(g.lasting, ranks) for g in groups], axis=0)
+        peak = self.fixed_bytes - elsewhere + optimizer.state_tensors * updated + kept + peak
+        return tuple(peak[of_rank].tolist())
 
     def _of_group(self, group: Group, own: Sequence[Call], n: int, measured: frozenset[int]) -> _OfGroup:
         # With one rank nothing is packed: gradients live until their update.
@@ -109,8 +109,7 @@ class MemoryModel:
         )
         taker, keeps_rows = own[taken_by], any(c.op.keeps_shards for c in own)
         size = np.array([c.bytes for c in own])
-        held = [np.broadcast_to(c.held_bytes(n), n) for c in own]
-        nothing = np.zeros(n, np.int64)
+        held = [c.held_bytes(n) for c in own]
         setting = Setting(n, rounds=self.rounds)
         return _OfGroup(
             buffers=Buffers.of(buffers(own, setting, measured), n),
@@ -118,9 +117,11 @@ class MemoryModel:
             taken_by=taken_by,
             as_it_is=taker.op.passes_through(taker),
             formed=taken_by >= 0 or not (keeps_rows or any(c.op.forms_gradients for c in own)),
-            updated=nothing + sum(held[i] for i, c in enumerate(own) if c.op.updates),
-            elsewhere=nothing + sum(size[i] - held[i] for i, c in enumerate(own) if c.op.keeps_shards),
-            kept=nothing + sum(c.op.keeps(c, setting) for c in own),
+            lasting=_by_rank(
+                sum(held[i] for i, c in enumerate(own) if c.op.updates),
+                sum(size[i] - held[i] for i, c in enumerate(own) if c.op.keeps_shards),
+                sum(c.op.keeps(c, setting) for c in own),
+            ),
         )
 
     def _graph(self, replaced: frozenset[str]) -> tuple[Bytes, Bytes]:
@@ -169,14 +170,22 @@ class MemoryModel:
         return np.cumsum(running)[: len(self.live)], np.cumsum(placed)[:count]
 
 
+def _by_rank(*rows: int | Bytes) -> Bytes:
+    return np.array(np.broadcast_arrays(*map(np.atleast_1d, rows)), np.int64)
+
+
+def _of(rows: Bytes, ranks: Indices) -> Bytes:
+    """Columns of these ranks."""
+    return rows[:, ranks] if rows.shape[1] > 1 else np.broadcast_to(rows, (len(rows), len(ranks)))
+
+
 def _allocations(
-    groups: Sequence[Buffers], first: Indices, place: Indices, clipped: int, n: int
+    groups: Sequence[Buffers], sizes: Bytes, first: Indices, place: Indices, clipped: int
 ) -> tuple[Bytes, Bytes, Bytes]:
-    """What each placed call allocates, and what is free behind it: both [placed call, rank]. And what is
-    there from the step before, by rank. `clipped`: where the global norm is taken, if it is."""
+    """What each placed call allocates, and what is free behind it: both [placed call, rank]. And what is there from
+    the step before, by rank. `sizes`: of all groups' buffers. `clipped`: where the global norm is taken, if it is."""
     begin = np.cumsum([0, *(len(b.made_by) for b in groups[:-1])])
     """Of each group's buffers among all."""
-    sizes = np.concatenate([b.sizes for b in groups])
     made_at = place[_joined([b.made_by for b in groups], first)]
     last = np.full(len(sizes), -1)
     """Where each buffer is used for the last time."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +25,16 @@ from autopar.backends.gloo import GLOO
 from autopar.backends.nccl import NCCL
 from autopar.cost_models.calibrated import Calibrated, host_bytes_per_s
 from autopar.cost_models.compute import is_cpu
+from autopar.cost_models.flows import ways_of
 from autopar.cost_models.price import Transfer
 from autopar.errors import PlanError, among
 from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of, wire_bytes
 from autopar.ops.links import Phase, Vector
-from autopar.ops.subgroups import Subgroups, all_subgroups, subgroup_of
+from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.spec.calibration import Calibration
 from autopar.spec.devices import CORE_FLOPS
-from autopar.spec.topology import Link, Topology
+from autopar.spec.topology import Topology
 from autopar.spec.units import PROVENANCES, Provenance
 
 Floats = npt.NDArray[np.float64]
@@ -54,18 +54,6 @@ class Host:
     """Sent and received together, by all its ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Flows:
-    """Traffic on each link, linear in one vector over ranks: [link, rank]."""
-
-    ring: Floats
-    """Of what each rank sends on to the next one of its subgroup."""
-    from_each: Floats
-    """Of what each rank sends to every other one of its subgroup."""
-    to_each: Floats
-    """Of what each rank receives from every other one of its subgroup."""
-
-
 class Network:
     """Prices collectives over all ranks of one topology. The work that depends on no message is done once."""
 
@@ -80,34 +68,20 @@ class Network:
         there is a `calibration`, it corrects what collectives take."""
         self.backend = _as_measured(backend or backend_of(topology), calibration, topology.world_size)
         self.world_size = n = topology.world_size
-        index: dict[str, int] = {}
-        found: list[Link] = []
-        self.latency_s = 0.0
-        """Of the longest path."""
         self._summing: list[int | str] = [*range(n), *topology.servers]
         """Who can add up, as the topology calls them."""
-        self.links_of_ranks = 0
+        self._ways, self._topology = ways_of(topology), topology
+        self.links, self.links_of_ranks = self._ways.links, self._ways.of_ranks
         """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
-        served = [way for r in range(n) for s in topology.servers for way in ((r, s), (s, r))]
-        for ways in (permutations(range(n), 2), served):
-            for a, b in ways:
-                path = topology.path(a, b)
-                self.latency_s = max(self.latency_s, sum(link.latency_s for link in path))
-                for link in path:
-                    if link.id not in index:
-                        index[link.id] = len(found)
-                        found.append(link)
-            self.links_of_ranks = self.links_of_ranks or len(found)
-        self.links = tuple(found)
-        self._index, self._topology = index, topology
-        self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in found])
-        self._known: dict[Subgroups, _Flows] = {}
+        self.latency_s = self._ways.latency_s
+        """Of the longest path."""
+        self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in self.links])
         self._cores = np.array(
             [p.device.flops_per_s().value / CORE_FLOPS if is_cpu(p.device) else 0.0 for p in topology.ranks]
         )
         self.hosts = self._with_cores() if hosts is None else tuple(hosts)
         self.provenance: Provenance = max(
-            (link.provenance for link in found), key=PROVENANCES.index, default="measured"
+            (link.provenance for link in self.links), key=PROVENANCES.index, default="measured"
         )
         self._calibration = calibration
         if calibration is not None:
@@ -120,39 +94,23 @@ class Network:
                 ranks.setdefault(place.host.name, []).append(rank)
         return tuple(Host(tuple(r), self.backend.host_bytes_per_s * self._cores[r].sum()) for r in ranks.values())
 
-    def _flows(self, subgroups: Subgroups) -> _Flows:
-        """What depends on no message; once for each choice of subgroups."""
-        if subgroups not in self._known:
-            shape = (len(self.links), self.world_size)
-            flows = _Flows(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-            for subgroup in all_subgroups(subgroups, self.world_size):
-                for i, a in enumerate(subgroup):
-                    for b in subgroup:
-                        for link in self._path(a, b) if a != b else ():
-                            flows.from_each[link, a] += 1
-                            flows.to_each[link, b] += 1
-                            if b == subgroup[(i + 1) % len(subgroup)]:
-                                flows.ring[link, a] += 1
-            self._known[subgroups] = flows
-        return self._known[subgroups]
-
     @property
     def chains(self) -> bool:
         return self.backend.chains
 
     def ring(self, subgroups: Subgroups, sent: Vector) -> Vector:
-        return np.asarray(self._flows(subgroups).ring @ sent)
+        return self._ways.ring(subgroups)(sent)
 
     def from_each(self, subgroups: Subgroups, sent: Vector) -> Vector:
-        return np.asarray(self._flows(subgroups).from_each @ sent)
+        return self._ways.from_each(subgroups)(sent)
 
     def to_each(self, subgroups: Subgroups, received: Vector) -> Vector:
-        return np.asarray(self._flows(subgroups).to_each @ received)
+        return self._ways.to_each(subgroups)(received)
 
     def along(self, ways: Sequence[tuple[int, int, float]]) -> Vector:
         traffic = np.zeros(len(self.links))
         for a, b, size in ways:
-            for link in self._path(self._summing[a], self._summing[b]):
+            for link in self._ways.between(self._summing[a], self._summing[b]):
                 traffic[link] += size
         return traffic
 
@@ -168,9 +126,6 @@ class Network:
                 )
         return found
 
-    def _path(self, a: int | str, b: int | str) -> list[int]:
-        return [self._index[link.id] for link in self._topology.path(a, b)]
-
     def link_bytes(self, call: Call) -> Floats:
         """Bytes on each of `links` that a collective puts there in all."""
         return np.asarray(sum(traffic for _, traffic in self.phases(call)))
@@ -180,7 +135,7 @@ class Network:
         computed = self._computed(call)
         if self._calibrated is None:
             return computed
-        wire_s = computed.seconds * max(computed.loads[: len(self.links)], default=0.0)
+        wire_s = computed.seconds * float(computed.loads[: len(self.links)].max(initial=0.0))
         seconds = self._calibrated.seconds(call, computed.seconds, wire_s)
         loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
         return replace(computed, seconds=seconds, loads=loads)
@@ -190,7 +145,11 @@ class Network:
         if self._calibration is None:
             return None
         return Calibrated(
-            self._calibration, self.world_size, lambda c: self._computed(c).seconds, self.bandwidth.tolist(), self._path
+            self._calibration,
+            self.world_size,
+            lambda c: self._computed(c).seconds,
+            self.bandwidth.tolist(),
+            self._ways.between,
         )
 
     def _computed(self, call: Call) -> Transfer:
@@ -203,20 +162,20 @@ class Network:
         host_s: Floats = moved / backend.host_bytes_per_s
         # A collective cannot be faster than the library's own threads move its bytes, nor than all the host's cores.
         hosts_s = [float(moved[list(host.ranks)].sum()) / host.bytes_per_s for host in self.hosts]
-        size = max(len(subgroup_of(r, op.subgroups, n)) for r in range(n))
+        size = max(map(len, all_subgroups(op.subgroups, n)))
         rounds = op.rounds(size, len(phases), backend.chains)
         start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
         if pieces := op.pieces(call):  # the last piece's sum comes back when all parts have gone
             start_s += backend.served_call_s + wire_s / pieces
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
-        loads = tuple((np.append(links_s, hosts_s) / seconds).tolist())
+        loads: Floats = np.append(links_s, hosts_s) / seconds
         at_once = 1 if op.in_rounds(call) else backend.at_once
         return Transfer(
             seconds,
             self._taken(host_s, seconds),
-            tuple(sent),
-            tuple(received),
+            np.array(sent, np.int64),
+            np.array(received, np.int64),
             loads,
             channel=(op.subgroups, call.communicator, pieces > 0),
             communicator=call.communicator,

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -14,10 +19,10 @@ class Transfer:
     """On the channel, once all ranks have issued it, alone on the network."""
     taken: tuple[float, ...] = ()
     """By rank: part of its compute that the transfer takes while it runs, 0 to 1; empty for none."""
-    sent_bytes: tuple[int, ...] = ()
-    received_bytes: tuple[int, ...] = ()
+    sent_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    received_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Both by rank."""
-    loads: tuple[float, ...] = ()
+    loads: Floats = field(default_factory=lambda: np.zeros(0))
     """Part of each link, and behind those of what each host can move, that it fills, on average."""
     channel: Hashable = None
     """Transfers of one channel follow one another."""
@@ -26,11 +31,11 @@ class Transfer:
     """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Price:
     """What one call costs."""
 
-    device_s: tuple[float, ...]
+    device_s: Floats
     """By rank: on the compute stream, before anything is sent."""
     transfer: Transfer | None = None
     uniform: bool = True

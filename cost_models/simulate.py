@@ -14,6 +14,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+
+from autopar.cost_models.alike import alike
 from autopar.cost_models.base import Span
 from autopar.cost_models.channels import Channels, Job
 from autopar.cost_models.price import Price, Transfer
@@ -84,13 +87,10 @@ def simulate(
 
 def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> list[int]:
     """One rank for each set of ranks whose device and prices are all equal: the others would do the same."""
-    unequal = [p for p in prices if not p.uniform]
-    first: dict[tuple[float, ...], int] = {}
-    for rank, device in enumerate(device_of_rank):
-        taken = (p.transfer.taken[rank] for p in unequal if p.transfer and p.transfer.taken)
-        signature = (device, *(p.device_s[rank] for p in unequal), *taken)
-        first.setdefault(signature, rank)
-    return sorted(first.values())
+    unequal = list({id(p): p for p in prices if not p.uniform}.values())
+    taken = [p.transfer.taken for p in unequal if p.transfer and p.transfer.taken]
+    rows = [np.array(device_of_rank), *(p.device_s for p in unequal), *map(np.array, taken)]
+    return [int(rank) for rank in alike(rows, len(device_of_rank))[0]]
 
 
 class _State:
@@ -110,7 +110,8 @@ class _State:
         self.spans: list[Span] = []
         self.graph_s = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
         self.backward_start = streams.backward_start
-        self.own_s = [[*accumulate([p.device_s[r] for p in prices], initial=0.0)] for r in ranks]
+        each = np.array([p.device_s[ranks] for p in prices]).reshape(-1, len(ranks))
+        self.own_s = [[*accumulate(column, initial=0.0)] for column in each.T.tolist()]
         """Of the placed calls, the first so many."""
         self.nodes = 0
         """Of the graph, as far as the timeline was drawn."""

@@ -35,10 +35,15 @@ class Evaluator:
         self._free = len(self._known)
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since the search began."""
+        return time.monotonic() - self._began
+
+    @property
     def used(self) -> float:
         """The part of the budget that is used up, 0 to 1 and above."""
         evaluations = (len(self._known) - self._free) / max(1, self.budget.evaluations)
-        elapsed = (time.monotonic() - self._began) / max(1e-9, self.budget.time_s)
+        elapsed = self.elapsed_s / max(1e-9, self.budget.time_s)
         return max(evaluations, elapsed)
 
     @property

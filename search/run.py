@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import Budget, Candidate, Problem, Progress, SearchResult, choose
-from autopar.search.builders import builder_named, names
+from autopar.search.builders import MANY_GROUPS, builder_named, names
 from autopar.search.evaluate import Evaluator, overflow_bytes
 from autopar.search.journal import Journal
 from autopar.search.local import LocalSearch
@@ -21,10 +21,16 @@ from autopar.search.searcher import Searcher
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.summary import BASELINE
-from autopar.spec.topology import Topology
+from autopar.spec.topology import topology_of
 from autopar.strategies import Context
 from autopar.strategies.lowering import fidelity_of
 
+ALWAYS = (BASELINE, "sharded")
+"""Seeds that are priced in any case: what plans are compared with, and what takes the least memory."""
+SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
+"""Of the time that a search may take, the part that seeds may; and the seconds that they may in any case."""
+HOPELESS = 0.2
+"""Where the leanest seed needs so much more than a device has, as a part of that, no search will make it fit."""
 EDITED = " (edited)"
 """Behind the name of a plan that was changed by hand."""
 
@@ -86,7 +92,7 @@ def search_result(
             log = stack.enter_context(Journal(journal, fidelity=fidelity, **header))
         evaluate = Evaluator(problem, budget or Budget(), log, progress)
         seeds = _seeds(evaluate)
-        if context.world_size > 1:
+        if context.world_size > 1 and not _hopeless(problem, seeds):
             evaluate.end_of_seeds()
             (searcher or LocalSearch()).search(list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed)
     fitting = [c for c in evaluate.candidates if c.feasible]
@@ -154,21 +160,33 @@ def _problem(
         )
     if not graph.parameters:
         raise PlanError(f"model '{graph.model.name}' has no trainable parameter: there is nothing to plan")
-    return Problem(graph, cluster, Topology(cluster), context.on(cluster), cost_model or AnalyticCostModel(), fidelity)
+    return Problem(
+        graph, cluster, topology_of(cluster), context.on(cluster), cost_model or AnalyticCostModel(), fidelity
+    )
 
 
 def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
-    """Every builder's plan that is allowed and can be used here, priced; by name. With one rank they are all one."""
+    """Every builder's plan that is allowed and can be used here, priced; by name. With one rank they are all one.
+
+    The baseline comes first, and those of many groups last, for they take long; where the time is running out, the rest
+    is left out."""
     problem = evaluate.problem
     found = names(problem.allows("rounded"), problem.context.late_parameters)
     if problem.context.world_size == 1:
         found = found[:1]
     seeds = {}
-    for name in found:
+    for name in sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS)):
+        if name not in ALWAYS and evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S):
+            break
         candidate = evaluate(name, builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
         if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
             seeds[name] = candidate
     return seeds
+
+
+def _hopeless(problem: Problem, seeds: dict[str, Candidate]) -> bool:
+    smallest = min(place.device.memory_bytes.value for place in problem.topology.ranks)
+    return bool(seeds) and min(c.overflow_bytes for c in seeds.values()) > HOPELESS * smallest
 
 
 def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Plan:

@@ -9,7 +9,8 @@ rounds (Ying et al., 2018, arXiv:1811.06992).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 
 from pydantic import Field
 
@@ -35,11 +36,12 @@ class HierarchicalAllReduce(Strategy):
     options_type = HierarchicalAllReduceOptions
 
     def applies(self, member: Member, context: Context) -> str | None:
-        return None if _sizes(context) else f"{context.world_size} ranks do not divide into subgroups of equal size"
+        n = context.world_size
+        return None if _sizes(n) else f"{n} ranks do not divide into subgroups of equal size"
 
     def options(self, context: Context) -> Sequence[HierarchicalAllReduceOptions]:
         found = [HierarchicalAllReduceOptions()] if inner_subgroups(0, context) else []
-        return [*found, *(HierarchicalAllReduceOptions(inner=size) for size in _sizes(context))]
+        return [*found, *(HierarchicalAllReduceOptions(inner=size) for size in _sizes(context.world_size))]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, HierarchicalAllReduceOptions)
@@ -49,25 +51,32 @@ class HierarchicalAllReduce(Strategy):
             emit.update(emit.wait(emit.all_reduce(bucket)), group)
             return
         outer = tuple(zip(*inner, strict=True))
-        sizes = [0] * emit.world_size
+        sizes, parts = [0] * emit.world_size, split_by_share(group.elements, (1.0,) * len(inner[0]))
         for subgroup in inner:
-            for rank, part in zip(subgroup, split_by_share(group.elements, (1.0,) * len(subgroup)), strict=True):
+            for rank, part in zip(subgroup, parts, strict=True):
                 sizes[rank] = part
         partial = emit.wait(emit.reduce_scatter(bucket, sizes, inner))
         summed = emit.wait(emit.all_reduce(partial, outer))
         emit.update(emit.wait(emit.all_gather(summed, inner)), group)
 
 
-def _sizes(context: Context) -> list[int]:
+@lru_cache(maxsize=64)
+def _sizes(world_size: int) -> tuple[int, ...]:
     """Those of subgroups that are neither one rank nor all."""
-    return [size for size in range(2, context.world_size) if context.world_size % size == 0]
+    return tuple(size for size in range(2, world_size) if world_size % size == 0)
 
 
 def inner_subgroups(size: int, context: Context) -> Subgroups | None:
     """The inner subgroups: ranks of a host, or `size` ranks that follow one another; `None` where they are not of equal
     size, or not several."""
-    n = context.world_size
-    hosts = [r // size for r in range(n)] if size else list(context.hosts or range(n))
-    subgroups = tuple(tuple(r for r in range(n) if hosts[r] == h) for h in dict.fromkeys(hosts))
+    return _inner_subgroups(size, context.world_size, () if size else tuple(context.hosts))
+
+
+@lru_cache(maxsize=256)
+def _inner_subgroups(size: int, n: int, hosts: tuple[Hashable, ...]) -> Subgroups | None:
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate([r // size for r in range(n)] if size else hosts or range(n)):
+        ranks.setdefault(host, []).append(rank)
+    subgroups = tuple(map(tuple, ranks.values()))
     sizes = {len(subgroup) for subgroup in subgroups}
     return subgroups if len(sizes) == 1 and 1 < len(subgroups) < n else None

@@ -16,6 +16,9 @@ from autopar.ops.group import Group, Member
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
+MOST_OWNERS = 16
+"""So many ranks are tried as owners, evenly apart: where all are alike, which one it is matters only to the others."""
+
 
 class ParameterServerOptions(Options):
     owner: int = Field(default=0, ge=0)
@@ -41,7 +44,8 @@ class ParameterServer(Strategy):
         if context.rates and context.elementwise_update:
             return []
         late = (False, True) if context.late_parameters else (False,)
-        return [ParameterServerOptions(owner=r, late=x) for x in late for r in range(context.world_size)]
+        apart = -(-context.world_size // MOST_OWNERS)
+        return [ParameterServerOptions(owner=r, late=x) for x in late for r in range(0, context.world_size, apart)]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, ParameterServerOptions)

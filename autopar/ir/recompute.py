@@ -24,7 +24,7 @@ from autopar.spec.plan import Recompute
 
 aten = torch.ops.aten
 
-_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24)
+_SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 """Into so many parts the forward pass may be cut."""
 _NEVER = (aten._log_softmax, aten._softmax_backward_data)
 """The end of the forward pass: the backward pass begins with it."""

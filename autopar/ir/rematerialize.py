@@ -32,13 +32,19 @@ def rematerialize_products(graph: torch.fx.Graph) -> None:
 
 
 def backward_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Nodes that depend on a tangent, and views that only such nodes read."""
+    """Nodes that depend on a tangent; views that only such nodes read; and what is computed behind the first of them
+    for them alone, as the 3 x^2 behind a cube is."""
     late = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
+    behind = set[torch.fx.Node]()
+    begun = False
     for node in graph.nodes:
         if not late.isdisjoint(node.all_input_nodes):
             late.add(node)
+            begun = True
+        elif begun and node.op == "call_function":
+            behind.add(node)
     for node in reversed(graph.nodes):
-        if is_view(node) and node.users and all(u in late for u in node.users):
+        if (is_view(node) or node in behind) and node.users and all(u in late for u in node.users):
             late.add(node)
     return late
 

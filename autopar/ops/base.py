@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from autopar.ir.dtypes import DTYPE_BYTES
@@ -116,6 +117,10 @@ class Operation(ABC):
         """Of its first input, elements that nobody reads behind it."""
         return 0
 
+    def differs_on(self, call: Call) -> Sequence[int]:
+        """Ranks whose `work` is another than that of others which hold as much of its value and of its inputs."""
+        return ()
+
     def sender(self, call: Call) -> int | None:
         """The rank that has its value already, before it is sent to the others, where one does."""
         return None
@@ -221,6 +226,15 @@ class Call:
 
     def held_elements(self, rank: int) -> int:
         return held_elements(self.made.layout, self.made.elements, rank)
+
+    def held_by_rank(self, world_size: int) -> npt.NDArray[np.int64]:
+        """The same of all ranks."""
+        layout = self.made.layout
+        if sizes := shard_sizes(layout):
+            return np.array(sizes, np.int64)
+        if isinstance(layout, Owned):
+            return np.where(np.arange(world_size) == layout.rank, self.made.elements, 0)
+        return np.full(world_size, self.made.elements)
 
     def held_bytes(self, world_size: int) -> Bytes:
         """Bytes that each rank holds, as one number where all hold as many."""

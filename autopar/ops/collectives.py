@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,8 @@ class AllReduce(Collective):
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, width = len(subgroup), DTYPE_BYTES[call.dtype]
-        ring = [2 * round((n - 1) / n * call.held_elements(r) * width) for r in subgroup]
+        of_size = {held: 2 * round((n - 1) / n * held * width) for held in {*map(call.held_elements, subgroup)}}
+        ring = [of_size[call.held_elements(r)] for r in subgroup]
         return ring, ring
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
@@ -149,7 +151,7 @@ class AllReduce(Collective):
 
     def size_bytes(self, call: Call, world_size: int) -> int:
         """What each subgroup sums up may be a part of the value."""
-        return max(call.held_elements(rank) for rank in range(world_size)) * DTYPE_BYTES[call.dtype]
+        return int(call.held_by_rank(world_size).max()) * DTYPE_BYTES[call.dtype]
 
     def write(self, site: Site, call: Call) -> Any:
         return site.call(collectives.all_reduce, (site.value_of(call.inputs[0]), self.channel(site, call)))
@@ -215,7 +217,8 @@ class Broadcast(Collective):
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, size, owner = len(subgroup), call.bytes, self.sender(call)
         root = subgroup.index(owner)
-        children = [len(broadcast_children((i - root) % n, n)) for i in range(n)]
+        counts = _children_counts(n)
+        children = (*counts[n - root :], *counts[: n - root])
         return [c * size for c in children], [0 if r == owner else size for r in subgroup]
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
@@ -302,9 +305,14 @@ def broadcast_children(rank: int, world_size: int) -> list[int]:
     return [rank + (1 << i) for i in range(first, world_size.bit_length()) if rank + (1 << i) < world_size]
 
 
+@lru_cache(maxsize=64)
+def _children_counts(world_size: int) -> tuple[int, ...]:
+    return tuple(len(broadcast_children(r, world_size)) for r in range(world_size))
+
+
 def held_by_rank(call: Call, world_size: int) -> Vector:
     """Bytes that each rank holds."""
-    return np.array([call.held_elements(r) for r in range(world_size)], float) * DTYPE_BYTES[call.dtype]
+    return call.held_by_rank(world_size).astype(float) * DTYPE_BYTES[call.dtype]
 
 
 def other_ranks(subgroups: Subgroups, world_size: int) -> Vector:

@@ -59,12 +59,10 @@ class ServerReduce(Collective):
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
         """Parts on their way to who adds them up, and sums on their way back, at the same time."""
-        ways = []
-        for summing, elements in enumerate(self.summed_by):
-            size = float(elements * DTYPE_BYTES[call.dtype])
-            for rank in range(links.world_size) if elements else ():
-                ways += [(rank, summing, size), (summing, rank, size)]
-        return [(self.name, links.along(ways))]
+        n, sizes = links.world_size, np.array(self.summed_by, float) * DTYPE_BYTES[call.dtype]
+        ways = [way for i, s in enumerate(sizes[n:]) if s for r in range(n) for way in ((r, n + i, s), (n + i, r, s))]
+        own = sizes[:n]
+        return [(self.name, links.to_each((), own) + links.from_each((), own) + links.along(ways))]
 
     def write(self, site: Site, call: Call) -> Any:
         return site.call(collectives.server_reduce, (site.value_of(call.inputs[0]), self.summed_by, site.mesh()))

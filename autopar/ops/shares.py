@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from autopar.ops.group import Group
 
 
 def row_shares(group: Group, world_size: int) -> tuple[int, ...]:
     """Elements of a group's parameters that each rank keeps: rank r has rows r, r+n, r+2n, ..."""
-    return tuple(
-        sum(m.elements // max(1, m.shape[0]) * len(range(r, m.shape[0], world_size)) for m in group.members)
-        for r in range(world_size)
-    )
+    found = np.zeros(world_size, np.int64)
+    for (rows, row_elements), members in _row_sizes(group).items():
+        found += members * row_elements * ((rows - 1 - np.arange(world_size)) // world_size + 1)
+    return tuple(found.tolist())
+
+
+def _row_sizes(group: Group) -> Counter[tuple[int, int]]:
+    """How many members have so many rows of so many elements."""
+    return Counter((shape[0], math.prod(shape[1:])) for shape in (m.shape for m in group.members))
 
 
 def split_by_share(elements: int, shares: Sequence[float]) -> tuple[int, ...]:

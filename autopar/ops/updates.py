@@ -107,6 +107,9 @@ class Store(Operation):
             return NO_WORK
         return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members))
 
+    def differs_on(self, call: Call) -> Sequence[int]:
+        return () if self.sent_by is None else (self.sent_by,)
+
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,12 @@ class Link:
     """One way."""
     provenance: Provenance
     """The weaker of the two figures'."""
+
+
+@lru_cache(maxsize=4)
+def topology_of(cluster: ClusterSpec) -> Topology:
+    """A cluster's topology, which several searches for it share."""
+    return Topology(cluster)
 
 
 class Topology:
@@ -77,9 +84,23 @@ class Topology:
             return ()
         if host_a == host_b:
             return self._within(host_a, node_a, node_b)
-        leave = (self._link(node_a, host_a),) if node_a != host_a else ()
-        enter = (self._link(host_b, node_b),) if node_b != host_b else ()
-        return leave + self._through_network(host_a, host_b) + enter
+        return self.leave(a) + self.through(host_a, host_b) + self.enter(b)
+
+    def leave(self, end: int | str) -> tuple[Link, ...]:
+        """The links from a rank to its host, which a message to another host crosses first; none from a host."""
+        host, node = self._place(end)
+        return (self._link(node, host),) if node != host else ()
+
+    def enter(self, end: int | str) -> tuple[Link, ...]:
+        """The links to a rank from its host, which a message from another host crosses last; none to a host."""
+        host, node = self._place(end)
+        return (self._link(host, node),) if node != host else ()
+
+    def through(self, a: str, b: str) -> tuple[Link, ...]:
+        """The links between two hosts, by their names."""
+        if (a, b) not in self._between:
+            self._between[a, b] = self._links(self._nodes_between(a, b))
+        return self._between[a, b]
 
     def bandwidth_bytes_per_s(self, a: int | str, b: int | str) -> float:
         """The rate of the slowest link on the path from `a` to `b`; infinite where the two are the same."""
@@ -137,11 +158,6 @@ class Topology:
         link = self._hosts[host].interconnect
         hub = f"{host}/{link.name}"
         return self._links([a, f"{hub}.in", f"{hub}.out", b] if link.shared else [a, hub, b])
-
-    def _through_network(self, a: str, b: str) -> tuple[Link, ...]:
-        if (a, b) not in self._between:
-            self._between[a, b] = self._links(self._nodes_between(a, b))
-        return self._between[a, b]
 
     def _nodes_between(self, a: str, b: str) -> list[str]:
         """Fewest links first, then the faster; never through another host."""

@@ -26,7 +26,7 @@ from autopar.spec.plan import OptionValue, SyncGroup
 from autopar.spec.validation import explain
 from autopar.strategies import STRATEGIES, Context, strategy_named
 
-__all__ = ["AUTODIST", "BUILDERS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse", "names"]
+__all__ = ["AUTODIST", "BUILDERS", "MANY_GROUPS", "ROUNDED_SUFFIX", "Builder", "builder_named", "fuse", "names"]
 
 ROUNDED_SUFFIX = "+bf16"
 LATE_SUFFIX = "+late"
@@ -80,6 +80,12 @@ BUILDERS: dict[str, Builder] = {
 `column_parallel`: and outputs of linear layers, where there are few samples. `sharded`: parameters live in rows on one
 rank each, as with FSDP (ZeRO stage 3). `servers`: hosts that only serve add up, where there are any. `zero1_by_rate`:
 ranks own as much as their links can bear. `_fused`: pieces of one owner in buckets of 25 MiB, not each for itself."""
+
+
+MANY_GROUPS = frozenset(
+    ("PS", "PSLoadBalancing", "PartitionedPS", "UnevenPartitionedPS", "PSLoadBalancing_fused", "PartitionedPS_fused")
+)
+"""Builders of plans with a group for each parameter, or several."""
 
 
 def builder_named(name: str) -> Builder:

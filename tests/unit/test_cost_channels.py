@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from autopar.cost_models.channels import Channels, Job
@@ -11,7 +12,7 @@ from autopar.cost_models.price import Transfer
 
 
 def _job(index: int, channel: str, ready: float, seconds: float, loads: tuple[float, ...], at_once: int = 1) -> Job:
-    return Job(index, channel, ready, Transfer(seconds, loads=loads, at_once=at_once))
+    return Job(index, channel, ready, Transfer(seconds, loads=np.array(loads), at_once=at_once))
 
 
 def test_a_channel_finishes_in_order() -> None:

@@ -79,7 +79,7 @@ def update_s(strategy: str, rank: int, options: dict[str, int] | None = None) ->
     program = lower_plan([group], graph, Context(4))
     pricer = AnalyticCostModel().pricer(graph, Topology(cpu_hosts(4)))
     update = next(c for c in program.calls if c.op.updates)
-    return pricer.price(update).device_s[rank]
+    return float(pricer.price(update).device_s[rank])
 
 
 def test_a_rank_updates_what_it_holds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from autopar.cost_models.price import Price, Transfer
@@ -45,11 +46,11 @@ def run(step: StepProgram, prices: list[Price], prefix: list[list[float]] | None
 
 
 def local(seconds: float) -> Price:
-    return Price((seconds, seconds))
+    return Price(np.full(2, seconds))
 
 
 def transfer(seconds: float, taken: float = 0.0) -> Price:
-    return Price((0.0, 0.0), Transfer(seconds, (taken, taken) if taken else ()))
+    return Price(np.zeros(2), Transfer(seconds, (taken, taken) if taken else ()))
 
 
 NOTHING = local(0.0)
@@ -110,7 +111,7 @@ def test_spans_of_a_lane_do_not_overlap_and_end_with_the_step() -> None:
 
 
 def test_ranks_that_do_the_same_are_simulated_once() -> None:
-    same, owner = Price((1.0,) * 4), Price((1.0, 0.0, 0.0, 0.0), uniform=False)
+    same, owner = Price(np.ones(4)), Price(np.array([1.0, 0.0, 0.0, 0.0]), uniform=False)
     assert representatives([same], [0, 0, 0, 0]) == [0]
     assert representatives([same, owner], [0, 0, 0, 0]) == [0, 1]
     assert representatives([same, owner], [0, 0, 1, 0]) == [0, 1, 2]
