@@ -23,7 +23,6 @@ from autopar.cost_models.price import Price
 from autopar.cost_models.simulate import Streams, simulate
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
-from autopar.ops.collectives import Collective
 from autopar.ops.context import Context
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.values import Setting
@@ -187,9 +186,7 @@ class StepPricer:
         rows = [self._devices] if self._devices.any() else []
         calls = [call, *call.inputs, *(i for c in call.inputs for i in c.inputs)]
         rows += [c.held_by_rank(n) for c in calls if c.is_sharded and len(set(c.sizes)) != 1]
-        for subgroups in dict.fromkeys(
-            c.op.subgroups for c in calls if isinstance(c.op, Collective) and c.op.subgroups
-        ):
+        for subgroups in dict.fromkeys(c.op.subgroups for c in calls if c.op.subgroups):
             rows.append(_kinds_of_subgroups(subgroups, alike(rows, n)[1]))
         if others := call.op.differs_on(call):
             rows.append(np.isin(np.arange(n), others))

@@ -110,7 +110,8 @@ class Emitter:
         assert not value.is_pending, f"{op.name} of a value that was not waited for"
         if self.world_size == 1:
             return value
-        value = self._replaced(value, value.with_op(value.op.when_sent()))
+        if (when_sent := value.op.when_sent()) is not value.op:
+            value = self._replaced(value, replace(value, op=when_sent))
         return self._record(op, value.group, (value,))
 
     def wait(self, value: Call, *, by: int | None = None) -> Call:
@@ -194,8 +195,7 @@ class Emitter:
 
     def _replaced(self, before: Call, after: Call) -> Call:
         """Changes a call that nobody has used yet."""
-        if after is not before:
-            self.calls[before.index] = after
+        self.calls[before.index] = after
         return after
 
     def _record(

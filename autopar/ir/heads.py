@@ -103,6 +103,7 @@ class _Finder:
         _require(user.target in (aten.mm.default, aten.addmm.default) and not user.kwargs)
         if user.target is aten.addmm.default:
             _require(self.bias is None and self._takes_bias(user.args[0]))
+        _require(user.meta["val"].shape[-1] == softmax.meta["val"].shape[-1])  # no choice among what several rows score
         turned = user.args[-1]
         _require(isinstance(turned, torch.fx.Node) and turned.target is aten.t.default and set(turned.users) == {user})
         self.replaced.append(turned)  # type: ignore[arg-type]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import Layout, Owned, held_elements, is_sharded, shard_sizes
+from autopar.ops.layouts import Elements, Layout, held_by_rank, held_elements, is_sharded, shard_sizes
+from autopar.ops.subgroups import Subgroups
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 
@@ -64,6 +63,8 @@ class Operation(ABC):
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
     makes_parameters: ClassVar[bool] = False
     """Whether its value is parameters, which are sent for a pass to come."""
+    subgroups: Subgroups = ()
+    """Among which ranks it is done; empty where not in subgroups."""
     queue: ClassVar[str] = ""
     """Calls of one queue run in the order of the plan's groups; empty where calls wait for what they need alone."""
 
@@ -166,11 +167,9 @@ class Call:
     """A deadline that its strategy has chosen: it runs behind this position, unless what it needs is there only later.
     `None`: as soon as it may; a wait, as late as its value is needed."""
     deferred: bool = False
-    """Of a collective: begun as the step ends, and completed in the next one. Of a wait or a store: of what the step
-    before has begun, before the graph first reads the group's parameters."""
+    """Of a collective: begun as a step ends, completed in the next one. Of a wait or a store: of the step before."""
     communicator: int = 0
-    """Of a collective, as the schedule decides: communicators have channels of their own, so what one sends does not
-    wait for the other. It follows from the group and the context alone."""
+    """Of a collective, as the schedule decides by the group and the context alone: each has a channel of its own."""
 
     @property
     def elements(self) -> int:
@@ -227,23 +226,13 @@ class Call:
     def held_elements(self, rank: int) -> int:
         return held_elements(self.made.layout, self.made.elements, rank)
 
-    def held_by_rank(self, world_size: int) -> npt.NDArray[np.int64]:
+    def held_by_rank(self, world_size: int) -> Elements:
         """The same of all ranks."""
-        layout = self.made.layout
-        if sizes := shard_sizes(layout):
-            return np.array(sizes, np.int64)
-        if isinstance(layout, Owned):
-            return np.where(np.arange(world_size) == layout.rank, self.made.elements, 0)
-        return np.full(world_size, self.made.elements)
+        return held_by_rank(self.made.layout, self.made.elements, world_size)
 
     def held_bytes(self, world_size: int) -> Bytes:
         """Bytes that each rank holds, as one number where all hold as many."""
-        width, layout = DTYPE_BYTES[self.made.dtype], self.made.layout
-        if sizes := shard_sizes(layout):
-            return width * np.array(sizes, np.int64)
-        if isinstance(layout, Owned):
-            return np.where(np.arange(world_size) == layout.rank, self.bytes, 0)
-        return self.bytes
+        return DTYPE_BYTES[self.made.dtype] * self.held_by_rank(world_size) if self.is_sharded else self.bytes
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -252,9 +241,6 @@ class Call:
         g = self.group
         of_group = g and (*(g.names if self.op.reads_members else [len(g.members)]), g.dtype)
         return self.op, self.made, self.communicator, tuple((i.op, i.made) for i in self.inputs), of_group
-
-    def with_op(self, op: Operation) -> Self:
-        return self if op is self.op else replace(self, op=op)
 
 
 class Site(ABC):

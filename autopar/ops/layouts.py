@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.ops.subgroups import Subgroups, all_subgroups
 
+Elements = npt.NDArray[np.int64]
+"""By rank."""
 Summed = tuple[frozenset[int], ...]
 """By rank: the ranks over which its value is summed up so far."""
 
@@ -95,6 +100,15 @@ def held_elements(layout: Layout, elements: int, rank: int) -> int:
     if sizes := shard_sizes(layout):
         return sizes[rank]
     return 0 if isinstance(layout, Owned) and rank != layout.rank else elements
+
+
+def held_by_rank(layout: Layout, elements: int, world_size: int) -> Elements:
+    """The same of all ranks."""
+    if sizes := shard_sizes(layout):
+        return np.array(sizes, np.int64)
+    if isinstance(layout, Owned):
+        return np.where(np.arange(world_size) == layout.rank, elements, 0)
+    return np.full(world_size, elements)
 
 
 def is_sharded(layout: Layout) -> bool:

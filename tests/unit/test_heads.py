@@ -83,8 +83,9 @@ def test_a_softmax_in_another_dtype_is_a_head() -> None:
         lambda s, t: flat(s, t, weight=torch.ones(CLASSES)),
         lambda s, t: flat(s, t, reduction="none").mean(),
         lambda s, t: flat(s.tanh(), t),
+        lambda s, t: F.cross_entropy(s.reshape(-1, 5 * CLASSES), t[:, 0]),
     ],
-    ids=["read elsewhere", "weighted", "not reduced", "not linear"],
+    ids=["read elsewhere", "weighted", "not reduced", "not linear", "choices among rows"],
 )
 def test_what_reads_or_changes_the_scores_makes_it_none(loss: Callable[..., torch.Tensor]) -> None:
     assert heads_of(graph_of(Model(), loss)) == set()

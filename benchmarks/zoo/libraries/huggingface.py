@@ -134,7 +134,7 @@ TASKS: tuple[Task, ...] = (
         Ernie4_5_MoeForCausalLM ExaoneMoeForCausalLM FlexOlmoForCausalLM Glm4MoeForCausalLM GraniteMoeForCausalLM
         GraniteMoeSharedForCausalLM HYV3ForCausalLM InklingForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
         Llama4ForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
-        PhimoeForCausalLM Qwen3MoeForCausalLM Qwen3_5MoeForCausalLM SolarOpenForCausalLM AXK1ForCausalLM""",
+        Qwen3MoeForCausalLM Qwen3_5MoeForCausalLM SolarOpenForCausalLM AXK1ForCausalLM""",
     ),
     Task(
         "state space",
