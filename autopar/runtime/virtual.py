@@ -60,7 +60,7 @@ class DeviceTimes:
         work_s = [0.0] * len(program.calls)
         for call in program.calls:
             if not call.is_pending:
-                work_s[call.index] = dilation * pricer.price(call).device_s[rank]
+                work_s[call.index] = dilation * float(pricer.price(call).device_s[rank])
         return cls([dilation * s for s in streams.prefix_s[streams.device_of_rank[rank]]], work_s)
 
 
