@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autopar.ops.base import Call
+from autopar.ops.subgroups import Subgroups
+
 Indices = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
 
@@ -28,3 +31,25 @@ def alike(rows: Sequence[Rows], count: int) -> tuple[Indices, Indices]:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return first[order], place[of_column]
+
+
+def alike_in(call: Call, devices: Indices) -> tuple[Indices, Indices]:
+    """Ranks that do the same in a call, as `alike` says it: whose devices are of one kind, that hold as much of the
+    call's value and of what it takes, and whose subgroups hold alike. `devices`: by rank, the number of its kind."""
+    n = len(devices)
+    rows: list[Rows] = [devices] if devices.any() else []
+    calls = [call, *call.inputs, *(i for c in call.inputs for i in c.inputs)]
+    rows += [c.held_by_rank(n) for c in calls if c.is_sharded and len(set(c.sizes)) != 1]
+    for subgroups in dict.fromkeys(c.op.subgroups for c in calls if c.op.subgroups):
+        rows.append(_kinds_of_subgroups(subgroups, alike(rows, n)[1]))
+    if others := call.op.differs_on(call):
+        rows.append(np.isin(np.arange(n), others))
+    return alike(rows, n)
+
+
+def _kinds_of_subgroups(subgroups: Subgroups, kinds: Indices) -> Indices:
+    """By rank: a number of its subgroup, equal for those of which as many ranks are of each kind."""
+    found, numbers = np.zeros_like(kinds), dict[bytes, int]()
+    for subgroup in map(list, subgroups):
+        found[subgroup] = numbers.setdefault(np.sort(kinds[subgroup]).tobytes(), len(numbers))
+    return found

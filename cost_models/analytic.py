@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.backends.base import Backend
-from autopar.cost_models.alike import Indices, alike
+from autopar.cost_models.alike import Indices, alike_in
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.memory import MemoryModel
@@ -24,7 +24,6 @@ from autopar.cost_models.simulate import Streams, simulate
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.context import Context
-from autopar.ops.subgroups import Subgroups
 from autopar.ops.values import Setting
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
@@ -171,7 +170,7 @@ class StepPricer:
 
     def _price(self, call: Call) -> Price:
         issue_s = self.network.backend.issue_s if call.op.is_collective else 0.0
-        first, of_rank = self._kinds(call)
+        first, of_rank = alike_in(call, self._devices)
         # To a tenth of a microsecond: ranks whose shards differ by one element are then simulated as one.
         each = [round(issue_s + self.rates[r].seconds(call.op.work(call, r, self._setting)), 7) for r in first.tolist()]
         sent = call.op.sends(call)
@@ -179,30 +178,9 @@ class StepPricer:
         uniform = _equal(each) and (transfer is None or _equal(transfer.taken))
         return Price(np.array(each)[of_rank], transfer, uniform)
 
-    def _kinds(self, call: Call) -> tuple[Indices, Indices]:
-        """Ranks that do the same, as `alike` says it: whose devices are of one kind, that hold as much of the call's
-        value and of what it takes, and whose subgroups hold alike."""
-        n = self.network.world_size
-        rows = [self._devices] if self._devices.any() else []
-        calls = [call, *call.inputs, *(i for c in call.inputs for i in c.inputs)]
-        rows += [c.held_by_rank(n) for c in calls if c.is_sharded and len(set(c.sizes)) != 1]
-        for subgroups in dict.fromkeys(c.op.subgroups for c in calls if c.op.subgroups):
-            rows.append(_kinds_of_subgroups(subgroups, alike(rows, n)[1]))
-        if others := call.op.differs_on(call):
-            rows.append(np.isin(np.arange(n), others))
-        return alike(rows, n)
-
 
 def _equal(values: Sequence[float]) -> bool:
     return len(set(values)) <= 1
-
-
-def _kinds_of_subgroups(subgroups: Subgroups, kinds: Indices) -> Indices:
-    """By rank: a number of its subgroup, equal for those of which as many ranks are of each kind."""
-    found, numbers = np.zeros_like(kinds), dict[bytes, int]()
-    for subgroup in map(list, subgroups):
-        found[subgroup] = numbers.setdefault(np.sort(kinds[subgroup]).tobytes(), len(numbers))
-    return found
 
 
 def _sum(rows: Sequence[Indices], n: int) -> tuple[int, ...]:

@@ -11,15 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.cost_models.alike import Indices
+from autopar.cost_models.price import Floats
 from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.spec.topology import Link, Topology
 
-Floats = npt.NDArray[np.float64]
+
+class FromOthers(NamedTuple):
+    """Links that a message crosses for each rank of the subgroup that is on another host than the rank at their end."""
+
+    links: Indices
+    ends: Indices
+    """The rank at the end of each link."""
+    subgroup: Indices
+    """By rank: the number of its subgroup."""
+    place: Indices
+    """By rank: a number that it shares with the ranks of its subgroup on its host."""
+
+    def times(self, by_rank: Floats) -> Floats:
+        """For each link, the sum over those ranks."""
+        of_subgroup: Floats = np.bincount(self.subgroup, by_rank)[self.subgroup].astype(float)
+        return (of_subgroup - np.bincount(self.place, by_rank)[self.place])[self.ends]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +48,12 @@ class Traffic:
     """How often the number of a rank crosses a link; together [entry]."""
     count: int
     """Of links."""
-    others: tuple[Indices, ...] = ()
-    """Links that the numbers of all ranks on other hosts cross, of a subgroup: the links; for each a rank at its end;
-    and for each rank, a number of its subgroup, and one of those of this that are on its host."""
+    from_others: FromOthers | None = None
 
     def __call__(self, by_rank: Floats) -> Floats:
         found: Floats = np.bincount(self.links, self.times * by_rank[self.ranks], self.count).astype(float)
-        if self.others:
-            links, ranks, subgroup, here = self.others
-            others = np.bincount(subgroup, by_rank)[subgroup] - np.bincount(here, by_rank)[here]
-            found += np.bincount(links, others[ranks], self.count)
+        if self.from_others is not None:
+            found += np.bincount(self.from_others.links, self.from_others.times(by_rank), self.count)
         return found
 
 
@@ -63,19 +75,17 @@ class Ways:
         found: dict[str, Link] = {}
         self.latency_s = 0.0
         """Of the longest way."""
-        first = {host: ranks[0] for host, ranks in self._on.items()}
         for ranks in self._on.values():
             for a, b in permutations(ranks, 2):
                 self._add(topology.path(a, b), found)
-        for a, b in permutations(first.values(), 2):
-            way = topology.path(a, b)
+        apart = len(self._on) > 1
+        ends = [(topology.leave(r), topology.enter(r)) if apart else ((), ()) for r in range(topology.world_size)]
+        for way in (way for both in ends for way in both):
             self._add(way, found)
-            if len(self._on[self._host_of[a]]) > 1 or len(self._on[self._host_of[b]]) > 1:
-                inner = topology.through(self._host_of[a], self._host_of[b])
-                for other in self._on[self._host_of[a]]:
-                    self._add((*topology.leave(other), *inner, *topology.enter(b)), found)
-                for other in self._on[self._host_of[b]]:
-                    self._add((*topology.leave(a), *inner, *topology.enter(other)), found)
+        for one, other in permutations(self._on, 2):
+            leave = max((ends[r][0] for r in self._on[one]), key=_latency_s)
+            enter = max((ends[r][1] for r in self._on[other]), key=_latency_s)
+            self._add((*leave, *topology.through(one, other), *enter), found)
         self.of_ranks = len(found)
         """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
         for server in topology.servers:
@@ -86,15 +96,11 @@ class Ways:
         self._index = {link: i for i, link in enumerate(found)}
         self._known: dict[tuple[str, Subgroups], Traffic] = {}
         self._between: dict[tuple[int | str, int | str], list[int]] = {}
-        apart = len(self._on) > 1
-        self._ends = [
-            (self._numbers(topology.leave(r)), self._numbers(topology.enter(r))) if apart else ([], [])
-            for r in range(topology.world_size)
-        ]
+        self._ends = [(self._numbers(leave), self._numbers(enter)) for leave, enter in ends]
         """Of each rank: the links by which a message leaves it for another host, and by which one enters."""
 
     def _add(self, way: Sequence[Link], found: dict[str, Link]) -> None:
-        self.latency_s = max(self.latency_s, sum(link.latency_s for link in way))
+        self.latency_s = max(self.latency_s, _latency_s(way))
         for link in way:
             found.setdefault(link.id, link)
 
@@ -143,7 +149,7 @@ class Ways:
                 entries.update((number, a if of_sender else b) for number in self.between(a, b))
             between = Counter[tuple[int, str]]()
             for one, other in permutations(on, 2):
-                for number in self._through(one, other):
+                for number in self._numbers(self._topology.through(one, other)):
                     between[number, one if of_sender else other] += len(on[other if of_sender else one])
             for (number, host), messages in between.items():
                 entries.update({(number, rank): messages for rank in on[host]})
@@ -155,17 +161,16 @@ class Ways:
                     entries.update({(number, rank): len(subgroup) - len(ranks) for number in own})
                     far += [(number, rank) for number in others]
         links, ends = np.array(far, np.int64).reshape(-1, 2).T
-        return self._traffic(entries, (links, ends, subgroup_of, here))
+        return self._traffic(entries, FromOthers(links, ends, subgroup_of, here))
 
-    def _traffic(self, entries: Counter[tuple[int, int]], others: tuple[Indices, ...] = ()) -> Traffic:
+    def _traffic(self, entries: Counter[tuple[int, int]], others: FromOthers | None = None) -> Traffic:
         """`entries`: how often a rank's number crosses a link, by link and rank."""
         pairs = np.array(list(entries), np.int64).reshape(-1, 2)
         return Traffic(pairs[:, 0], pairs[:, 1], np.array(list(entries.values()), float), len(self.links), others)
 
-    def _through(self, one: str, other: str) -> list[int]:
-        if (one, other) not in self._between:
-            self._between[one, other] = self._numbers(self._topology.through(one, other))
-        return self._between[one, other]
-
     def _numbers(self, way: Sequence[Link]) -> list[int]:
         return [self._index[link.id] for link in way]
+
+
+def _latency_s(way: Sequence[Link]) -> float:
+    return sum(link.latency_s for link in way)

@@ -28,9 +28,9 @@ from autopar.strategies.lowering import fidelity_of
 ALWAYS = (BASELINE, "sharded")
 """Seeds that are priced in any case: what plans are compared with, and what takes the least memory."""
 SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
-"""Of the time that a search may take, the part that seeds may; and the seconds that they may in any case."""
+"""Seeds may take this part of a search's time, and these seconds in any case."""
 HOPELESS = 0.2
-"""Where the leanest seed needs so much more than a device has, as a part of that, no search will make it fit."""
+"""Nothing is searched where the leanest seed needs more memory than a device has by more than this part of it."""
 EDITED = " (edited)"
 """Behind the name of a plan that was changed by hand."""
 

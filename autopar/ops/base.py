@@ -64,7 +64,7 @@ class Operation(ABC):
     makes_parameters: ClassVar[bool] = False
     """Whether its value is parameters, which are sent for a pass to come."""
     subgroups: Subgroups = ()
-    """Among which ranks it is done; empty where not in subgroups."""
+    """The subgroups of ranks among which it is done; empty where that is among all."""
     queue: ClassVar[str] = ""
     """Calls of one queue run in the order of the plan's groups; empty where calls wait for what they need alone."""
 
@@ -87,7 +87,7 @@ class Operation(ABC):
         return None
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        """What it does on a rank's device."""
+        """What it does on a rank's device: the same on ranks that hold as much, but on those of `differs_on`."""
         return NO_WORK
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:

@@ -108,6 +108,11 @@ class JobStore:
         self._prefix, self._deadline_s = prefix, deadline_s
         self._store = PrefixStore(prefix, self._connection.store)
 
+    @property
+    def silent_until(self) -> float:
+        """When it last answered late, as `Connection` has it."""
+        return self._connection.silent_until
+
     def within(self, deadline_s: float) -> JobStore:
         """The same connection and prefix, with another deadline."""
         return JobStore(self._connection, self._prefix, deadline_s)

@@ -52,7 +52,6 @@ class Presence:
         """`connection`: to the job's store, one on which nothing waits for a key, as that keeps it from others; `by`:
         who serves the store, in words."""
         self.rank, self.world_size = rank, world_size
-        self._connection = connection
         self._served_by, self._served_here = by, by == RANK_0 and rank == 0
         self.store = JobStore(connection, f"autopar/presence/{name}", SILENCE_S)
         server = None if self._served_here or by != RANK_0 else 0
@@ -207,11 +206,6 @@ class Presence:
         """How many guarded regions this rank has entered and left."""
         return self._pulse.place
 
-    @property
-    def silent_until(self) -> float:
-        """When the store last answered late."""
-        return self._connection.silent_until
-
     def beat(self, rank: int) -> tuple[str, int]:
         """A rank's count and its place; no count where it has none, or none that can be read."""
         try:
@@ -249,7 +243,7 @@ class _Watch:
                 found[r] = ENDED
             elif count != before:
                 self._last[r] = (count, now)
-            elif count and now - max(since, self._presence.silent_until) >= SILENCE_S:
+            elif count and now - max(since, self._presence.store.silent_until) >= SILENCE_S:
                 found[r] = _GONE
         return found
 

@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from autopar.backends.exchange import Exchange, _latest
+from autopar.cost_models.alike import alike_in
 from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of, served_bytes, wire_bytes
 from autopar.ops.links import Vector
@@ -83,6 +84,21 @@ def traffic_differences(calls: Sequence[Call], world_size: int, servers: int) ->
                 f"'{call.op.name}' of {call.bytes} bytes: {name} {way} {put[worst]:.0f} bytes by its phases, "
                 f"{said[worst]:.0f} by its rank_bytes"
             )
+    return list(dict.fromkeys(found))
+
+
+def work_differences(calls: Sequence[Call], world_size: int) -> list[str]:
+    """Where an operation does something else on a rank than on those that the cost model takes it to be like."""
+    found, setting = [], Setting(world_size, moved_tensors=1)
+    for call in calls:
+        first, of_rank = alike_in(call, np.zeros(world_size, np.int64))
+        work = [call.op.work(call, r, setting) for r in range(world_size)]
+        for rank, other in enumerate(first[of_rank].tolist()):
+            if work[rank] != work[other]:
+                found.append(
+                    f"'{call.op.name}': its work on rank {rank} is another than on rank {other}, which holds as much: "
+                    "let `differs_on` name such ranks"
+                )
     return list(dict.fromkeys(found))
 
 

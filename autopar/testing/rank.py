@@ -30,7 +30,7 @@ from autopar.spec.topology import Topology
 from autopar.strategies import Strategy
 from autopar.testing.cases import SERVERS, Use, cluster_of, uses
 from autopar.testing.deadline import Deadline
-from autopar.testing.declared import memory_differences, traffic_differences
+from autopar.testing.declared import memory_differences, traffic_differences, work_differences
 from autopar.testing.findings import Finding, Kind
 from autopar.testing.load import load
 from autopar.testing.recorder import Recorder
@@ -207,7 +207,7 @@ class Rank:
             virtual.synchronize()
             if recorder.calls != again.calls:
                 return f"issued {recorder.calls}, virtual compute {again.calls}"
-            return None
+            return "; ".join(work_differences(compiled.program.calls, self.group.world_size)) or None
 
         def agree() -> str | None:
             samples = SAMPLES["unequal"][self.group.rank]

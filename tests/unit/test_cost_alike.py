@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -11,13 +12,16 @@ from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.alike import alike
 from autopar.cost_models.flows import Ways
 from autopar.errors import PlanError
+from autopar.ops.base import Call
+from autopar.ops.gradients import Pack
 from autopar.ops.subgroups import Subgroups, all_subgroups
-from autopar.ops.values import Setting
+from autopar.ops.values import Setting, Work
 from autopar.search.builders import BUILDERS, builder_named
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
+from autopar.testing.declared import work_differences
 from tests.unit.synthetic import cpu_hosts, training_graph
 
 MIXED = ClusterSpec.loads(
@@ -88,3 +92,20 @@ def test_traffic_is_that_of_each_message(name: str, split: bool) -> None:
     paths = [topology.path(a, b) for a, b in permutations([*range(n), *topology.servers], 2)]
     served = [p for p in paths if p]
     assert ways.latency_s == pytest.approx(max(sum(link.latency_s for link in p) for p in served))
+
+
+class First(Pack):
+    """Packs gradients, and does something else besides on rank 0, of which it says nothing."""
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        return Work(moved_bytes=1e6) if rank == 0 else Work()
+
+
+def test_an_operation_that_does_not_say_on_which_ranks_it_does_something_else_is_named() -> None:
+    graph, context = training_graph(ODD), Context(4)
+    program = lower_plan(builder_named("ddp")(graph.parameters, context, cpu_hosts(4)), graph, context)
+    assert work_differences(program.calls, 4) == []
+    pack = next(c for c in program.calls if isinstance(c.op, Pack))
+    silent = replace(pack, op=First(pack.dtype))
+    (said,) = work_differences([silent], 4)[:1]
+    assert "its work on rank 1 is another than on rank 0, which holds as much" in said
