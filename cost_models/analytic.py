@@ -136,6 +136,11 @@ class StepPricer:
         """The compute streams, less the nodes that a program does not compute; remembered, for plans share them."""
         return self._streams_without(program.replaced)
 
+    @property
+    def graph_streams(self) -> Streams:
+        """The compute streams of the whole graph."""
+        return self._streams_without(frozenset())
+
     def graph_s(self, replaced: frozenset[str]) -> npt.NDArray[np.float64]:
         """Seconds of the graph's own nodes on each rank, less those that are replaced."""
         prefix_s = self._streams_without(replaced).prefix_s

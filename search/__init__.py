@@ -1,4 +1,4 @@
-"""The search: seeds, local improvement, and the plan that comes of it."""
+"""The search: seeds, searchers that improve them, and the plan that comes of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ if __name__ != "autopar.search":
 
 from autopar.search.base import Budget, Candidate, Problem, SearchResult
 from autopar.search.builders import AUTODIST, BUILDERS
-from autopar.search.local import LocalSearch
+from autopar.search.evaluate import Evaluator
+from autopar.search.journal import Journal
 from autopar.search.run import build_plan, price, search, search_result
-from autopar.search.searcher import Searcher
+from autopar.search.searchers import SEARCHERS, LocalSearch, Searcher, searcher_named
 
 __all__ = [
     "AUTODIST",
     "BUILDERS",
+    "SEARCHERS",
     "Budget",
     "Candidate",
+    "Evaluator",
+    "Journal",
     "LocalSearch",
     "Problem",
     "SearchResult",
@@ -24,4 +28,5 @@ __all__ = [
     "price",
     "search",
     "search_result",
+    "searcher_named",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Protocol, runtime_checkable
 
 from autopar.cost_models.analytic import StepPricer
@@ -35,6 +36,8 @@ class Budget:
     time_s: float = 30.0
     evaluations: int = 600
     """Plans priced, seeds not counted."""
+    stop: Event = field(default_factory=Event, compare=False)
+    """Ends the search when it is set, from another thread or a signal: what was found by then is kept."""
 
 
 @runtime_checkable

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from autopar.cost_models.steps import predict_steps
-from autopar.errors import PlanError
+from autopar.errors import PlanError, SpecError
 from autopar.search.base import Budget, Candidate, Problem, Progress
 from autopar.search.journal import Journal
 from autopar.spec.plan import SyncGroup
@@ -23,16 +24,35 @@ class Evaluator:
         self.budget = budget
         self.candidates: list[Candidate] = []
         self.best: Candidate | None = None
+        self.best_seed: Candidate | None = None
+        """The best of the seeds, once all are priced."""
         self._journal = journal
         self._progress = progress
         self._known: dict[Hashable, Candidate | None] = {}
         self._began = time.monotonic()
+        self._recorded: dict[Hashable, Candidate] = {}
+        self._recorded_s = 0.0
         self._free = 0
         self._allowed: dict[Hashable, bool] = {}
+
+    def resume(self, candidates: Sequence[Candidate], elapsed_s: float) -> None:
+        """Takes prices from a search that was cut short, and the time that it took from the budget.
+
+        Raises `SpecError` where prices have changed since, judged by the first plan."""
+        if candidates:
+            now = self._price(candidates[0].name, candidates[0].groups)
+            if now is None or now.estimate.prediction() != candidates[0].estimate.prediction():
+                raise SpecError(
+                    "the journal cannot be resumed: its prices are others than today's (another calibration, optimizer "
+                    "or version of autopar, or compute measured again); leave --resume out, or begin another journal"
+                )
+        self._recorded = {self._key(c.groups): c for c in candidates}
+        self._recorded_s = elapsed_s
 
     def end_of_seeds(self) -> None:
         """From here on, evaluations count against the budget."""
         self._free = len(self._known)
+        self.best_seed = self.best
 
     @property
     def elapsed_s(self) -> float:
@@ -48,18 +68,25 @@ class Evaluator:
 
     @property
     def spent(self) -> bool:
-        return self.used >= 1.0
+        return self.used >= 1.0 or self.budget.stop.is_set()
 
     def __call__(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
         """The priced plan, from memory where it was priced before; `None` where a strategy cannot be used on what its
         group holds, or is not of the fidelity that is allowed."""
-        key = tuple((g.strategy, tuple(sorted(g.settings.items())), g.members) for g in groups)
+        key = self._key(groups)
         if key in self._known:
             return self._known[key]
-        candidate = self._known[key] = self._price(name, groups)
+        recorded = self._recorded.get(key)
+        if recorded is None:  # from here on, it is not what was done before
+            self._began, self._recorded_s = self._began - self._recorded_s, 0.0
+        candidate = self._known[key] = self._price(name, groups) if recorded is None else replace(recorded, name=name)
         if candidate is not None:
-            self._remember(candidate)
+            self._remember(candidate, is_new=recorded is None)
         return candidate
+
+    @staticmethod
+    def _key(groups: tuple[SyncGroup, ...]) -> Hashable:
+        return tuple((g.strategy, tuple(sorted(g.settings.items())), g.members) for g in groups)
 
     def _price(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
         problem = self.problem
@@ -77,12 +104,12 @@ class Evaluator:
             self._allowed[key] = self.problem.allows(fidelity_of([group], self.problem.context))
         return self._allowed[key]
 
-    def _remember(self, candidate: Candidate) -> None:
+    def _remember(self, candidate: Candidate, is_new: bool) -> None:
         self.candidates.append(candidate)
         if self.best is None or candidate.order < self.best.order:
             self.best = candidate
-        if self._journal is not None:
-            self._journal.write(candidate)
+        if self._journal is not None and is_new:
+            self._journal.write(candidate, self.elapsed_s)
         if self._progress is not None:
             self._progress(candidate.name, len(self.candidates), self.best.step_time_s)
 

@@ -1,77 +1,97 @@
 """The journal: every plan that a search priced, one JSON object a line, appended and never rewritten.
 
-The first line of a search says for which model and cluster it was. A line is written at once, so that a search that
-is cut short leaves what it knew. Lines can be read back with `read`; a half-written last line is passed over.
+The first line of a search says what was searched; the lines that follow carry its number, so that several searches may
+write to one journal at the same time. A line is written at once: a search that is cut short leaves what it knew, and
+one that resumes it takes the prices from there. Lines can be read back with `read`; a half-written one is passed over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-from collections.abc import Iterator
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
+from pydantic import ValidationError
+
+from autopar.cost_models.base import Estimate
 from autopar.errors import SpecError
 from autopar.search.base import Candidate
+from autopar.spec.plan import Prediction, SyncGroup
 
-FORMAT = 1
+FORMAT = 2
+
+_BY_RANK = ("sent_bytes", "received_bytes", "peak_memory_bytes")
 
 
 class Journal:
-    """Appends to a JSONL file; use it as a context manager."""
+    """Appends to a JSONL file; use it as a context manager. `header`: what tells one search from another."""
 
     def __init__(self, path: str | Path, **header: Any) -> None:
         self.path = Path(path)
-        self.header = header
-        self._file: TextIO | None = None
+        self.header = {"format": FORMAT, **header}
+        self._file: int | None = None
+        self._number = secrets.token_hex(4)
 
     def __enter__(self) -> Self:
         try:
-            self._file = self.path.open("a", encoding="utf-8")
-            if _ends_within_a_line(self.path):
-                self._file.write("\n")
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as e:
-            self._close()
-            raise SpecError(f"{self.path}: cannot write the journal: {e.strerror or e}") from e
-        self._line({"search": {"format": FORMAT, **self.header}})
+            raise self._refused(e) from e
+        self._line({"search": self.header})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._close()
 
-    def write(self, candidate: Candidate) -> None:
-        """Appends one priced plan."""
-        prediction = candidate.estimate.prediction()
+    def write(self, candidate: Candidate, elapsed_s: float) -> None:
+        """Appends one priced plan, and for how long the search has run by then."""
+        estimate = candidate.estimate
         self._line(
             {
                 "candidate": candidate.name,
-                "prediction": prediction.model_dump(),
+                "prediction": estimate.prediction().model_dump(),
+                "communication_s": estimate.communication_s,
+                "by_rank": {name: _runs(getattr(estimate, name)) for name in _BY_RANK},
                 "overflow_bytes": candidate.overflow_bytes,
+                "elapsed_s": round(elapsed_s, 3),
                 "groups": [g.model_dump(mode="json", exclude_defaults=True) for g in candidate.groups],
             }
         )
 
     def _line(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "a journal is written inside `with`"
+        text = json.dumps({"of": self._number, **record}, separators=(",", ":")) + "\n"
         try:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            self._file.flush()
+            with _locked(self._file):
+                # Another search, or this one before it was killed, may have left half a line.
+                left = b"\n" if _ends_within_a_line(self._file) else b""
+                rest = left + text.encode()
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
         except OSError as e:
             self._close()
-            raise SpecError(f"{self.path}: cannot write the journal: {e.strerror or e}") from e
+            raise self._refused(e) from e
+
+    def _refused(self, error: OSError) -> SpecError:
+        return SpecError(f"{self.path}: cannot write the journal: {error.strerror or error}")
 
     def _close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # of what could not be written, which was said before
-                self._file.close()
+                os.close(self._file)
             self._file = None
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a journal, oldest first; lines that are no JSON objects are passed over."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
@@ -81,10 +101,71 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _ends_within_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        if file.tell() == 0:
-            return False
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+def known(path: str | Path, **header: Any) -> tuple[list[Candidate], float]:
+    """What searches of this header have priced, as far as the journal tells, and for how many seconds the longest of
+    them ran. Nothing where there is no journal yet."""
+    path, wanted = Path(path), {"format": FORMAT, **header}
+    if not path.exists():
+        return [], 0.0
+    same: set[object] = set()
+    found: list[Candidate] = []
+    elapsed_s = 0.0
+    for record in read(path):
+        if record.get("search") == wanted:
+            same.add(record.get("of"))
+        elif record.get("of") in same:
+            candidate = _candidate(record)
+            if candidate is not None:
+                found.append(candidate)
+                elapsed_s = max(elapsed_s, float(record["elapsed_s"]))
+    return found, elapsed_s
+
+
+def _candidate(record: dict[str, Any]) -> Candidate | None:
+    """What a line says; `None` where it says something else."""
+    try:
+        prediction = Prediction.model_validate(record["prediction"])
+        sent, received, peak = (_unrolled(record["by_rank"][name]) for name in _BY_RANK)
+        estimate = Estimate(
+            step_time_s=prediction.step_time_s,
+            compute_s=prediction.compute_s,
+            exposed_communication_s=prediction.exposed_communication_s,
+            communication_s=float(record["communication_s"]),
+            relative_error=prediction.relative_error,
+            provenance=prediction.provenance,
+            sent_bytes=sent,
+            received_bytes=received,
+            peak_memory_bytes=peak,
+        )
+        groups = tuple(SyncGroup.model_validate(g) for g in record["groups"])
+        float(record["elapsed_s"])
+        return Candidate(str(record["candidate"]), groups, estimate, int(record["overflow_bytes"]))
+    except (KeyError, TypeError, ValueError, ValidationError):
+        return None
+
+
+def _runs(values: Sequence[int]) -> list[list[int]]:
+    """Equal neighbours as [value, how many]: ranks are mostly alike."""
+    return [[value, len(list(run))] for value, run in groupby(values)]
+
+
+def _unrolled(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(repeat(int(value), int(count)) for value, count in runs))
+
+
+@contextlib.contextmanager
+def _locked(file: int) -> Iterator[None]:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks: lines of two searches may then run into each other
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _ends_within_a_line(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"

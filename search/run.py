@@ -14,10 +14,9 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import Budget, Candidate, Problem, Progress, SearchResult, choose
 from autopar.search.builders import MANY_GROUPS, builder_named, names
 from autopar.search.evaluate import Evaluator, overflow_bytes
-from autopar.search.journal import Journal
-from autopar.search.local import LocalSearch
+from autopar.search.journal import Journal, known
 from autopar.search.reasons import Reasons
-from autopar.search.searcher import Searcher
+from autopar.search.searchers import DEFAULT, Searcher, searcher_named
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.summary import BASELINE
@@ -46,13 +45,16 @@ def search(
     cost_model: CostModel | None = None,
     searcher: Searcher | None = None,
     journal: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """The best plan found for a model on a cluster, within a fidelity and a budget.
 
     Never predicted slower than the best of the seeds, which are all plans a person would write. The plan holds its
     prediction, those of the seeds, and a reason for each group. `cost_model`: the analytic one, for AdamW, where none
-    is given. `journal`: a JSONL file to which every priced plan is appended.
+    is given. `searcher`: the default one, which combines the others. `journal`: a JSONL file to which every priced plan
+    is appended; with `resume`, plans that the same search has priced there before are not priced again, so that one
+    that was cut short ends as it would have ended.
 
     Raises `InfeasibleError` where no plan fits the devices' memory.
     """
@@ -66,6 +68,7 @@ def search(
         cost_model=cost_model,
         searcher=searcher,
         journal=journal,
+        resume=resume,
         progress=progress,
     ).plan
 
@@ -81,20 +84,27 @@ def search_result(
     cost_model: CostModel | None = None,
     searcher: Searcher | None = None,
     journal: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> SearchResult:
     """As `search`, with everything that was priced."""
     problem = _problem(graph, cluster, context, fidelity, cost_model)
     with contextlib.ExitStack() as stack:
         log = None
+        budget, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
+        header = _header(problem, searcher, budget, seed)
+        before = known(journal, **header) if journal is not None and resume else None
         if journal is not None:
-            header = {"model": graph.model.digest, "cluster": cluster.fingerprint.digest, "seed": seed}
-            log = stack.enter_context(Journal(journal, fidelity=fidelity, **header))
-        evaluate = Evaluator(problem, budget or Budget(), log, progress)
+            log = stack.enter_context(Journal(journal, **header))
+        evaluate = Evaluator(problem, budget, log, progress)
+        if before is not None:
+            evaluate.resume(*before)
         seeds = _seeds(evaluate)
         if context.world_size > 1 and not _hopeless(problem, seeds):
             evaluate.end_of_seeds()
-            (searcher or LocalSearch()).search(list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed)
+            (searcher or searcher_named(DEFAULT)).search(
+                list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed
+            )
     fitting = [c for c in evaluate.candidates if c.feasible]
     if not fitting:
         raise InfeasibleError(_does_not_fit(problem, evaluate))
@@ -165,6 +175,20 @@ def _problem(
     )
 
 
+def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> dict[str, object]:
+    """What tells a search from others in a journal. Prices are compared apart, by the first plan."""
+    return {
+        "model": problem.graph.model.digest,
+        "cluster": problem.cluster.fingerprint.digest,
+        "fidelity": problem.fidelity,
+        "late_parameters": problem.context.late_parameters,
+        "recompute": problem.graph.recompute,
+        "searcher": type(searcher).__name__,
+        "evaluations": budget.evaluations,
+        "seed": seed,
+    }
+
+
 def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
     """Every builder's plan that is allowed and can be used here, priced; by name. With one rank they are all one.
 
@@ -176,7 +200,8 @@ def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
         found = found[:1]
     seeds = {}
     for name in sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS)):
-        if name not in ALWAYS and evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S):
+        used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
+        if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set()):
             break
         candidate = evaluate(name, builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
         if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing

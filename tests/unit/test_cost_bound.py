@@ -13,7 +13,7 @@ from autopar.search.base import Budget, Problem
 from autopar.search.builders import builder_named
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood
-from autopar.search.recombine import Recombination
+from autopar.search.searchers.recombine import Recombination
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.strategies import Context

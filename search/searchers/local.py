@@ -12,26 +12,28 @@ from collections.abc import Sequence
 from autopar.search.base import SEARCHED, TIE, Candidate
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood, merged
-from autopar.search.recombine import Recombination
-from autopar.search.searcher import Searcher
+from autopar.search.searchers.base import Searcher, starts
+from autopar.search.searchers.recombine import Recombination
+
+SIMPLIFY_SHARE = 0.15
+"""Part of the budget that is kept for merging groups at the end."""
 
 
 class LocalSearch(Searcher):
     """Improves the best few seeds step by step."""
 
-    def __init__(self, starts: int = 3, patience: int = 100, simplify_share: float = 0.15) -> None:
+    def __init__(self, starts: int = 3, patience: int = 100, simplify_share: float = SIMPLIFY_SHARE) -> None:
         self.starts = starts
         self.patience = patience
         """Plans in a row without improvement after which it stops."""
         self.simplify_share = simplify_share
-        """Part of the budget that is kept for merging groups at the end."""
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         if not seeds:
             return
         draw = random.Random(seed)
         near = Neighbourhood(evaluate.problem)
-        current = self._recombined(self._starts(seeds), near, evaluate, draw)
+        current = self._recombined(starts(seeds, self.starts), near, evaluate, draw)
         idle = 0
         # A move may have no neighbour to offer, which costs no evaluation; the second bound ends such a search.
         for _ in range(20 * evaluate.budget.evaluations):
@@ -49,7 +51,7 @@ class LocalSearch(Searcher):
                 if candidate.order < current[best].order:
                     idle = 0
                 current[i] = candidate
-        self._simplify(min(current, key=lambda c: c.order), min(s.order for s in seeds), near, evaluate)
+        simplify(min(current, key=lambda c: c.order), near, evaluate)
 
     def _recombined(
         self, starts: list[Candidate], near: Neighbourhood, evaluate: Evaluator, draw: random.Random
@@ -61,25 +63,16 @@ class LocalSearch(Searcher):
         recombination = Recombination(evaluate, near, pricer)
         return [c if evaluate.spent else recombination.improve(c, draw) for c in starts]
 
-    def _starts(self, seeds: Sequence[Candidate]) -> list[Candidate]:
-        starts: list[Candidate] = []
-        for candidate in sorted(seeds, key=lambda c: c.order):
-            # Seeds of the same time are mostly the same plan under two names.
-            if all(candidate.order != other.order for other in starts):
-                starts.append(candidate)
-        return starts[: self.starts]
 
-    def _simplify(
-        self, best: Candidate, seed_order: tuple[int, float, int], near: Neighbourhood, evaluate: Evaluator
-    ) -> None:
-        """Merges neighbours for as long as the plan stays within a tie of the best and no slower than the seeds."""
-        overflow, seed_s, _ = seed_order
-        limit = min(best.step_time_s * (1 + TIE), seed_s) if best.overflow_bytes <= overflow else best.step_time_s
-        i = 0
-        while i < len(best.groups) - 1 and not evaluate.spent:
-            groups = merged(best.groups, i, near.table)
-            candidate = None if groups is None else evaluate(SEARCHED, groups)
-            if candidate and candidate.step_time_s <= limit and candidate.overflow_bytes <= best.overflow_bytes:
-                best = candidate
-            else:
-                i += 1
+def simplify(best: Candidate, near: Neighbourhood, evaluate: Evaluator) -> None:
+    """Merges neighbours for as long as the plan stays within a tie of the best and no slower than the seeds."""
+    overflow, seed_s, _ = evaluate.best_seed.order if evaluate.best_seed else best.order
+    limit = min(best.step_time_s * (1 + TIE), seed_s) if best.overflow_bytes <= overflow else best.step_time_s
+    i = 0
+    while i < len(best.groups) - 1 and not evaluate.spent:
+        groups = merged(best.groups, i, near.table)
+        candidate = None if groups is None else evaluate(SEARCHED, groups)
+        if candidate and candidate.step_time_s <= limit and candidate.overflow_bytes <= best.overflow_bytes:
+            best = candidate
+        else:
+            i += 1

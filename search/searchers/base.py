@@ -21,3 +21,12 @@ class Searcher(ABC):
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         """Prices plans through `evaluate` until it is spent, or until nothing better is in sight. The evaluator keeps
         what was priced; the caller chooses from that."""
+
+
+def starts(seeds: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The best of the seeds, each of another time: seeds of the same time are mostly one plan under two names."""
+    found: list[Candidate] = []
+    for candidate in sorted(seeds, key=lambda c: c.order):
+        if all(candidate.order != other.order for other in found):
+            found.append(candidate)
+    return found[:count]

@@ -1,0 +1,28 @@
+"""The default: each searcher that the others cannot stand in for, one after the other, on one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.search.base import Candidate
+from autopar.search.evaluate import Evaluator
+from autopar.search.moves import Neighbourhood
+from autopar.search.searchers.base import Searcher
+from autopar.search.searchers.dynamic import DynamicProgramming
+from autopar.search.searchers.evolutionary import Evolutionary
+from autopar.search.searchers.local import SIMPLIFY_SHARE, LocalSearch, simplify
+
+LOCAL_SHARE = 0.5
+"""Part of the budget that is left to crossing plans when the local search has not stopped by itself."""
+
+
+class Combined(Searcher):
+    """Cuts the best seeds anew by dynamic programming, improves the best of all that was found step by step, crosses
+    what came of it, and merges groups of the best for as long as that costs nothing."""
+
+    def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
+        DynamicProgramming().search(seeds, evaluate, seed=seed)
+        LocalSearch(simplify_share=LOCAL_SHARE).search(evaluate.candidates, evaluate, seed=seed)
+        Evolutionary(share=1 - SIMPLIFY_SHARE).search(seeds, evaluate, seed=seed)
+        if evaluate.best is not None:
+            simplify(evaluate.best, Neighbourhood(evaluate.problem), evaluate)

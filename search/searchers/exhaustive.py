@@ -1,0 +1,133 @@
+"""Branch and bound over every plan of whole parameters: all ways to put them into groups, and all choices for each.
+
+For small models only. It settles what the best plan is, which shows what the other searchers are worth. A way to form
+groups is a branch; of the choices for its groups, those are simulated whose lower bound is below the best so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost_models.bound import Bound
+from autopar.errors import PlanError
+from autopar.ir.training_graph import Parameter
+from autopar.search.base import SEARCHED, Candidate
+from autopar.search.builders.common import issue_order, whole
+from autopar.search.evaluate import Evaluator
+from autopar.search.moves import Choice, Groups, Neighbourhood
+from autopar.search.searchers.base import Searcher
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.strategies.lowering import lower_plan
+
+MOST_PARAMETERS = 8
+"""Which can be put into groups in 4,140 ways (the eighth Bell number)."""
+
+
+class Exhaustive(Searcher):
+    """Ends when all is settled: give it a budget without an end."""
+
+    def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
+        """Raises `PlanError` for a model of too many parameters."""
+        parameters = evaluate.problem.graph.parameters
+        if len(parameters) > MOST_PARAMETERS:
+            raise PlanError(
+                f"an exhaustive search takes up to {MOST_PARAMETERS} parameters, the model has {len(parameters)}: "
+                "take another searcher"
+            )
+        Branches(evaluate).search()
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way to form groups, with all choices for each."""
+
+    offered: Sequence[Sequence[tuple[int, SyncGroup]]]
+    """The ways to synchronize each group, with their rows of the bound."""
+    bounds: npt.NDArray[np.float64]
+    """Of all combinations, the last group's choices changing fastest."""
+
+    def plan(self, index: int) -> Groups:
+        """A combination by its place."""
+        chosen = np.unravel_index(index, [len(o) for o in self.offered])
+        return tuple(o[int(k)][1] for o, k in zip(self.offered, chosen, strict=True))
+
+
+class Branches:
+    """The whole space of one problem."""
+
+    def __init__(self, evaluate: Evaluator) -> None:
+        self.evaluate = evaluate
+        self.near = Neighbourhood(evaluate.problem)
+        pricer = evaluate.problem.pricer
+        self._bound = None if pricer is None else Bound(pricer)
+        self._known: dict[frozenset[str], list[tuple[int, SyncGroup]]] = {}
+
+    def search(self) -> None:
+        """Visits the ways to form groups, those whose lowest bound is the lowest first."""
+        branches = [self._branch(parts) for parts in partitions(list(self.near.parameters))]
+        for branch in sorted((b for b in branches if b is not None), key=lambda b: float(b.bounds.min())):
+            for i in np.argsort(branch.bounds, kind="stable").tolist():
+                if self.evaluate.spent:
+                    return
+                best = self.evaluate.best
+                if best is not None and best.feasible and branch.bounds[i] >= best.step_time_s:
+                    break
+                self.evaluate(SEARCHED, issue_order(branch.plan(i), self.near.parameters))
+
+    def _branch(self, parts: Sequence[Sequence[Parameter]]) -> Branch | None:
+        """One way to form groups; `None` where there is no way to synchronize one of them."""
+        offered = [self._offered(part) for part in parts]
+        if not all(offered):
+            return None
+        counts = [len(o) for o in offered]
+        if self._bound is None:
+            return Branch(offered, np.zeros(math.prod(counts)))
+        rows = [np.array([row for row, _ in o]) for o in offered]
+        chosen = np.indices(counts).reshape(len(counts), -1)
+        return Branch(offered, self._bound.of(np.stack([r[c] for r, c in zip(rows, chosen, strict=True)], axis=1)))
+
+    def _offered(self, part: Sequence[Parameter]) -> list[tuple[int, SyncGroup]]:
+        """The ways to synchronize one group, each with its row of the bound."""
+        key = frozenset(p.name for p in part)
+        if key not in self._known:
+            members = tuple(whole(p)[0] for p in part)
+            groups = (self._group(c, members) for offered in self.near.choices.values() for c in offered)
+            rows = [(self._row(g), g) for g in groups if g is not None]
+            self._known[key] = [(row, group) for row, group in rows if row is not None]
+        return self._known[key]
+
+    def _group(self, choice: Choice, members: tuple[ParameterSlice, ...]) -> SyncGroup | None:
+        group = choice.of(SyncGroup(strategy=choice.strategy, members=members))
+        return group if self.near.possible(choice, group) else None
+
+    def _row(self, group: SyncGroup) -> int | None:
+        problem = self.evaluate.problem
+        try:
+            alone = lower_plan((group,), problem.graph, problem.context)
+        except PlanError:
+            return None
+        return 0 if self._bound is None else self._bound.add(alone)
+
+
+def partitions(parameters: list[Parameter]) -> Iterator[list[list[Parameter]]]:
+    """All ways to put parameters into groups, each group of one dtype; in the order of their gradients."""
+    ordered = sorted(parameters, key=lambda p: p.ready)
+
+    def extended(parts: list[list[Parameter]], rest: list[Parameter]) -> Iterator[list[list[Parameter]]]:
+        if not rest:
+            yield [list(part) for part in parts]
+            return
+        first = rest[0]
+        for part in parts:
+            if part[0].spec.dtype == first.spec.dtype:
+                part.append(first)
+                yield from extended(parts, rest[1:])
+                part.pop()
+        yield from extended([*parts, [first]], rest[1:])
+
+    return extended([], ordered)

@@ -1,0 +1,119 @@
+"""The journal: searches that were cut short, at any byte, end as they would have ended."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_models import AnalyticCostModel, optimizer_cost
+from autopar.errors import SpecError
+from autopar.search import Budget, Journal, SearchResult, search_result
+from autopar.search.journal import known, read
+from autopar.strategies import Context
+from tests.unit.synthetic import cpu_hosts, training_graph
+
+CLUSTER = cpu_hosts(3, "50 Mbit/s")
+GRAPH = training_graph()
+
+
+def run(
+    journal: Path | None, resume: bool = False, seed: int = 0, evaluations: int = 30, **given: object
+) -> tuple[SearchResult, int]:
+    """The result, and how many plans were priced anew."""
+    priced = 0
+    model = AnalyticCostModel(optimizer_cost("SGD", {"momentum": 0.0}))
+    predict = model.predict
+
+    def counted(*args: object, **more: object) -> object:
+        nonlocal priced
+        priced += 1
+        return predict(*args, **more)  # type: ignore[arg-type]
+
+    model.predict = counted  # type: ignore[method-assign,assignment]
+    budget = Budget(time_s=1e9, evaluations=evaluations)
+    result = search_result(
+        GRAPH, CLUSTER, Context(3), budget=budget, seed=seed, journal=journal, resume=resume,
+        **{"cost_model": model, **given},  # type: ignore[arg-type]
+    )  # fmt: skip
+    return result, priced
+
+
+def outcome(result: SearchResult) -> list[object]:
+    return [result.plan, *((c.name, c.groups, c.estimate) for c in result.candidates)]
+
+
+def test_a_search_that_was_cut_at_any_byte_ends_the_same(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    straight, priced = run(whole)
+    text, draw = whole.read_bytes(), random.Random(0)
+    for at in sorted(draw.randrange(len(text) + 1) for _ in range(20)):
+        journal = tmp_path / f"{at}.jsonl"
+        journal.write_bytes(text[:at])
+        resumed, anew = run(journal, resume=True)
+        assert outcome(resumed) == outcome(straight)
+        lines = text[:at].count(b"\n")
+        assert anew == priced - max(0, lines - 1) + (lines > 1), "what was recorded is not priced again, but for one"
+        kept, _ = known(journal, **next(iter(read(whole)))["search"])
+        assert len(kept) == len(straight.candidates), "what was priced anew is recorded"
+
+
+def test_without_resume_all_is_priced_again(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    _, first = run(journal)
+    _, second = run(journal)
+    assert first == second
+
+
+def test_other_searches_in_the_journal_are_left_alone(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    _, first = run(journal, seed=1)
+    _, second = run(journal, resume=True, seed=2)
+    assert second > 0.5 * first
+
+
+def test_two_searches_write_to_one_journal(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    alone = [outcome(run(None, seed=seed)[0]) for seed in (1, 2)]
+    threads = [threading.Thread(target=run, args=(journal,), kwargs={"seed": seed}) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    again = [run(journal, resume=True, seed=seed) for seed in (1, 2)]
+    assert [outcome(result) for result, _ in again] == alone
+    assert [priced for _, priced in again] == [1, 1], "one plan, to see that prices are the same"
+
+
+def test_half_a_line_of_a_killed_search_costs_no_other_line(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    with Journal(path, seed=1) as one:
+        with path.open("ab") as killed:
+            killed.write(b'{"of":"dead","candi')
+        one.write(run(None, evaluations=1)[0].candidates[0], 0.0)
+    assert [sorted(record)[0] for record in read(path)] == ["of", "by_rank"]
+
+
+def test_prices_that_changed_are_not_mixed(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    run(journal)
+    with pytest.raises(SpecError, match="its prices are others than today's"):
+        run(journal, resume=True, cost_model=AnalyticCostModel(optimizer_cost("AdamW", {})))
+
+
+def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path: Path) -> None:
+    budget = Budget(time_s=1e9, evaluations=10**6)
+    priced = 0
+
+    def progress(what: str, count: int, best_s: float) -> None:
+        nonlocal priced
+        priced = count
+        if count == 20:
+            budget.stop.set()
+
+    result = search_result(GRAPH, CLUSTER, Context(3), budget=budget, progress=progress)
+    assert priced == 20
+    assert result.plan.prediction is not None
+    assert result.plan.prediction.step_time_s <= 1.005 * min(c.step_time_s for c in result.candidates)

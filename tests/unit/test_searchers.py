@@ -1,0 +1,122 @@
+"""The searchers: what each promises, and what the default is worth beside one that settles the question."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from autopar.cost_models import AnalyticCostModel
+from autopar.errors import PlanError
+from autopar.search import SEARCHERS, Budget, Candidate, Evaluator, Problem, SearchResult, search_result, searcher_named
+from autopar.search.builders.common import issue_order, whole
+from autopar.search.moves import Neighbourhood
+from autopar.search.searchers.dynamic import Cuts
+from autopar.search.searchers.evolutionary import crossed
+from autopar.search.searchers.exhaustive import partitions
+from autopar.search.searchers.random_plans import drawn
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import SyncGroup, partition_problems
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+from autopar.strategies.lowering import lower_plan
+from tests.unit.synthetic import MLP, Layer, cpu_hosts, training_graph
+
+SMALL: tuple[Layer, ...] = (("a", (512, 512)), ("b", (512,)), ("c", (2048, 512)))
+SLOW_HOST = ClusterSpec.loads(
+    "hosts: [{name: a, count: 2, devices: 1 x cpu}, {name: b, devices: 1 x cpu, bandwidth: 100 Mbit/s}]\n"
+    "network: {bandwidth: 1 Gbit/s}"
+)
+WITHOUT_END = Budget(time_s=1e9, evaluations=10**9)
+
+
+def problem(layers: tuple[Layer, ...] = SMALL, cluster: ClusterSpec = SLOW_HOST) -> Problem:
+    graph = training_graph(layers)
+    return Problem(graph, cluster, Topology(cluster), Context(cluster.world_size).on(cluster), AnalyticCostModel())
+
+
+def found(
+    name: str, layers: tuple[Layer, ...] = MLP, cluster: ClusterSpec = SLOW_HOST, evaluations: int = 80, seed: int = 0
+) -> SearchResult:
+    budget = WITHOUT_END if name == "exhaustive" else Budget(time_s=1e9, evaluations=evaluations)
+    graph, context = training_graph(layers), Context(cluster.world_size)
+    return search_result(graph, cluster, context, budget=budget, searcher=searcher_named(name), seed=seed)
+
+
+def best(result: SearchResult) -> Candidate:
+    return min((c for c in result.candidates if c.feasible), key=lambda c: c.step_time_s)
+
+
+@pytest.mark.parametrize("name", [name for name in SEARCHERS if name != "exhaustive"])
+def test_a_searcher_keeps_its_budget_and_gives_the_same_plan_again(name: str) -> None:
+    once, again = found(name), found(name)
+    seeds = [a.prediction.step_time_s for a in once.plan.alternatives]
+    assert once.plan.prediction is not None and once.plan.prediction.step_time_s <= min(seeds)
+    assert len(once.candidates) <= len(seeds) + 80
+    assert [(c.groups, c.step_time_s) for c in once.candidates] == [(c.groups, c.step_time_s) for c in again.candidates]
+
+
+def test_exhaustive_search_settles_what_the_best_plan_is() -> None:
+    """Every plan of whole parameters, priced one by one without a bound."""
+    of = problem()
+    near = Neighbourhood(of)
+    choices = [c for offered in near.choices.values() for c in offered]
+    shortest_s, count = float("inf"), 0
+    for parts in partitions(list(of.graph.parameters)):
+        for chosen in product(choices, repeat=len(parts)):
+            members = [tuple(whole(p)[0] for p in part) for part in parts]
+            groups = [
+                SyncGroup(strategy=c.strategy, members=m, options=dict(c.options))
+                for c, m in zip(chosen, members, strict=True)
+            ]
+            if not all(near.possible(c, g) for c, g in zip(chosen, groups, strict=True)):
+                continue
+            program = lower_plan(issue_order(groups, of.graph.parameters), of.graph, of.context)
+            shortest_s = min(shortest_s, of.cost_model.predict(of.graph, program, of.topology).step_time_s)
+            count += 1
+    result = found("exhaustive", SMALL)
+    assert best(result).step_time_s <= shortest_s * (1 + 1e-12)
+    assert len(result.candidates) < count, "the bound rules some of them out"
+
+
+@pytest.mark.parametrize("bandwidth", ["50 Mbit/s", "1 Gbit/s", "10 Gbit/s"])
+def test_the_default_comes_near_the_best_plan_of_a_small_model(bandwidth: str) -> None:
+    cluster = cpu_hosts(2, bandwidth)
+    settled_s = best(found("exhaustive", SMALL, cluster)).step_time_s
+    assert best(found("combined", SMALL, cluster, 300)).step_time_s <= 1.01 * settled_s
+
+
+def test_exhaustive_search_refuses_what_it_could_not_settle() -> None:
+    with pytest.raises(PlanError, match="takes up to 8 parameters, the model has 12"):
+        found("exhaustive", MLP)
+
+
+def test_an_unknown_searcher_is_named() -> None:
+    with pytest.raises(PlanError, match=r"no searcher is called 'gredy'.*greedy"):
+        searcher_named("gredy")
+
+
+def test_random_plans_and_children_hold_every_parameter_once() -> None:
+    of = problem(MLP)
+    near, draw = Neighbourhood(of), random.Random(0)
+    plans = [drawn(near, draw) for _ in range(20)]
+    plans += [crossed(draw.choice(plans), draw.choice(plans), near, draw) for _ in range(20)]
+    for groups in plans:
+        assert partition_problems(groups, of.graph.model.parameters) == []
+        lower_plan(groups, of.graph, of.context)
+    assert len({len(groups) for groups in plans}) > 3
+
+
+def test_dynamic_programming_cuts_where_what_is_hidden_ends() -> None:
+    """Gradients of one size, ready at even times, on a network that sends one while three become ready: nothing is
+    gained by waiting for another one, but at the end."""
+    layers = tuple((f"{i}", (256, 1024)) for i in range(12))
+    of = problem(layers, cpu_hosts(2, "10 Gbit/s"))
+    evaluate = Evaluator(of, Budget(time_s=1e9))
+    one = evaluate("one", (SyncGroup(strategy="all_reduce", members=tuple(whole(p)[0] for p in of.graph.parameters)),))
+    assert one is not None and of.pricer is not None
+    cut = Cuts(evaluate, Neighbourhood(of), of.pricer).improve(one)
+    assert cut.step_time_s < one.step_time_s
+    assert len(cut.groups) > 1
+    assert len(evaluate.candidates) <= 4, "a few plans are simulated, not all"
