@@ -7,8 +7,9 @@ if __name__ != "autopar.search":
 
 from autopar.search.base import Budget, Candidate, Problem, SearchResult
 from autopar.search.builders import AUTODIST, BUILDERS
+from autopar.search.constraints import Constraints, Pin
 from autopar.search.local import LocalSearch
-from autopar.search.run import build_plan, price, search, search_result
+from autopar.search.run import build_plan, infeasible, price, search, search_result
 from autopar.search.searcher import Searcher
 
 __all__ = [
@@ -16,11 +17,14 @@ __all__ = [
     "BUILDERS",
     "Budget",
     "Candidate",
+    "Constraints",
     "LocalSearch",
+    "Pin",
     "Problem",
     "SearchResult",
     "Searcher",
     "build_plan",
+    "infeasible",
     "price",
     "search",
     "search_result",

@@ -21,8 +21,8 @@ GRAPH = training_graph(MLP, live_bytes=3 << 20)
 CLUSTERS = {1: cpu_hosts(1), 3: cpu_hosts(3), 4: cpu_hosts(2, devices="2 x cpu")}
 
 
-def groups(name: str, n: int, **given: bool) -> tuple[tuple[SyncGroup, ...], Context]:
-    context = Context(n, **given).on(CLUSTERS[n])
+def groups(name: str, n: int, clips: bool = False) -> tuple[tuple[SyncGroup, ...], Context]:
+    context = Context(n, clips=clips, late_parameters=True).on(CLUSTERS[n])
     return builder_named(name)(GRAPH.parameters, context, CLUSTERS[n]), context
 
 
@@ -30,7 +30,7 @@ def programs() -> Iterator[tuple[StepProgram, str]]:
     for i, name in enumerate((*BUILDERS, "PS+late", "zero1+late", "ddp+bf16")):
         n = list(CLUSTERS)[i % 3]
         with contextlib.suppress(PlanError):
-            made, context = groups(name, n, clips=i % 2 == 0, late_parameters=True)
+            made, context = groups(name, n, clips=i % 2 == 0)
             yield lower_plan(made, GRAPH, context), f"{name} on {n}"
 
 
