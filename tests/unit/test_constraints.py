@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.cli.app import app
 from autopar.cli.model_argument import load_model
+from autopar.cost_models import AnalyticCostModel
 from autopar.errors import AutoparWarning, InfeasibleError, PlanError
 from autopar.planning import Planner, Training
 from autopar.runtime.compiled import Settings
@@ -32,17 +32,17 @@ GRAPH = training_graph(MLP)
 FOUR = cpu_hosts(4)
 
 
-def memory(size: str) -> ClusterSpec:
+def described(size: str) -> str:
     devices = f"{{kind: cpu, memory: {size}}}"
-    return ClusterSpec.loads(
-        f"{{hosts: [{{name: a, count: 4, devices: {devices}}}], network: {{bandwidth: 1 Gbit/s}}}}"
-    )
+    return f"{{hosts: [{{name: a, count: 4, devices: {devices}}}], network: {{bandwidth: 1 Gbit/s}}}}"
 
 
-def problem(pin: Mapping[str, str], forbid: Sequence[str] = (), **context: bool) -> Problem:
-    from autopar.cost_models import AnalyticCostModel
+def memory(size: str) -> ClusterSpec:
+    return ClusterSpec.loads(described(size))
 
-    made = replace(Context(4).on(FOUR), **context)
+
+def problem(pin: Mapping[str, str], forbid: Sequence[str] = ()) -> Problem:
+    made = Context(4).on(FOUR)
     asked = Constraints.of(pin=pin, forbid=forbid)
     return Problem(GRAPH, FOUR, topology_of(FOUR), made, AnalyticCostModel(), constraints=asked)
 
@@ -125,7 +125,9 @@ def test_where_all_seeds_are_forbidden_what_is_left_is_planned() -> None:
     left = "parameter_server"
     plan = searched(forbid=[s for s in STRATEGIES if s != left], evaluations=3)
     assert {g.strategy for g in plan.groups} == {left}
-    with pytest.raises(InfeasibleError, match=r"no strategy is left for parameter '0.weight'\. Forbidden: all_reduce, "):
+    with pytest.raises(
+        InfeasibleError, match=r"no strategy is left for parameter '0.weight'\. Forbidden: all_reduce, "
+    ):
         searched(forbid=list(STRATEGIES))
 
 
@@ -196,7 +198,7 @@ def model_file(tmp_path: Path) -> str:
 
 def cluster_file(tmp_path: Path, size: str) -> str:
     path = tmp_path / "cluster.yaml"
-    path.write_text(memory(size).dumps())
+    path.write_text(described(size))
     return str(path)
 
 
