@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args, overload
+from typing import Any, overload
 
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from autopar.errors import PlanMismatchError, SpecError, did_you_mean
+from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
-from autopar.planning import Planner, Progress, Training
+from autopar.planning import Planner, Progress, Training, check_choices
 from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
@@ -29,22 +29,15 @@ from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.module import SyncedModule
 from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.padding import Pad, Padding
-from autopar.runtime.process_group import Group, Rendezvous, join, take_from_rank_0
+from autopar.runtime.process_group import Group, join, take_from_rank_0
 from autopar.runtime.program import Program
+from autopar.runtime.same_call import check_same_call, plan_on_rank_0
 from autopar.runtime.sync_batch_norm import synchronize_batch_norm
 from autopar.runtime.wrapped import check_has_values, check_unwrapped
+from autopar.search.constraints import Constraints, Pinned
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
-
-_CHOICES: dict[str, Any] = {
-    "mode": Mode,
-    "fidelity": Fidelity,
-    "unused_parameters": Unused,
-    "optimizer_acts_on": Scope,
-    "check": Check,
-    "capture": Capture,
-}
 
 PLAN_VARIABLE = "AUTOPAR_PLAN"
 """The environment variable in which `autopar run` hands a plan's path to the script."""
@@ -61,6 +54,9 @@ def plan(
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
+    memory_reserve: float = 0.1,
+    pin: Mapping[str, Pinned] | None = None,
+    forbid: Collection[str] = (),
     clip_grad_norm: float | None = None,
     outputs: bool = False,
     weight: Weight | None = None,
@@ -81,27 +77,31 @@ def plan(
     "step" for `optimize` with an optimizer, "module" for without. `strategy`: a plan by name ("ddp", "PS", "Parallax",
     ...) instead of a search. `plan`: one that was edited, instead of either: it is priced as it is, and labelled as its
     groups are, whatever `fidelity` says. The other arguments are those of `optimize`.
+
+    Raises `InfeasibleError` where no plan, or the one that `strategy` names, fits the devices' memory: by how much, and
+    the nearest change with which it would.
     """
     if plan is not None and strategy is not None:
         raise SpecError(
             f"strategy is {strategy!r}, and plan is given: a plan that is priced as it is takes no strategy"
         )
-    _check_choices(
+    check_choices(
         mode=mode,
         fidelity=fidelity,
         unused_parameters=unused_parameters,
         optimizer_acts_on=optimizer_acts_on,
         capture=capture,
     )
-    kept = outputs and mode == "step"
+    shown = outputs and mode == "step"
     settings = Settings(
-        loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=kept
+        loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=shown
+    )
+    kept = Constraints.of(memory_reserve, pin, forbid)
+    planner = Planner(
+        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, plan, kept
     )
     training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     training.settle()
-    planner = Planner(
-        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, given=plan
-    )
     return planner.plan(training, cluster)
 
 
@@ -117,6 +117,9 @@ def optimize(
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
+    memory_reserve: float = 0.1,
+    pin: Mapping[str, Pinned] | None = None,
+    forbid: Collection[str] = (),
     clip_grad_norm: float | None = None,
     loss_scale: LossScaling | None = None,
     sync_batch_norm: bool = False,
@@ -147,6 +150,9 @@ def optimize(
     plan: Plan | None = None,
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
+    memory_reserve: float = 0.1,
+    pin: Mapping[str, Pinned] | None = None,
+    forbid: Collection[str] = (),
     clip_grad_norm: float | None = None,
     outputs: bool = False,
     weight: Weight | None = None,
@@ -174,6 +180,9 @@ def optimize(
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
     late_parameters: bool = False,
+    memory_reserve: float = 0.1,
+    pin: Mapping[str, Pinned] | None = None,
+    forbid: Collection[str] = (),
     clip_grad_norm: float | None = None,
     loss_scale: LossScaling | None = None,
     sync_batch_norm: bool = False,
@@ -214,6 +223,11 @@ def optimize(
         late_parameters: allows plans that leave updated parameters on their way while the next step's forward pass
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
+        memory_reserve: part of each device's memory that the plan keeps free, for what no prediction counts. Where none
+            does that fits, the one that keeps most free is taken, and that is said.
+        pin: strategies of parameters, by patterns of their names, which the search then leaves as they are:
+            `{"embed.*": "sparse_rows", "head.weight": "parameter_server(owner=1)"}`. The last that matches counts.
+        forbid: strategies that no group may use, by name.
         clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
         loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
             `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
@@ -254,14 +268,29 @@ def optimize(
         CompileError: `compile` is set, and the machine lacks a compiler, or the compiler fails.
         OptimizerError: the optimizer's parameters are not the model's.
         PlanMismatchError: the plan is for another model, cluster or number of ranks, or ranks disagree.
+        PlanError: a pin matches no parameter or cannot be used, or a strategy is not known.
         SpecError: an option has a value that is not one of its choices.
     """
-    _check_choices(
+    check_choices(
         fidelity=fidelity,
         unused_parameters=unused_parameters,
         optimizer_acts_on=optimizer_acts_on,
         check=check,
         capture=capture,
+    )
+    kept = Constraints.of(memory_reserve, pin, forbid)
+    planner = Planner(
+        strategy,
+        fidelity,
+        late_parameters,
+        calibration,
+        measure_compute,
+        time_budget_s,
+        seed,
+        progress,
+        None,
+        kept,
+        True,
     )
     if max_captures < 1:
         raise SpecError(f"max_captures is {max_captures}: a program keeps the graphs of at least one batch signature")
@@ -290,7 +319,7 @@ def optimize(
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
     said += f", {capture=}, {compile=}, {outputs=}, {sync_batch_norm=}"
     said += f", loss scale {_scale(scaler)}, passes {passes.said}"
-    _check_alike(model, loss_fn, group, said, plan)
+    check_same_call(model_fingerprint(model, loss_fn), group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
     settings = Settings(
@@ -325,10 +354,7 @@ def optimize(
         settings = training.settings
         graph = training.graph("none" if plan is None else plan.recompute)
         if plan is None:
-            planner = Planner(
-                strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress
-            )
-            plan = _plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
+            plan = plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
             graph = training.graph(plan.recompute)
         context = training.context(group.world_size, late_parameters)
         if optimizer is None:
@@ -346,15 +372,6 @@ def _scale(scaler: GradScaler | None) -> str:
     return "none" if scaler is None else str(scaler.state_dict())
 
 
-def _check_choices(**given: str | None) -> None:
-    """Raises `SpecError` where an option has a value that is not one of its choices."""
-    for name, value in given.items():
-        choices: tuple[str, ...] = get_args(_CHOICES[name])
-        if value is not None and value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise SpecError(f"{name} is {value!r}, expected one of {known}{did_you_mean(str(value), choices)}")
-
-
 def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
     """The cluster of this job: as it is given, or what `ClusterSpec.detect()` sees. Raises `PlanMismatchError` where it
     has another number of ranks."""
@@ -368,23 +385,9 @@ def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
     return cluster
 
 
-def _plan_on_rank_0(group: Group, make: Callable[[], Plan]) -> Plan:
-    """Searches on one rank alone: a search under a time budget need not end alike on two machines."""
-    text = Rendezvous(group).from_rank_0("plan text", lambda: make().model_dump_json())
-    return Plan.loads(text, "rank 0's plan")
-
-
 def _plan_from_environment() -> Plan | None:
     path = os.environ.get(PLAN_VARIABLE)
     return Plan.load(path) if path else None
-
-
-def _check_alike(model: nn.Module, loss_fn: Any, group: Group, settings: str, plan: Plan | None) -> None:
-    """Raises `PlanMismatchError` unless all ranks call `optimize` alike, before anything of one is sent to another."""
-    rendezvous = Rendezvous(group)
-    rendezvous.agree_on_model(model_fingerprint(model, loss_fn))
-    rendezvous.agree("settings", settings)
-    rendezvous.agree("plan", "none, so one is searched for" if plan is None else f"'{plan.name}' ({plan.digest})")
 
 
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:

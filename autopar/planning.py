@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparWarning, CaptureError, InfeasibleError, SignatureError, SpecError
+from autopar.errors import AutoparWarning, CaptureError, InfeasibleError, SignatureError, SpecError, did_you_mean
+from autopar.formatting import size
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
-from autopar.ir.build import traced_step, training_graph
+from autopar.ir.build import Unused, traced_step, training_graph
 from autopar.ir.capture import JointGraph, Mode
 from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weightless import first_without_values, lacks_values, outside_of_modes
 from autopar.ops.context import Context
-from autopar.runtime.compiled import Settings
+from autopar.runtime.compiled import Capture, Check, Settings
 from autopar.runtime.eager_look import settled
 from autopar.runtime.joint_optimizer import each_of
 from autopar.runtime.loss_shares import example_of
 from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updated_by
 from autopar.runtime.process_group import Group
 from autopar.runtime.profile import node_seconds
+from autopar.search.constraints import NONE, Constraints
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
+from autopar.spec.memory_use import MemoryUse
 from autopar.spec.plan import Fidelity, Plan, Recompute
 from autopar.spec.topology import Topology
 
@@ -37,6 +40,25 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, float], None]
 """Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
+
+
+_CHOICES: dict[str, Any] = {
+    "mode": Mode,
+    "fidelity": Fidelity,
+    "unused_parameters": Unused,
+    "optimizer_acts_on": Scope,
+    "check": Check,
+    "capture": Capture,
+}
+
+
+def check_choices(**given: str | None) -> None:
+    """Raises `SpecError` where an option has a value that is not one of its choices."""
+    for name, value in given.items():
+        choices: tuple[str, ...] = get_args(_CHOICES[name])
+        if value is not None and value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise SpecError(f"{name} is {value!r}, expected one of {known}{did_you_mean(str(value), choices)}")
 
 
 class Training:
@@ -184,32 +206,71 @@ class Planner:
     progress: Progress | None = None
     given: Plan | None = None
     """A plan that is priced as it is."""
+    constraints: Constraints = NONE
+    may_not_fit: bool = False
+    """Whether a plan by name that does not fit the devices is returned all the same, with a warning, since whoever runs
+    it would see whether it does."""
 
     def plan(self, training: Training, cluster: ClusterSpec) -> Plan:
         """The plan that is given, priced; or one that keeps all activations; where none fits, one that computes some of
-        them again, or most. Raises `InfeasibleError` where none of these fits, and `SpecError` where a model without
-        values is to be timed."""
+        them again, or most. Warns where it keeps less memory free than is asked. Raises `InfeasibleError` where none of
+        these fits, `PlanError` where a constraint cannot be kept to, and `SpecError` where a model without values is to
+        be timed."""
         if self.measure_compute and training.without_values:
             raise SpecError(
                 f"measure_compute times the model's passes, and '{training.without_values}' has no values (it is on "
                 "the meta device, or fake): leave measure_compute out, and compute is priced from what the devices "
                 "reach, or make the model with its weights"
             )
-        if self.given is not None:
-            return self._plan(training, cluster, self.given.recompute)
         rewrites = training.mode == "step" and not training.eager
-        first: tuple[Recompute, ...] = ("none", "selective") if rewrites else ()
+        levels: tuple[Recompute, ...] = ("none", "selective", "full") if rewrites else ("none",)
+        if self.given is not None:
+            plan = self._plan(training, cluster, self.given.recompute)
+        elif self.strategy is not None:
+            plan = self._named(training, cluster, levels)
+        else:
+            plan = self._searched(training, cluster, levels)
+        if plan.memory is not None and plan.memory.short_bytes:
+            _say_memory(plan, plan.memory)
+        return plan
+
+    def _searched(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
+        """The first level's plan that keeps as much memory free as is asked; else the one that keeps most free."""
+        found: list[tuple[int, Plan]] = []
         began = time.monotonic()
-        for recompute in first:
-            with contextlib.suppress(InfeasibleError):
-                return self._plan(training, cluster, recompute, time.monotonic() - began)
-        return self._plan(training, cluster, "full" if first else "none", time.monotonic() - began)
+        for recompute in levels:
+            try:
+                plan = self._plan(training, cluster, recompute, time.monotonic() - began)
+            except InfeasibleError:
+                if recompute == levels[-1] and not found:
+                    raise
+                continue
+            short = 0 if plan.memory is None else plan.memory.short_bytes
+            if not short:
+                return plan
+            found.append((short, plan))
+        return min(found, key=lambda one: one[0])[1]
 
-    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute, spent_s: float = 0.0) -> Plan:
-        """`spent_s`: of the time that the search may take."""
-        from autopar.search import Budget, build_plan, price, search
+    def _named(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
+        """The first level's plan that fits the devices."""
+        from autopar.search import infeasible
 
-        graph, settings = training.graph(recompute), training.settings
+        plans = []
+        for recompute in levels:
+            plan = self._plan(training, cluster, recompute)
+            if plan.memory is None or not plan.memory.over_bytes:
+                return plan
+            plans.append(plan)
+        if self.may_not_fit:
+            return plans[0]
+        graphs = [training.graph(recompute) for recompute in levels]
+        context, cost_model = self._setting(training, cluster, graphs[0])
+        assert self.strategy is not None
+        raise infeasible(self.strategy, graphs, cluster, context, cost_model=cost_model, constraints=self.constraints)
+
+    def _setting(self, training: Training, cluster: ClusterSpec, graph: TrainingGraph) -> tuple[Context, CostModel]:
+        """What strategies may depend on, and what prices plans for the graph."""
+        settings = training.settings
         late = self.given is not None and any(g.options.get("late") for g in self.given.groups)
         context = training.context(cluster.world_size, self.late_parameters or late)
         nodes = None
@@ -217,18 +278,54 @@ class Planner:
             nodes = graph.joint.seconds
         elif self.measure_compute:
             nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn, settings.compiler)
-        cost_model = training.cost_model(cluster, self.calibration, nodes)
+        return context, training.cost_model(cluster, self.calibration, nodes)
+
+    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute, spent_s: float = 0.0) -> Plan:
+        """`spent_s`: of the time that the search may take."""
+        from autopar.search import Budget, build_plan, price, search
+
+        graph = training.graph(recompute)
+        context, cost_model = self._setting(training, cluster, graph)
         if self.given is not None:
-            return price(self.given, graph, cluster, context, cost_model=cost_model)
+            return price(self.given, graph, cluster, context, cost_model=cost_model, constraints=self.constraints)
         if self.strategy is not None:
-            return build_plan(self.strategy, graph, cluster, context, fidelity=self.fidelity, cost_model=cost_model)
+            return build_plan(
+                self.strategy,
+                graph,
+                cluster,
+                context,
+                fidelity=self.fidelity,
+                cost_model=cost_model,
+                constraints=self.constraints,
+            )
         return search(
             graph,
             cluster,
             context,
             fidelity=self.fidelity,
+            constraints=self.constraints,
             budget=Budget(time_s=max(0.0, self.time_budget_s - spent_s)),
             seed=self.seed,
             cost_model=cost_model,
             progress=self.progress,
         )
+
+
+def _say_memory(plan: Plan, use: MemoryUse) -> None:
+    """Warns of a plan that keeps less memory free than was asked, or takes more than there is."""
+    taken = f"is predicted to take {size(use.peak_bytes)} on {use.device_text}"
+    parts = f"It is taken by {use.parts_text}."
+    if use.over_bytes:
+        said = (
+            f"plan '{plan.name}' {taken}, {size(use.over_bytes)} more than there is. {parts} It may run out of memory, "
+            "as it would without autopar; a search, without a strategy by name, finds what takes less"
+        )
+    else:
+        left = use.device_bytes - use.peak_bytes
+        part = math.floor(1000 * left / use.device_bytes) / 1000
+        said = (
+            f"plan '{plan.name}' {taken}, which leaves {size(left)} free, where {size(use.reserve_bytes)} were to be "
+            f"kept free for what no prediction counts, as fragmentation. {parts} memory_reserve={part:g} "
+            f"(--memory-reserve {100 * part:.3g}%) asks for no more"
+        )
+    warnings.warn(said, AutoparWarning, stacklevel=4)

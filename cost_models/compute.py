@@ -65,7 +65,10 @@ def is_cpu(device: Device) -> bool:
 
 
 def compute_dtype(graph: TrainingGraph) -> str:
-    """The number format that most of the parameters have; the graph does not say what each node computes in."""
+    """The number format of autocast, where the graph was captured under it, else that which most of the parameters
+    have; the graph does not say what each node computes in."""
+    if graph.autocast is not None:
+        return graph.autocast
     count = Counter[str]()
     for p in graph.model.parameters:
         count[p.dtype] += p.numel

@@ -43,6 +43,50 @@ class _OfGroup:
     keep; and what its strategy keeps from step to step."""
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What one step of a program holds besides what lasts, moment by moment. Ranks that are alike share a column."""
+
+    live: Bytes
+    """[position]: of the graph and of complete gradients, while each node runs."""
+    running: Bytes
+    """[position]: of these, gradients that are complete and not yet packed."""
+    cuts: Indices
+    """[stretch]: where each stretch of nodes begins that no placed call interrupts."""
+    held: Bytes
+    """[stretch, column]: communication buffers there."""
+    behind: Bytes
+    """[placed call]: of the graph and of complete gradients, while the call runs."""
+    complete: Bytes
+    """[placed call]: of these, gradients that are complete and not yet packed."""
+    buffered: Bytes
+    """[placed call, column]: communication buffers then, those included that the call makes."""
+    before: Indices
+    """[stretch]: how many calls are placed before it."""
+    lasting: Bytes
+    """[3, column]: as `_OfGroup.lasting`, of all groups."""
+    of_rank: Indices
+    """The column of each rank."""
+    sizes: Bytes
+    """[buffer, column]"""
+    made_by: Indices
+    """[buffer]: the call, by its index."""
+    made_at: Indices
+    """[buffer]: the placed call that makes it."""
+    last: Indices
+    """[buffer]: the placed call that uses it last; -1 for none."""
+    late: Indices
+    """Buffers that are there from the step before."""
+
+    @property
+    def highest(self) -> Bytes:
+        """[column]"""
+        peak: Bytes = (np.maximum.reduceat(self.live, self.cuts)[:, None] + self.held).max(axis=0)
+        if len(self.buffered):
+            peak = np.maximum(peak, (self.behind[:, None] + self.buffered).max(axis=0))
+        return peak
+
+
 class MemoryModel:
     """Peak memory of programs for one graph; what depends on no plan is computed once."""
 
@@ -50,6 +94,7 @@ class MemoryModel:
         """`rounds`: whether the backend leaves large exchanges to the runtime's own rounds, as gloo does on CPUs."""
         self.rounds = rounds
         parameters = sum(p.numel * DTYPE_BYTES.get(p.dtype, 4) for p in graph.model.parameters)
+        self.parameter_bytes = parameters
         self.fixed_bytes = parameters + graph.buffer_bytes + graph.input_bytes
         self.live: Bytes = np.array([n.live_bytes for n in graph.compute] or [0], dtype=np.int64)
         """Of the graph itself, by position in its compute: while the node runs."""
@@ -68,9 +113,16 @@ class MemoryModel:
 
     def peaks(self, program: StepProgram, optimizer: OptimizerCost) -> tuple[int, ...]:
         """Peak bytes of each rank."""
-        n = program.context.world_size
         if not program.groups:
-            return (self.fixed_bytes + int(self.live.max()),) * n
+            return (self.fixed_bytes + int(self.live.max()),) * program.context.world_size
+        course = self.course(program)
+        updated, elsewhere, kept = course.lasting
+        peak = self.fixed_bytes - elsewhere + optimizer.state_tensors * updated + kept + course.highest
+        return tuple(peak[course.of_rank].tolist())
+
+    def course(self, program: StepProgram) -> Course:
+        """What a step of a program that has groups holds, moment by moment."""
+        n = program.context.world_size
         clip = next(c for c in program.calls if c.group is None) if program.context.clips else None
         measured = frozenset(c.index for c in clip.inputs) if clip else frozenset[int]()
         known = self._of_groups.setdefault(program.context, {})
@@ -87,20 +139,30 @@ class MemoryModel:
         uneven = [x for g in groups for x in (g.buffers.sizes, g.lasting) if x.shape[1] > 1]
         ranks, of_rank = alike(uneven, n)
         sizes = np.concatenate([_of(g.buffers.sizes, ranks) for g in groups])
-        made, freed, carried = _allocations([g.buffers for g in groups], sizes, first, place, clipped)
-        before = carried + np.concatenate([np.zeros_like(made[:1]), np.cumsum(made - freed, axis=0)])
+        made_at, last, late = _lifetimes([g.buffers for g in groups], len(sizes), first, place, clipped)
+        made, freed = _summed(sizes, made_at, len(place)), _summed(sizes, last, len(place))
+        before = sizes[late].sum(0) + np.concatenate([np.zeros_like(made[:1]), np.cumsum(made - freed, axis=0)])
         # Between two placed calls the graph's own peak counts, on top of the buffers held there.
         cuts = np.unique(np.concatenate([[0], positions + 1]))
         cuts = cuts[cuts < len(live)]
-        segment_peak = np.maximum.reduceat(live, cuts)
-        held_then = before[np.searchsorted(positions, cuts, side="left")]
-        peak = (segment_peak[:, None] + held_then).max(axis=0)
-        if len(positions):
-            at = np.where(positions >= 0, behind[np.maximum(positions, 0)], 0) + in_between
-            peak = np.maximum(peak, (at[:, None] + before[:-1] + made).max(axis=0))
-        updated, elsewhere, kept = np.sum([_of(g.lasting, ranks) for g in groups], axis=0)
-        peak = self.fixed_bytes - elsewhere + optimizer.state_tensors * updated + kept + peak
-        return tuple(peak[of_rank].tolist())
+        calls_before = np.searchsorted(positions, cuts, side="left")
+        return Course(
+            live=live,
+            running=while_running,
+            cuts=cuts,
+            held=before[calls_before],
+            behind=np.where(positions >= 0, behind[np.maximum(positions, 0)], 0) + in_between,
+            complete=in_between,
+            buffered=before[:-1] + made,
+            before=calls_before,
+            lasting=np.sum([_of(g.lasting, ranks) for g in groups], axis=0),
+            of_rank=of_rank,
+            sizes=sizes,
+            made_by=_joined([g.buffers.made_by for g in groups], first),
+            made_at=made_at,
+            last=last,
+            late=late,
+        )
 
     def _of_group(self, group: Group, own: Sequence[Call], n: int, measured: frozenset[int]) -> _OfGroup:
         # With one rank nothing is packed: gradients live until their update.
@@ -179,23 +241,21 @@ def _of(rows: Bytes, ranks: Indices) -> Bytes:
     return rows[:, ranks] if rows.shape[1] > 1 else np.broadcast_to(rows, (len(rows), len(ranks)))
 
 
-def _allocations(
-    groups: Sequence[Buffers], sizes: Bytes, first: Indices, place: Indices, clipped: int
-) -> tuple[Bytes, Bytes, Bytes]:
-    """What each placed call allocates, and what is free behind it: both [placed call, rank]. And what is there from
-    the step before, by rank. `sizes`: of all groups' buffers. `clipped`: where the global norm is taken, if it is."""
+def _lifetimes(
+    groups: Sequence[Buffers], count: int, first: Indices, place: Indices, clipped: int
+) -> tuple[Indices, Indices, Indices]:
+    """Of all groups' `count` buffers: the placed call that makes each, and the one that uses it last; and which of them
+    are there from the step before. `clipped`: where the global norm is taken, if it is."""
     begin = np.cumsum([0, *(len(b.made_by) for b in groups[:-1])])
     """Of each group's buffers among all."""
     made_at = place[_joined([b.made_by for b in groups], first)]
-    last = np.full(len(sizes), -1)
-    """Where each buffer is used for the last time."""
+    last = np.full(count, -1)
     used = _joined([b.uses[0] for b in groups], begin)
     used_at = place[_joined([b.uses[1] for b in groups], first)] - np.concatenate([b.uses[2] for b in groups])
     np.maximum.at(last, used, used_at)
     measured = _joined([b.measured for b in groups], begin)
     last[measured] = np.maximum(last[measured], clipped)
-    carried: Bytes = sizes[_joined([b.late for b in groups], begin)].sum(0)
-    return _summed(sizes, made_at, len(place)), _summed(sizes, last, len(place)), carried
+    return made_at, last, _joined([b.late for b in groups], begin)
 
 
 def _joined(columns: Sequence[Indices], offsets: Indices) -> Indices:

@@ -7,9 +7,10 @@ if __name__ != "autopar.search":
 
 from autopar.search.base import Budget, Candidate, Problem, SearchResult
 from autopar.search.builders import AUTODIST, BUILDERS
+from autopar.search.constraints import Constraints, Pin
 from autopar.search.evaluate import Evaluator
 from autopar.search.journal import Journal
-from autopar.search.run import build_plan, price, search, search_result
+from autopar.search.run import build_plan, infeasible, price, search, search_result
 from autopar.search.searchers import SEARCHERS, LocalSearch, Searcher, searcher_named
 
 __all__ = [
@@ -18,13 +19,16 @@ __all__ = [
     "SEARCHERS",
     "Budget",
     "Candidate",
+    "Constraints",
     "Evaluator",
     "Journal",
     "LocalSearch",
+    "Pin",
     "Problem",
     "SearchResult",
     "Searcher",
     "build_plan",
+    "infeasible",
     "price",
     "search",
     "search_result",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Event
 from typing import Protocol, runtime_checkable
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.ir.training_graph import TrainingGraph
+from autopar.search.constraints import NONE, Constraints
+from autopar.search.rules import Rules
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
@@ -58,6 +61,12 @@ class Problem:
     context: Context
     cost_model: CostModel
     fidelity: Fidelity = "exact"
+    constraints: Constraints = NONE
+
+    @cached_property
+    def rules(self) -> Rules:
+        """The constraints, looked up for the model. Raises `PlanError` where a pin cannot be used."""
+        return Rules(self.constraints, self.graph, self.context, self.fidelity)
 
     def allows(self, fidelity: Fidelity) -> bool:
         """Whether a strategy of this label may be used."""
@@ -79,7 +88,7 @@ class Candidate:
     groups: tuple[SyncGroup, ...]
     estimate: Estimate
     overflow_bytes: int = 0
-    """By how much the fullest rank exceeds its device's memory; 0 where the plan fits."""
+    """By how much the fullest rank exceeds what it may take of its device's memory; 0 where the plan fits."""
 
     @property
     def feasible(self) -> bool:

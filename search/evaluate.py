@@ -61,18 +61,22 @@ class Evaluator:
 
     @property
     def used(self) -> float:
-        """The part of the budget that is used up, 0 to 1 and above."""
+        """The part of the budget that is used up, 0 to 1 and above; all of it where the search is to stop."""
+        if self.budget.stop.is_set():
+            return float("inf")
         evaluations = (len(self._known) - self._free) / max(1, self.budget.evaluations)
         elapsed = self.elapsed_s / max(1e-9, self.budget.time_s)
         return max(evaluations, elapsed)
 
     @property
     def spent(self) -> bool:
-        return self.used >= 1.0 or self.budget.stop.is_set()
+        return self.used >= 1.0
 
     def __call__(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
         """The priced plan, from memory where it was priced before; `None` where a strategy cannot be used on what its
-        group holds, or is not of the fidelity that is allowed."""
+        group holds, is not of the fidelity that is allowed, or breaks the constraints, which takes no evaluation."""
+        if not self.problem.rules.admit(groups):
+            return None
         key = self._key(groups)
         if key in self._known:
             return self._known[key]
@@ -114,8 +118,12 @@ class Evaluator:
             self._progress(candidate.name, len(self.candidates), self.best.step_time_s)
 
 
-def overflow_bytes(problem: Problem, peak_memory_bytes: tuple[int, ...]) -> int:
-    """By how much the fullest rank exceeds its device's memory, 0 where all fit."""
+def overflow_bytes(problem: Problem, peak_memory_bytes: tuple[int, ...], reserved: bool = True) -> int:
+    """By how much the fullest rank exceeds what it may take of its device's memory, 0 where all fit; all of it may be
+    taken unless it is `reserved`."""
+    reserve = problem.constraints.memory_reserve if reserved else 0.0
     places = problem.topology.ranks
-    excess = (p - int(r.device.memory_bytes.value) for p, r in zip(peak_memory_bytes, places, strict=True))
+    excess = (
+        p - int(r.device.memory_bytes.value * (1 - reserve)) for p, r in zip(peak_memory_bytes, places, strict=True)
+    )
     return max(0, *excess)

@@ -69,6 +69,8 @@ class Neighbourhood:
     def possible(self, choice: Choice, group: SyncGroup) -> bool:
         """Whether every member of the group can be synchronized this way."""
         strategy, context = STRATEGIES[choice.strategy], self.problem.context
+        if not self.problem.rules.allow(choice.strategy, choice.options, (m.name for m in group.members)):
+            return False
         return all(strategy.applies(Member(m, self.table[m.name]), context) is None for m in group.members)
 
     def switch(self, groups: Groups, draw: random.Random) -> Groups | None:
@@ -149,12 +151,12 @@ class Neighbourhood:
 
 
 def choices(problem: Problem) -> dict[str, list[Choice]]:
-    """What the strategies offer, within the fidelity that is allowed; by strategy."""
+    """What the strategies offer that is not forbidden, within the fidelity that is allowed; by strategy."""
     found: dict[str, list[Choice]] = {}
     for name, strategy in STRATEGIES.items():
         offered: Sequence[Options] = strategy.options(problem.context)
         for options in offered:
-            if problem.allows(strategy.fidelity(options)):
+            if problem.allows(strategy.fidelity(options)) and problem.rules.allow(name, {}, ()):
                 found.setdefault(name, []).append(Choice(name, options.model_dump(exclude_defaults=True)))
     return found
 

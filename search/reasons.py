@@ -48,6 +48,8 @@ class Reasons:
 
     def _reason(self, group: SyncGroup) -> str:
         head = f"{number_of(len(group.members), 'tensor')}, {size(self._bytes(group))}"
+        if pins := list(dict.fromkeys(str(pin) for m in group.members if (pin := self.problem.rules.pins.get(m.name)))):
+            return f"{head}: pinned by {', '.join(pins)}"
         if self.problem.context.world_size == 1:
             return f"{head}: with one rank there is nothing to synchronize"
         mine = self._cost(group)

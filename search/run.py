@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,14 @@ from autopar.cost_models.steps import predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
 from autopar.ir.training_graph import TrainingGraph
-from autopar.search.base import Budget, Candidate, Problem, Progress, SearchResult, choose
+from autopar.search.base import SEARCHED, Budget, Candidate, Problem, Progress, SearchResult, choose
 from autopar.search.builders import MANY_GROUPS, builder_named, names
+from autopar.search.constraints import NONE, Constraints
 from autopar.search.evaluate import Evaluator, overflow_bytes
+from autopar.search.infeasible import named_does_not_fit, no_plan_fits
 from autopar.search.journal import Journal, known
+from autopar.search.memory_use import memory_use
+from autopar.search.moves import choices
 from autopar.search.reasons import Reasons
 from autopar.search.searchers import DEFAULT, Searcher, searcher_named
 from autopar.spec.cluster import ClusterSpec
@@ -40,6 +45,7 @@ def search(
     context: Context,
     *,
     fidelity: Fidelity = "exact",
+    constraints: Constraints = NONE,
     budget: Budget | None = None,
     seed: int = 0,
     cost_model: CostModel | None = None,
@@ -56,13 +62,15 @@ def search(
     is appended; with `resume`, plans that the same search has priced there before are not priced again, so that one
     that was cut short ends as it would have ended.
 
-    Raises `InfeasibleError` where no plan fits the devices' memory.
+    Raises `InfeasibleError` where no plan fits the devices' memory. Where one fits, but none that leaves as much of it
+    free as `constraints` say, the leanest is returned: `plan.memory.short_bytes` says by how much.
     """
     return search_result(
         graph,
         cluster,
         context,
         fidelity=fidelity,
+        constraints=constraints,
         budget=budget,
         seed=seed,
         cost_model=cost_model,
@@ -79,6 +87,7 @@ def search_result(
     context: Context,
     *,
     fidelity: Fidelity = "exact",
+    constraints: Constraints = NONE,
     budget: Budget | None = None,
     seed: int = 0,
     cost_model: CostModel | None = None,
@@ -88,7 +97,7 @@ def search_result(
     progress: Progress | None = None,
 ) -> SearchResult:
     """As `search`, with everything that was priced."""
-    problem = _problem(graph, cluster, context, fidelity, cost_model)
+    problem = _problem(graph, cluster, context, fidelity, cost_model, constraints)
     with contextlib.ExitStack() as stack:
         log = None
         budget, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
@@ -102,12 +111,13 @@ def search_result(
         seeds = _seeds(evaluate)
         if context.world_size > 1 and not _hopeless(problem, seeds):
             evaluate.end_of_seeds()
-            (searcher or searcher_named(DEFAULT)).search(
-                list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed
-            )
+            searcher.search(list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed)
     fitting = [c for c in evaluate.candidates if c.feasible]
     if not fitting:
-        raise InfeasibleError(_does_not_fit(problem, evaluate))
+        leanest = min(evaluate.candidates, key=lambda c: c.order)
+        if overflow_bytes(problem, leanest.estimate.peak_memory_bytes, reserved=False):
+            raise InfeasibleError(no_plan_fits(problem, evaluate.candidates))
+        return SearchResult(_plan(problem, leanest, seeds), tuple(evaluate.candidates))
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
     return SearchResult(_plan(problem, best, seeds), tuple(evaluate.candidates))
@@ -121,16 +131,21 @@ def build_plan(
     *,
     fidelity: Fidelity | None = None,
     cost_model: CostModel | None = None,
+    constraints: Constraints = NONE,
 ) -> Plan:
     """The plan of one builder, by name (`ddp`, `PS`, `Parallax`, `zero1+bf16`), priced but not improved.
+    It may not fit the devices: `plan.memory.over_bytes` says by how much. Pinned parameters go by their pins.
 
     Raises `PlanError` with the nearest name for an unknown one, with the reason where the builder's strategy cannot
-    be used, and where `fidelity` is given and does not allow the plan.
+    be used, where it is forbidden, and where `fidelity` is given and does not allow the plan.
     """
-    problem = _problem(graph, cluster, context, fidelity or "exact", cost_model)
-    context = problem.context
-    groups = builder_named(name)(graph.parameters, context, cluster)
-    used = fidelity_of(groups, context)
+    problem = _problem(graph, cluster, context, fidelity or FIDELITIES[-1], cost_model, constraints)
+    groups = _built(problem, name)
+    if forbidden := problem.rules.forbidden_in(groups):
+        raise PlanError(
+            f"plan '{name}' uses {', '.join(forbidden)}, which is forbidden: allow it, or take another strategy"
+        )
+    used = fidelity_of(groups, problem.context)
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
         raise PlanError(f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")
     problem = replace(problem, fidelity=used)
@@ -138,21 +153,48 @@ def build_plan(
 
 
 def price(
-    plan: Plan, graph: TrainingGraph, cluster: ClusterSpec, context: Context, *, cost_model: CostModel | None = None
+    plan: Plan,
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    *,
+    cost_model: CostModel | None = None,
+    constraints: Constraints = NONE,
 ) -> Plan:
     """A plan as it is, edited by hand say, with the prediction, the label and the reasons that its groups have, beside
-    what DDP would take; on a cluster of as many ranks.
+    what DDP would take; on a cluster of as many ranks. Pins and forbidden strategies change nothing.
 
     Raises `PlanMismatchError` where it was made for another model or number of ranks, and `PlanError` where a strategy
     cannot be used as it says.
     """
     plan.check_model(graph.model)
     plan.check_world_size(context.world_size)
-    problem = _problem(graph, cluster, context, "exact", cost_model)
+    kept = replace(constraints, pins=(), forbidden=frozenset())
+    problem = _problem(graph, cluster, context, "exact", cost_model, kept)
     problem = replace(problem, fidelity=fidelity_of(plan.groups, problem.context))
     name = plan.name if plan.priced == plan.basis else plan.name.removesuffix(EDITED) + EDITED
     ddp = builder_named(BASELINE)(graph.parameters, problem.context, cluster)
     return _plan(problem, _candidate(problem, name, plan.groups), {BASELINE: _candidate(problem, BASELINE, ddp)})
+
+
+def infeasible(
+    name: str,
+    graphs: Sequence[TrainingGraph],
+    cluster: ClusterSpec,
+    context: Context,
+    *,
+    cost_model: CostModel | None = None,
+    constraints: Constraints = NONE,
+) -> InfeasibleError:
+    """Says why the plan of one builder, by name, does not fit, and with which change it would. `graphs`: the model's,
+    then with ever more of the activations computed again, with which it does not fit either."""
+    problems = [_problem(g, cluster, context, FIDELITIES[-1], cost_model, constraints) for g in graphs]
+    return InfeasibleError(named_does_not_fit(problems, _candidate(problems[0], name, _built(problems[0], name))))
+
+
+def _built(problem: Problem, name: str) -> tuple[SyncGroup, ...]:
+    """The groups of one builder, those of pinned parameters as their pins have it."""
+    return problem.rules.applied(builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
 
 
 def _candidate(problem: Problem, name: str, groups: tuple[SyncGroup, ...]) -> Candidate:
@@ -161,7 +203,12 @@ def _candidate(problem: Problem, name: str, groups: tuple[SyncGroup, ...]) -> Ca
 
 
 def _problem(
-    graph: TrainingGraph, cluster: ClusterSpec, context: Context, fidelity: Fidelity, cost_model: CostModel | None
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    fidelity: Fidelity,
+    cost_model: CostModel | None,
+    constraints: Constraints = NONE,
 ) -> Problem:
     if cluster.world_size != context.world_size:
         raise PlanError(
@@ -170,9 +217,8 @@ def _problem(
         )
     if not graph.parameters:
         raise PlanError(f"model '{graph.model.name}' has no trainable parameter: there is nothing to plan")
-    return Problem(
-        graph, cluster, topology_of(cluster), context.on(cluster), cost_model or AnalyticCostModel(), fidelity
-    )
+    model = cost_model or AnalyticCostModel()
+    return Problem(graph, cluster, topology_of(cluster), context.on(cluster), model, fidelity, constraints)
 
 
 def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> dict[str, object]:
@@ -181,6 +227,9 @@ def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> 
         "model": problem.graph.model.digest,
         "cluster": problem.cluster.fingerprint.digest,
         "fidelity": problem.fidelity,
+        "memory_reserve": problem.constraints.memory_reserve,
+        "pins": [str(pin) for pin in problem.constraints.pins],
+        "forbidden": sorted(problem.constraints.forbidden),
         "late_parameters": problem.context.late_parameters,
         "recompute": problem.graph.recompute,
         "searcher": type(searcher).__name__,
@@ -203,9 +252,13 @@ def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
         used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
         if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set()):
             break
-        candidate = evaluate(name, builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
+        candidate = evaluate(name, _built(problem, name))
         if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
             seeds[name] = candidate
+    if not seeds:  # each of them uses a strategy that is forbidden
+        offered = {strategy: found[0].options for strategy, found in choices(problem).items()}
+        candidate = evaluate(SEARCHED, problem.rules.allowed(offered))
+        seeds |= {SEARCHED: candidate} if candidate is not None else {}
     return seeds
 
 
@@ -224,11 +277,12 @@ def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Pla
         groups=Reasons(problem).of(best.groups),
         recompute=problem.graph.recompute,
         prediction=best.estimate.prediction(),
+        memory=memory_use(problem, best),
         alternatives=tuple(
             Alternative(
                 name=name,
                 prediction=c.estimate.prediction(),
-                note="" if c.feasible else f"does not fit: {size(c.overflow_bytes)} more than the device has",
+                note=_note(problem, c),
             )
             for name, c in ordered
             if problem.context.world_size > 1
@@ -237,24 +291,11 @@ def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Pla
     return made.model_copy(update={"priced": made.basis})
 
 
-def _does_not_fit(problem: Problem, evaluate: Evaluator) -> str:
-    least = min(evaluate.candidates, key=lambda c: c.order)
-    peaks = least.estimate.peak_memory_bytes
-    places = problem.topology.ranks
-    rank = max(range(len(peaks)), key=lambda r: peaks[r] - places[r].device.memory_bytes.value)
-    device = places[rank].device
-    graph = problem.graph
-    live = max((n.live_bytes for n in graph.compute), default=0)
-    advice = ["a smaller batch on each rank (activations shrink with it)", "an optimizer with less state"]
-    if not problem.context.has_optimizer:
-        advice.append("passing the optimizer, so that its state can be spread over the ranks")
-    elif not problem.context.elementwise_update:
-        advice.append("an optimizer whose update is elementwise, so that its state can be spread over the ranks")
-    advice.append("devices with more memory, or the right figure for it in the cluster description")
-    return (
-        f"no plan fits: the leanest of {len(evaluate.candidates)} needs {size(peaks[rank])} on rank {rank} "
-        f"({device.kind}, {size(device.memory_bytes.value)}), {size(least.overflow_bytes)} too much. Of it, "
-        f"{size(graph.parameter_bytes)} are trainable parameters and up to {size(live)} activations. What helps: "
-        + "; ".join(advice)
-        + ("" if graph.recompute == "none" else ". Activations are computed again in the backward pass already")
-    )
+def _note(problem: Problem, candidate: Candidate) -> str:
+    """Says of a plan that is not chosen whether it fits."""
+    over = overflow_bytes(problem, candidate.estimate.peak_memory_bytes, reserved=False)
+    if over:
+        return f"does not fit: {size(over)} more than the device has"
+    if candidate.overflow_bytes:
+        return f"leaves {size(candidate.overflow_bytes)} less memory free than is to be kept free"
+    return ""

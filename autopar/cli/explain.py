@@ -9,6 +9,7 @@ import click
 
 from autopar.cli.console import json_option, quiet_libraries, result, result_json, result_table, standard_options
 from autopar.cli.model_argument import OPTIMIZERS, with_model
+from autopar.cli.precision import autocast_option, dtype_option
 
 if TYPE_CHECKING:
     from autopar.spec.plan import Fidelity, Plan
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 @click.option("--passes", is_flag=True, help="With --model: what each pass does on the way to the step that runs.")
 @click.option("--model", metavar="MODEL", help="The model of the plan.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="With --model: as given to `autopar plan`.")
+@dtype_option
+@autocast_option
 @json_option
 @standard_options
 def command(
@@ -30,6 +33,8 @@ def command(
     passes: bool,
     model: str | None,
     optimizer: str | None,
+    dtype: str | None,
+    autocast: str | None,
     as_json: bool,
 ) -> None:
     """Say in words what the plan in file PLAN does, at what predicted cost, and why."""
@@ -56,7 +61,7 @@ def command(
         else:
             result(text)
     elif model is not None:
-        _passes(loaded, model, optimizer, as_json)
+        _passes(loaded, model, optimizer, dtype, autocast, as_json)
     elif as_json:
         result_json(_whole(loaded))
     else:
@@ -78,12 +83,14 @@ def _kept(plan: Plan) -> Fidelity | None:
         return None
 
 
-def _passes(plan: Any, model: str, optimizer: str | None, as_json: bool) -> None:
+def _passes(
+    plan: Any, model: str, optimizer: str | None, dtype: str | None, autocast: str | None, as_json: bool
+) -> None:
     from autopar.cli.estimate import lowered
     from autopar.formatting import number_of
 
     with quiet_libraries():
-        graph, program = with_model(model, None, lambda made: lowered(plan, made, optimizer))
+        graph, program = with_model(model, None, lambda made: lowered(plan, made, optimizer), dtype, autocast)
     sent = sum(call.is_pending for call in program.calls)
     rows = [asdict(done) for done in graph.passes]
     lowering = {"groups": len(program.groups), "operations": len(program.calls), "collectives": sent}

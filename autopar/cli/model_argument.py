@@ -17,7 +17,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autopar.cli.console import detail, progress
+from autopar.cli.precision import autocasting, in_dtype, made_in
 from autopar.errors import AutoparError, CaptureError, OptimizerError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
@@ -54,20 +55,21 @@ class ModelArgument:
     optimizer: torch.optim.Optimizer | None = None
 
 
-def load_model(argument: str, weights: bool = True) -> ModelArgument:
+def load_model(argument: str, weights: bool = True, dtype: str | None = None) -> ModelArgument:
     """Imports and calls the factory; raises `SpecError`, which says what is wrong and where, if that fails. `weights`:
-    whether the model gets them.
+    whether the model gets them. `dtype`: the format of its floating-point numbers; by default, the factory's own.
 
     What the user's code prints goes to stderr: stdout is for results.
     """
     with contextlib.redirect_stdout(sys.stderr):
         factory = load_factory(argument)
-        if weights:
-            return call_factory(argument, factory)
-        from autopar.cli.weightless import without_weights
+        with made_in(dtype), contextlib.ExitStack() as stack:
+            if not weights:
+                from autopar.cli.weightless import without_weights
 
-        with without_weights():
-            return call_factory(argument, factory)
+                stack.enter_context(without_weights())
+            made = call_factory(argument, factory)
+            return made if dtype is None else _converted(made, dtype)
 
 
 def weights_option(function: F) -> F:
@@ -79,32 +81,43 @@ def weights_option(function: F) -> F:
     )(function)
 
 
-def with_model(argument: str, weights: bool | None, use: Callable[[ModelArgument], Found]) -> Found:
-    """What `use` makes of the model that MODEL names. Where `weights` is `None`, the model is made without them; where
-    the factory, or who uses it, cannot do without, that is said, and it is made with them. Raises what `load_model`
-    and `use` raise."""
+def with_model(
+    argument: str,
+    weights: bool | None,
+    use: Callable[[ModelArgument], Found],
+    dtype: str | None = None,
+    autocast: str | None = None,
+) -> Found:
+    """What `use` makes of the model that MODEL names, in the format `dtype`, under autocast with the format `autocast`.
+    Where `weights` is `None`, the model is made without them; where the factory, or who uses it, cannot do without,
+    that is said, and it is made with them. Raises what `load_model` and `use` raise."""
+
+    def used(made: ModelArgument) -> Found:
+        with autocasting(made.model, autocast):
+            return use(made)
+
     if weights is not None:
-        return use(load_model(argument, weights))
+        return used(load_model(argument, weights, dtype))
     try:
-        made = load_model(argument, weights=False)
+        made = load_model(argument, weights=False, dtype=dtype)
     except SpecError as e:
-        return _with_weights(argument, e, use)
+        return _with_weights(argument, e, used, dtype)
     from autopar.ir.weightless import first_without_values
 
     name = first_without_values(made.model, made.loss_fn)
     detail(f"the model is made without weights: '{name}' has no values" if name else "the model has weights")
     try:
-        return use(made)
+        return used(made)
     except CaptureError as e:
         if not name:
             raise
         del made
-        return _with_weights(argument, e, use)
+        return _with_weights(argument, e, used, dtype)
 
 
-def _with_weights(argument: str, error: Exception, use: Callable[[ModelArgument], Found]) -> Found:
+def _with_weights(argument: str, error: Exception, use: Callable[[ModelArgument], Found], dtype: str | None) -> Found:
     said = str(error).splitlines()[0]
-    made = load_model(argument)
+    made = load_model(argument, dtype=dtype)
     progress(f"the model is made with its weights (--no-weights: never), for without them it cannot be: {said}")
     return use(made)
 
@@ -138,6 +151,16 @@ def call_factory(argument: str, factory: Callable[[], Any]) -> ModelArgument:
     except Exception as e:
         raise SpecError(f"MODEL '{argument}': the factory raised {_where_and_what(e)}") from e
     return _read(argument, made)
+
+
+def _converted(made: ModelArgument, dtype: str) -> ModelArgument:
+    """The same in another format: parameters, buffers, and the inputs' floating-point numbers."""
+    import torch
+
+    for module in (made.model, made.loss_fn):
+        if isinstance(module, torch.nn.Module):
+            module.to(getattr(torch, dtype))
+    return replace(made, example_inputs=in_dtype(made.example_inputs, dtype))
 
 
 def chosen_optimizer(made: ModelArgument, name: str | None) -> torch.optim.Optimizer | None:

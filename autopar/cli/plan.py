@@ -20,7 +20,9 @@ from autopar.cli.console import (
     result,
     standard_options,
 )
+from autopar.cli.constraints import constraint_options
 from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, chosen_optimizer, weights_option, with_model
+from autopar.cli.precision import autocast_option, dtype_option
 
 if TYPE_CHECKING:
     from autopar.spec.calibration import Calibration
@@ -65,6 +67,9 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
     type=click.Choice(OPTIMIZERS),
     help="Default: the factory's own, else adamw. none: a drop-in module that leaves synchronized gradients.",
 )
+@constraint_options
+@dtype_option
+@autocast_option
 @calibration_option
 @click.option(
     "--measure-compute",
@@ -86,6 +91,11 @@ def command(
     late_parameters: bool,
     time_budget: float,
     optimizer: str | None,
+    memory_reserve: float,
+    pin: dict[str, str],
+    forbid: tuple[str, ...],
+    dtype: str | None,
+    autocast: str | None,
     calibration: str | None,
     measure_compute: bool,
     weights: bool | None,
@@ -121,6 +131,9 @@ def command(
             mode="module" if chosen is None else "step",
             fidelity=cast("Fidelity", fidelity),
             late_parameters=late_parameters,
+            memory_reserve=memory_reserve,
+            pin=pin,
+            forbid=forbid,
             strategy=strategy,
             calibration=measured,
             measure_compute=measure_compute,
@@ -131,7 +144,7 @@ def command(
 
     started, ticker = time.monotonic(), Ticker()
     with quiet_libraries():
-        plan = with_model(model, True if measure_compute else weights, planned)
+        plan = with_model(model, True if measure_compute else weights, planned, dtype, autocast)
     ticker.close()
     progress(f"planned in {time.monotonic() - started:.1f} s")
     if output is not None:
@@ -140,7 +153,7 @@ def command(
     progress(f"wrote {output}" if output is not None else "the plan was not kept; -o plan.json writes it")
 
 
-_OF_A_SEARCH = ("strategy", "fidelity", "late_parameters", "time_budget")
+_OF_A_SEARCH = ("strategy", "fidelity", "late_parameters", "time_budget", "pin", "forbid")
 
 
 def _edited(context: click.Context, path: str | None) -> Plan | None:

@@ -19,6 +19,7 @@ from autopar.cli.console import (
 )
 from autopar.cli.model_argument import OPTIMIZERS, with_model
 from autopar.cli.plan import load_calibration
+from autopar.cli.precision import autocast_option, dtype_option
 
 
 @click.command("report")
@@ -26,6 +27,8 @@ from autopar.cli.plan import load_calibration
 @output_option
 @click.option("--model", metavar="MODEL", help="The model of the plan: adds the timeline and the figures by rank.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="With --model: as given to `autopar plan`.")
+@dtype_option
+@autocast_option
 @calibration_option
 @click.option("--trace", metavar="FILE", help="With --model: write the predicted timeline as a Chrome trace too.")
 @click.option(
@@ -42,6 +45,8 @@ def command(
     output: Path | None,
     model: str | None,
     optimizer: str | None,
+    dtype: str | None,
+    autocast: str | None,
     calibration: str | None,
     trace: str | None,
     measured: tuple[str, ...],
@@ -63,7 +68,9 @@ def command(
         progress(f"importing {model} and simulating one step")
         with quiet_libraries():
             measured_there = load_calibration(calibration)
-            estimate = with_model(model, None, lambda made: simulate(loaded, made, optimizer, measured_there))
+            estimate = with_model(
+                model, None, lambda made: simulate(loaded, made, optimizer, measured_there), dtype, autocast
+            )
     build_report(
         loaded,
         target,

@@ -108,6 +108,7 @@ def training_graph(
         batch_size=batch.size,
         buffer_bytes=sum(_bytes(n.meta["val"]) for n in buffers),
         input_bytes=sum(_bytes(t) for t in batch.tensors),
+        autocast=_autocast(model, batch),
         recompute=recompute if mode == "step" else "none",
         passes=(*done, *done_behind),
         joint=joint,
@@ -268,3 +269,10 @@ def _backward_start(
 
 def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
+
+
+def _autocast(model: nn.Module, batch: Batch) -> str | None:
+    """The format of the autocast that is on, for the model's device; those without values are traced as on the CPU."""
+    tensors = [*model.parameters(), *batch.tensors]
+    device = next((t.device.type for t in tensors if t.device.type != "meta"), "cpu")
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else None

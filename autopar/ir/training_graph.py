@@ -241,6 +241,8 @@ class TrainingGraph:
     """Samples in the batch that was captured (`Batch.size`)."""
     buffer_bytes: int
     input_bytes: int
+    autocast: str | None = None
+    """The number format of `torch.autocast`, where the step was captured under it: matrix products compute in it."""
     recompute: Recompute = "none"
     """What of the forward pass is computed again in the backward pass."""
     eager: bool = False

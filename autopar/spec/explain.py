@@ -77,7 +77,8 @@ def _predictions(plan: PlanParts) -> list[str]:
         fastest = min(a.prediction.step_time_s for a in rest)
         lines.append(f"  and {sum(len(a.names) for a in rest)} more, the fastest of them {duration(fastest)}")
     said = verdict(plan) if plan.was_edited else f"{verdict(plan)} {PROVENANCE_MEANING[mine.provenance]}"
-    return [*lines, "", *textwrap.wrap(said, WIDTH)]
+    used = [] if plan.memory is None or plan.was_edited else textwrap.wrap(plan.memory.text, WIDTH)
+    return [*lines, "", *textwrap.wrap(said, WIDTH), *used]
 
 
 def _prediction_row(name: str, prediction: Prediction, mine: Prediction) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from autopar.errors import PlanError, SpecError
 from autopar.spec.cluster import ClusterFingerprint
 from autopar.spec.json_file import JsonFile, Record
+from autopar.spec.memory_use import MemoryUse
 
 SCHEMA_VERSION: Final = 1
 MAX_ELEMENTS: Final = 2**53
@@ -201,6 +202,8 @@ class PlanParts(JsonFile):
     recompute: Recompute = "none"
     """What of the forward pass is computed again in the backward pass, where memory is short."""
     prediction: Prediction | None = None
+    memory: MemoryUse | None = None
+    """What the peak memory of the prediction is made of, and what it is measured against."""
     alternatives: tuple[Alternative, ...] = ()
     priced: str | None = None
     """The `basis` of `prediction`, as it was when that was made; `None` in files that are older than this field."""

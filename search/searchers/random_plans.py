@@ -40,4 +40,5 @@ def drawn(near: Neighbourhood, draw: random.Random) -> Groups:
         name = favourite if favourite in possible and draw.random() >= mixed else draw.choice(possible)
         choice = common[name] if draw.random() >= mixed else draw.choice(near.choices[name])
         groups.append(choice.of(SyncGroup(strategy=name, members=(member.slice,))))
-    return fuse(groups, near.parameters, round(max(1, near.bytes_total) * MAX_BUCKETS ** -draw.random()))
+    kept = near.problem.rules.applied(tuple(groups))
+    return fuse(kept, near.parameters, round(max(1, near.bytes_total) * MAX_BUCKETS ** -draw.random()))

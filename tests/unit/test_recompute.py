@@ -111,7 +111,13 @@ def planned(memory_bytes: float) -> Plan:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cluster = cluster_with(memory_bytes)
     return autopar.plan(
-        model, cluster, example_inputs=batch(), loss_fn=F.mse_loss, optimizer=optimizer, time_budget_s=0.2
+        model,
+        cluster,
+        example_inputs=batch(),
+        loss_fn=F.mse_loss,
+        optimizer=optimizer,
+        memory_reserve=0.0,
+        time_budget_s=0.2,
     )
 
 

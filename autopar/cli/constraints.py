@@ -1,0 +1,66 @@
+"""The options of commands that search: memory that is kept free, strategies that are given and that are forbidden."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PART = re.compile(r"(\d{1,3}(?:\.\d{0,6})?)\s*(%?)")
+
+
+def constraint_options(function: F) -> F:
+    """Adds `--memory-reserve`, `--pin` and `--forbid`, passed on as `memory_reserve`, `pin` and `forbid`."""
+    options = (
+        click.option(
+            "--memory-reserve",
+            default="10%",
+            show_default=True,
+            metavar="PERCENT",
+            callback=_part,
+            help="Of each device's memory, kept free for what no prediction counts.",
+        ),
+        click.option(
+            "--pin",
+            metavar="PATTERN=STRATEGY",
+            multiple=True,
+            callback=_pins,
+            help="Synchronize parameters of these names so: 'embed.*=sparse_rows', '*.bias=parameter_server(owner=1)'. "
+            "Can be repeated; of several that match, the last one counts.",
+        ),
+        click.option(
+            "--forbid", metavar="STRATEGY", multiple=True, help="Use this strategy for no parameter. Can be repeated."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _part(context: click.Context, parameter: click.Parameter, value: str) -> float:
+    said = _PART.fullmatch(value.strip())
+    if said is None:
+        raise click.BadParameter(f"'{value}' is no part of the memory: write 10%, or 0.1", context, parameter)
+    part = float(said[1]) / 100 if said[2] else float(said[1])
+    if part >= 1:
+        hint = f"; did you mean '{said[1]}%'?" if not said[2] and part < 100 else ""
+        raise click.BadParameter(f"'{value}' leaves nothing: expected less than 100%{hint}", context, parameter)
+    return part
+
+
+def _pins(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for value in values:
+        # Names of parameters hold no `=`; options of a strategy do.
+        pattern, equals, strategy = value.partition("=")
+        if not equals or not pattern.strip() or not strategy.strip():
+            raise click.BadParameter(
+                f"'{value}': expected PATTERN=STRATEGY, as 'embed.*=sparse_rows'", context, parameter
+            )
+        found.pop(pattern.strip(), None)
+        found[pattern.strip()] = strategy.strip()
+    return found

@@ -1,0 +1,116 @@
+"""What a user asks of a plan besides speed: memory that is kept free, parameters whose strategy is given, and
+strategies that are not to be used."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import PlanError
+from autopar.spec.plan import OptionValue
+from autopar.strategies import strategy_named
+
+MEMORY_RESERVE = 0.1
+"""Part of each device's memory that plans keep free: for fragmentation, the libraries' own buffers and workspaces,
+which the memory model leaves out. [Empirical: the field keeps 5 to 20 %.]"""
+
+Pinned = str | tuple[str, Mapping[str, OptionValue]]
+"""A strategy, `parameter_server` or `parameter_server(owner=1)`; or its name, and options of it."""
+
+_SAID = re.compile(r"\s*(?P<strategy>[^\s()]+)\s*(?:\((?P<options>.*)\))?\s*")
+_COMMA = re.compile(r",(?![^\[]*\])")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Parameters that are synchronized by one strategy, whatever the search would choose."""
+
+    pattern: str
+    """Of their names: `embed.weight`, `layers.*.bias`."""
+    strategy: str
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    """Of the strategy; the search may choose those that are left out."""
+
+    @classmethod
+    def of(cls, pattern: str, said: Pinned) -> Pin:
+        """Raises `PlanError` where there is no such strategy, or the options cannot be read."""
+        if isinstance(said, str):
+            match = _SAID.fullmatch(said)
+            if match is None:
+                raise PlanError(
+                    f"pin '{pattern}': '{said}' names no strategy: write parameter_server, or "
+                    "parameter_server(owner=1) with options"
+                )
+            name, options = match["strategy"], _options(pattern, match["options"] or "")
+        else:
+            name, options = said[0], dict(said[1])
+        try:
+            strategy_named(name)
+        except PlanError as e:
+            raise PlanError(f"pin '{pattern}': {e}") from e
+        return cls(pattern, name, options)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{self.pattern}={self.strategy}" + (f"({shown})" if shown else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What plans have to keep to."""
+
+    memory_reserve: float = MEMORY_RESERVE
+    """Part of each device's memory that is kept free, from 0 to less than 1."""
+    pins: tuple[Pin, ...] = ()
+    """Of several whose patterns match a parameter, the last one counts."""
+    forbidden: frozenset[str] = frozenset()
+    """Strategies, by name, that no group may use."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory_reserve < 1:
+            raise PlanError(
+                f"memory_reserve is {self.memory_reserve}, expected a part of each device's memory, from 0 to less "
+                "than 1: 0.1 keeps a tenth free"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        memory_reserve: float = MEMORY_RESERVE,
+        pin: Mapping[str, Pinned] | None = None,
+        forbid: Iterable[str] = (),
+    ) -> Constraints:
+        """As `autopar.plan` and `autopar.optimize` take them. Raises `PlanError` with the nearest name where there is
+        no such strategy, and where a value cannot be used."""
+        named = [forbid] if isinstance(forbid, str) else list(forbid)
+        for name in named:
+            try:
+                strategy_named(name)
+            except PlanError as e:
+                raise PlanError(f"forbid: {e}") from e
+        pins = tuple(Pin.of(pattern, said) for pattern, said in (pin or {}).items())
+        for one in pins:
+            if one.strategy in named:
+                raise PlanError(f"pin '{one}': {one.strategy} is forbidden; leave one of the two out")
+        return cls(memory_reserve, pins, frozenset(named))
+
+
+NONE = Constraints()
+"""What holds where nothing is asked: a tenth of the memory is kept free."""
+
+
+def _options(pattern: str, text: str) -> dict[str, OptionValue]:
+    """`owner=1, wire=bfloat16` as options."""
+    found: dict[str, OptionValue] = {}
+    for part in filter(str.strip, _COMMA.split(text)):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name or not value:
+            raise PlanError(f"pin '{pattern}': option '{part.strip()}' has no value: write NAME=VALUE, as owner=1")
+        try:
+            read = json.loads(value)
+        except ValueError:
+            read = value
+        found[name] = tuple(read) if isinstance(read, list) else read
+    return found
