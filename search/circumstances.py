@@ -130,5 +130,5 @@ def _made(cluster: ClusterSpec, **changed: object) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate(cluster.model_copy(update=changed).description)
     except ValidationError as e:
-        problem = explain(e, ClusterSpec).splitlines()[0]
+        problem = explain(e, ClusterSpec).splitlines()[-1]
         raise ClusterSpecError(f"the description allows no such cluster: {problem}") from None

@@ -84,8 +84,8 @@ class RunnersUp:
                 best = RunnerUp(
                     strategy=choice.strategy,
                     options=dict(choice.options),
-                    step_time_s=other.step_time_s,
-                    cost_s=other.step_time_s - estimate.step_time_s,
+                    step_time_s=float(other.step_time_s),
+                    cost_s=float(other.step_time_s - estimate.step_time_s),
                     priced_group=index,
                 )
         return best

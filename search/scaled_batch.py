@@ -37,6 +37,8 @@ def why_not(graph: TrainingGraph, factor: Fraction) -> str | None:
         return "the model compares samples of all ranks with each other"
     if joint is not None and joint.weight is not None and joint.weight.problem is not None:
         return f"samples may be compared with each other: the loss {joint.weight.problem}"
+    if joint is not None and (node := _comparison(graph, joint, graph.batch_size)):
+        return f"samples are compared with each other: '{node}' takes values of two of them"
     return None
 
 
@@ -91,18 +93,59 @@ class _Fixed:
         return _of_joint(graph.joint, size)
 
 
-def _of_joint(joint: JointGraph, gradients: dict[str, int]) -> _Fixed:
-    """`gradients`: bytes of those of parameters, by the nodes whose values they are."""
-    nodes = list(joint.module.graph.nodes)
+def _varying(joint: JointGraph) -> set[torch.fx.Node]:
+    """Nodes whose values depend on the batch."""
     kinds = iter(joint.inputs)
     varies: set[torch.fx.Node] = set()
-    for node in nodes:
+    for node in joint.module.graph.nodes:
         if node.op == "placeholder":
             is_input = next(kinds)[0] in ("batch", "tangent")
         else:
             is_input = any(n in varies for n in node.all_input_nodes)
         if is_input:
             varies.add(node)
+    return varies
+
+
+def _comparison(graph: TrainingGraph, joint: JointGraph, batch_size: int) -> str:
+    """The first node of the forward pass whose value has an element for each pair of samples, by its operator: products
+    of two matrices of the batch, and what is broadcast along two samples. Empty where none is seen."""
+    varies = _varying(joint)
+    forward = {node.name for node in graph.compute[: graph.backward_start]}
+    for node in joint.module.graph.nodes:
+        given = [x for x in node.args if isinstance(x, torch.fx.Node) and x in varies]
+        if node.name not in forward or len(given) < 2:
+            continue
+        shapes = [tuple(n.meta["val"].shape) for n in given if isinstance(n.meta.get("val"), torch.Tensor)]
+        name = _op(node)
+        if name in ("mm", "addmm"):
+            compares = all(len(shape) == 2 for shape in shapes[-2:])
+        elif name in ("bmm", "baddbmm"):
+            compares = shapes[-1][0] % batch_size > 0
+        elif name in ("_cdist_forward", "_euclidean_dist"):
+            compares = len(shapes[-1]) == 2 or shapes[-1][0] % batch_size > 0
+        else:
+            compares = _crossed(shapes, batch_size)
+        if compares:
+            return name
+    return ""
+
+
+def _op(node: torch.fx.Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
+
+
+def _crossed(shapes: list[tuple[int, ...]], batch_size: int) -> bool:
+    """Whether samples lie along one dimension of a value, and along another, in which the first has one element, of
+    a second value."""
+    heads = {shape[:2] for shape in shapes}
+    return batch_size > 1 and {(batch_size, 1), (1, batch_size)} <= heads
+
+
+def _of_joint(joint: JointGraph, gradients: dict[str, int]) -> _Fixed:
+    """`gradients`: bytes of those of parameters, by the nodes whose values they are."""
+    nodes = list(joint.module.graph.nodes)
+    varies = _varying(joint)
     own: dict[str, int] = {}
     for node in nodes:
         if node.name in gradients:

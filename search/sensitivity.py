@@ -91,7 +91,8 @@ class Outcome:
         if self.lead is None:
             return "holds: no other plan fits"
         if self.changes:
-            return f"changes: {other} would take {_percent(-self.lead)} less time"
+            head = "is not the best here" if self.name == AS_IT_IS else "changes"
+            return f"{head}: {other} would take {_percent(-self.lead)} less time"
         if self.lead <= TIE:
             return f"holds: {other} is as fast"
         return f"holds: stays the best by {_percent(self.lead)} ({other} is next)"
@@ -189,10 +190,10 @@ def _outcome(
     return Outcome(
         name=place.name,
         circumstance=place.text,
-        step_time_s=own.step_time_s if own else None,
+        step_time_s=float(own.step_time_s) if own else None,
         overflow_bytes=own.overflow_bytes if own else 0,
         best=best.name if best else "",
-        best_step_time_s=best.step_time_s if best else None,
+        best_step_time_s=float(best.step_time_s) if best else None,
         best_groups=best.groups if best else (),
         assumption="; ".join(a for a in (place.assumption, CARRIED if carried else "") if a),
     )
