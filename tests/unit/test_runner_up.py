@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -60,7 +61,7 @@ def test_its_price_is_that_of_the_plan_with_the_group_switched_and_no_strategy_i
         found = group.runner_up
         assert found is not None and found.strategy != group.strategy
 
-        def switched(strategy: str, options: dict[str, object], at: int) -> float:
+        def switched(strategy: str, options: Mapping[str, object], at: int) -> float:
             changed = SyncGroup.model_validate(
                 {"strategy": strategy, "options": options, "members": plan.groups[at].members}
             )
