@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.base import Estimate
 from autopar.errors import PlanError
 from autopar.formatting import duration, number_of, size
-from autopar.search.base import Problem
+from autopar.search.base import TIE, Problem
 from autopar.search.builders.common import piece_bytes
 from autopar.search.moves import Choice, Groups, Neighbourhood
-from autopar.spec.plan import SyncGroup
+from autopar.search.runner_up import RunnersUp, structure_of
+from autopar.spec.plan import RunnerUp, SyncGroup
 from autopar.strategies.lowering import lower_plan
-
-MAX_OPTIONS = 8
-"""Of one strategy that are compared; where there are more, they are owners, which are nearly equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,18 @@ class Reasons:
         self._pricer = problem.pricer or StepPricer(problem.graph, problem.topology)
         self._near = Neighbourhood(problem)
         self._known: dict[tuple[object, ...], AloneCost | None] = {}
+        self._runners_up = RunnersUp(problem, self._near, self._alone_s)
 
-    def of(self, groups: Groups) -> Groups:
-        """The groups, each with its reason."""
-        return tuple(g.model_copy(update={"reason": self._reason(g)}) for g in groups)
+    def of(self, groups: Groups, estimate: Estimate, seconds: float) -> Groups:
+        """The groups of a plan that was priced, each with its reason and its runner-up. `seconds`: how long runners-up
+        may be looked for; those of a few large groups are found in any case."""
+        found = self._runners_up.of(groups, estimate, seconds)
+        return tuple(
+            g.model_copy(update={"reason": self._reason(i, g, found, estimate), "runner_up": found.get(i)})
+            for i, g in enumerate(groups)
+        )
 
-    def _reason(self, group: SyncGroup) -> str:
+    def _reason(self, index: int, group: SyncGroup, found: Mapping[int, RunnerUp | None], estimate: Estimate) -> str:
         head = f"{number_of(len(group.members), 'tensor')}, {size(self._bytes(group))}"
         if pins := list(dict.fromkeys(str(pin) for m in group.members if (pin := self.problem.rules.pins.get(m.name)))):
             return f"{head}: pinned by {', '.join(pins)}"
@@ -55,34 +61,38 @@ class Reasons:
         mine = self._cost(group)
         assert mine is not None, "a chosen group can be lowered"
         text = f"{head}: alone, {mine}"
-        other = self._next_best(group)
+        other = found.get(index)
         if other is None:
-            return f"{text}; no other strategy can be used here"
-        choice, cost = other
-        if cost.total_s < mine.total_s:
-            return f"{text}. {choice}, alone, would take {cost}: less, but the step as a whole gains nothing by it"
-        return f"{text}; next best is {choice}, with {cost}"
+            return text + self._without_runner_up(group, priced=index in found)
+        choice = Choice(other.strategy, other.options)
+        alone = self._cost(choice.of(group))
+        said = f" (alone, {alone})" if alone is not None else ""
+        alike = sum(o is other for o in found.values())
+        shared = f", as priced for group {other.priced_group} of {alike} that are alike" if alike > 1 else ""
+        return f"{text}; {_in_the_step(choice, other, estimate.step_time_s)}{said}{shared}"
 
-    def _next_best(self, group: SyncGroup) -> tuple[Choice, AloneCost] | None:
-        """The cheapest other strategy."""
-        best: tuple[Choice, AloneCost] | None = None
-        for strategy, choices in self._near.choices.items():
-            if strategy == group.strategy or not self._near.possible(choices[0], group):
-                continue
-            for choice in choices[:MAX_OPTIONS]:
-                cost = self._cost(choice.of(group))
-                if cost is not None and (best is None or cost.total_s < best[1].total_s):
-                    best = (choice, cost)
-        return best
+    def _without_runner_up(self, group: SyncGroup, priced: bool) -> str:
+        choices = self._runners_up.choices(group)
+        if not choices:
+            return "; no other strategy can be used here"
+        if priced:
+            return "; no other strategy leaves the plan within the devices' memory"
+        cost = self._cost(choices[0].of(group))
+        return f"; alone, {choices[0]} would take {cost}: what the step would gain or lose by it was not priced"
 
     def _bytes(self, group: SyncGroup) -> int:
         return sum(piece_bytes((m, self._near.table[m.name])) for m in group.members)
 
+    def _alone_s(self, group: SyncGroup) -> float | None:
+        cost = self._cost(group)
+        return None if cost is None else cost.total_s
+
     def _cost(self, group: SyncGroup) -> AloneCost | None:
-        # Groups of the same strategy, size, dtype and number of members cost the same alone.
-        dtype = self._near.table[group.members[0].name].spec.dtype
+        # Groups of the same strategy, size, dtype and structure cost the same alone.
+        members = [self._near.table[m.name] for m in group.members]
         options = tuple(sorted(group.settings.items()))
-        key = (group.strategy, options, len(group.members), self._bytes(group), dtype)
+        structure = tuple(map(structure_of, members))
+        key = (group.strategy, options, structure, self._bytes(group), members[0].spec.dtype)
         if key not in self._known:
             self._known[key] = self._price(group)
         return self._known[key]
@@ -93,3 +103,14 @@ class Reasons:
         except PlanError:
             return None
         return AloneCost(*self._pricer.alone_s(program))
+
+
+def _in_the_step(choice: Choice, other: RunnerUp, step_time_s: float) -> str:
+    """What the step gains or loses by the runner-up, in words."""
+    if abs(other.cost_s) <= 1e-6 * step_time_s:
+        return f"next best is {choice}, with which the step takes as long"
+    if other.cost_s > 0:
+        return f"next best is {choice}, +{duration(other.cost_s)} a step"
+    if -other.cost_s < TIE * step_time_s:
+        return f"next best is {choice}, -{duration(-other.cost_s)} a step, which counts as equally fast"
+    return f"better would be {choice}, -{duration(-other.cost_s)} a step"

@@ -35,6 +35,10 @@ SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
 """Seeds may take this part of a search's time, and these seconds in any case."""
 HOPELESS = 0.2
 """Nothing is searched where the leanest seed needs more memory than a device has by more than this part of it."""
+EXPLAINED_SHARE = 0.2
+"""The part of a search's time that is kept for the runners-up of the plan's groups."""
+EXPLAINED_S = 1.0
+"""Seconds that may go into them where a plan is priced, and not searched."""
 EDITED = " (edited)"
 """Behind the name of a plan that was changed by hand."""
 
@@ -98,14 +102,15 @@ def search_result(
 ) -> SearchResult:
     """As `search`, with everything that was priced."""
     problem = _problem(graph, cluster, context, fidelity, cost_model, constraints)
+    whole, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
+    kept_s = EXPLAINED_SHARE * whole.time_s
     with contextlib.ExitStack() as stack:
         log = None
-        budget, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
-        header = _header(problem, searcher, budget, seed)
+        header = _header(problem, searcher, whole, seed)
         before = known(journal, **header) if journal is not None and resume else None
         if journal is not None:
             log = stack.enter_context(Journal(journal, **header))
-        evaluate = Evaluator(problem, budget, log, progress)
+        evaluate = Evaluator(problem, replace(whole, time_s=whole.time_s - kept_s), log, progress)
         if before is not None:
             evaluate.resume(*before)
         seeds = _seeds(evaluate)
@@ -120,7 +125,7 @@ def search_result(
         return SearchResult(_plan(problem, leanest, seeds), tuple(evaluate.candidates))
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
-    return SearchResult(_plan(problem, best, seeds), tuple(evaluate.candidates))
+    return SearchResult(_plan(problem, best, seeds, kept_s), tuple(evaluate.candidates))
 
 
 def build_plan(
@@ -267,14 +272,14 @@ def _hopeless(problem: Problem, seeds: dict[str, Candidate]) -> bool:
     return bool(seeds) and min(c.overflow_bytes for c in seeds.values()) > HOPELESS * smallest
 
 
-def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate]) -> Plan:
+def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate], explained_s: float = EXPLAINED_S) -> Plan:
     ordered = sorted(seeds.items(), key=lambda item: item[1].order)
     made = Plan(
         name=best.name if problem.context.world_size > 1 else "one rank",
         model=problem.graph.model,
         cluster=problem.cluster.fingerprint,
         fidelity=fidelity_of(best.groups, problem.context),
-        groups=Reasons(problem).of(best.groups),
+        groups=Reasons(problem).of(best.groups, best.estimate, explained_s),
         recompute=problem.graph.recompute,
         prediction=best.estimate.prediction(),
         memory=memory_use(problem, best),

@@ -161,6 +161,15 @@ def calibration_option(function: F) -> F:
     )
 
 
+def what_if_option(function: F) -> F:
+    """Adds `--what-if`, passed on as `what_if`."""
+    return click.option(
+        "--what-if",
+        is_flag=True,
+        help="With --model: what would be decided with bandwidth, batch and hosts halved and doubled.",
+    )(function)
+
+
 def _verbosity() -> int:
     ctx = click.get_current_context(silent=True)
     return int(ctx.meta.get(_VERBOSITY, 0)) if ctx else 0

@@ -1,8 +1,12 @@
-"""Simulates one step of a plan again, with its timeline: what a report draws, and a plan does not hold."""
+"""What needs the model besides the plan: its timeline, its lowering, and its price under changed circumstances."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from autopar.cli.console import progress
 
 if TYPE_CHECKING:
     from autopar.cli.model_argument import ModelArgument
@@ -11,25 +15,51 @@ if TYPE_CHECKING:
     from autopar.ir.training_graph import TrainingGraph
     from autopar.ops.context import Context
     from autopar.planning import Training
+    from autopar.search.sensitivity import Sensitivity
     from autopar.spec.calibration import Calibration
     from autopar.spec.plan import Plan
     from autopar.strategies.lowering import StepProgram
 
 
-def estimate(
-    plan: Plan, made: ModelArgument, optimizer: str | None, calibration: Calibration | None = None
-) -> Estimate:
-    """What the cost model says of a plan, for the model and the cluster that it was made for.
+@dataclass(frozen=True)
+class Fitted:
+    """A plan, with the model that it was made for, captured."""
 
-    Raises `PlanMismatchError` where the model is another one, `SpecError` where the calibration is of another cluster.
-    """
-    from autopar.cost_models.steps import predict_steps
-    from autopar.spec.topology import Topology
+    plan: Plan
+    training: Training
+    graph: TrainingGraph
+    context: Context
 
-    training, cluster = _training(made, optimizer), plan.cluster.cluster
-    graph, context = _fitting(plan, training)
-    model = training.cost_model(cluster, calibration)
-    return predict_steps(model, plan.groups, graph, context, Topology(cluster), timeline=True)
+    @classmethod
+    def of(cls, plan: Plan, made: ModelArgument, optimizer: str | None) -> Fitted:
+        """Raises `PlanMismatchError` where the model is another one."""
+        training = _training(made, optimizer)
+        return cls(plan, training, *_fitting(plan, training))
+
+    def estimate(self, calibration: Calibration | None = None) -> Estimate:
+        """What the cost model says of the plan, with its timeline. Raises `SpecError` where the calibration is of
+        another cluster."""
+        from autopar.cost_models.steps import predict_steps
+        from autopar.spec.topology import Topology
+
+        cluster = self.plan.cluster.cluster
+        model = self.training.cost_model(cluster, calibration)
+        return predict_steps(model, self.plan.groups, self.graph, self.context, Topology(cluster), timeline=True)
+
+    def what_if(self, calibration: Calibration | None = None, told: Callable[[str], None] | None = None) -> Sensitivity:
+        """The plan under changed circumstances. Raises `SpecError` where the calibration is of another cluster."""
+        from autopar.ir.outline import Outline
+        from autopar.search.sensitivity import sensitivity
+
+        joint = self.graph.joint
+        nodes = joint.seconds if isinstance(joint, Outline) else None
+        model = self.training.cost_model(self.plan.cluster.cluster, calibration, nodes)
+        return sensitivity(self.plan, self.graph, self.context, cost_model=model, progress=told)
+
+
+def priced(circumstance: str) -> None:
+    """Says on stderr which circumstance is looked at."""
+    progress(f"pricing and searching {circumstance}")
 
 
 def lowered(plan: Plan, made: ModelArgument, optimizer: str | None) -> tuple[TrainingGraph, StepProgram]:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autopar.cli.console import json_option, quiet_libraries, result, result_json, result_table, standard_options
+from autopar.cli.console import (
+    calibration_option,
+    json_option,
+    quiet_libraries,
+    result,
+    result_json,
+    result_table,
+    standard_options,
+    what_if_option,
+)
 from autopar.cli.model_argument import OPTIMIZERS, with_model
 from autopar.cli.precision import autocast_option, dtype_option
 
@@ -20,10 +29,12 @@ if TYPE_CHECKING:
 @click.option("--parameter", metavar="NAME", help="Only what happens to this parameter.")
 @click.option("--diff", "other", metavar="OTHER", help="What changes from PLAN to this plan.")
 @click.option("--passes", is_flag=True, help="With --model: what each pass does on the way to the step that runs.")
+@what_if_option
 @click.option("--model", metavar="MODEL", help="The model of the plan.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), help="With --model: as given to `autopar plan`.")
 @dtype_option
 @autocast_option
+@calibration_option
 @json_option
 @standard_options
 def command(
@@ -31,17 +42,23 @@ def command(
     parameter: str | None,
     other: str | None,
     passes: bool,
+    what_if: bool,
     model: str | None,
     optimizer: str | None,
     dtype: str | None,
     autocast: str | None,
+    calibration: str | None,
     as_json: bool,
 ) -> None:
     """Say in words what the plan in file PLAN does, at what predicted cost, and why."""
-    if (parameter is not None) + (other is not None) + passes > 1:
-        raise click.UsageError("give one of --parameter, --diff and --passes")
-    if passes != (model is not None):
-        raise click.UsageError("--passes needs --model, whose graph it is about, and --model is for --passes")
+    if (parameter is not None) + (other is not None) + passes + what_if > 1:
+        raise click.UsageError("give one of --parameter, --diff, --passes and --what-if")
+    if (passes or what_if) != (model is not None):
+        raise click.UsageError(
+            "--passes and --what-if need --model, whose graph they are about, and --model is for them"
+        )
+    if calibration is not None and not what_if:
+        raise click.UsageError("--calibration is for --what-if: the plan's own prediction is what it records")
     from autopar.report.difference import diff
     from autopar.report.parameter import explain_parameter, find_parameter
     from autopar.spec.plan import Plan
@@ -60,6 +77,8 @@ def command(
             result_json([row for row in _parameters(loaded) if row["parameter"] == name])
         else:
             result(text)
+    elif model is not None and what_if:
+        _what_if(loaded, model, optimizer, (dtype, autocast), calibration, as_json)
     elif model is not None:
         _passes(loaded, model, optimizer, dtype, autocast, as_json)
     elif as_json:
@@ -106,6 +125,29 @@ def _passes(
     )
 
 
+def _what_if(
+    plan: Plan,
+    model: str,
+    optimizer: str | None,
+    precision: tuple[str | None, str | None],
+    calibration: str | None,
+    as_json: bool,
+) -> None:
+    from autopar.cli.estimate import Fitted, priced
+    from autopar.cli.plan import load_calibration
+    from autopar.report.what_if import what_if_data, what_if_text
+
+    measured = load_calibration(calibration)
+    with quiet_libraries():
+        found = with_model(
+            model, None, lambda made: Fitted.of(plan, made, optimizer).what_if(measured, priced), *precision
+        )
+    if as_json:
+        result_json(what_if_data(plan, found))
+    else:
+        result(what_if_text(plan, found))
+
+
 def _whole(plan: Any) -> dict[str, Any]:
     from autopar.spec.summary import group_rows, ordered_alternatives, verdict
 
@@ -122,7 +164,13 @@ def _whole(plan: Any) -> dict[str, Any]:
         "prediction": plan.prediction.model_dump() if plan.prediction else None,
         "alternatives": [a.model_dump() for a in ordered_alternatives(plan)],
         "groups": [
-            {"group": row.first, "strategy": row.strategy, "bytes": row.num_bytes, "reason": row.reason}
+            {
+                "group": row.first,
+                "strategy": row.strategy,
+                "bytes": row.num_bytes,
+                "reason": row.reason,
+                "runner_up": row.runner_up.model_dump() if row.runner_up else None,
+            }
             for row in group_rows(plan, merge=False)
         ],
         "parameters": _parameters(plan),

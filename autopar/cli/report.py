@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,10 +17,15 @@ from autopar.cli.console import (
     result,
     result_json,
     standard_options,
+    what_if_option,
 )
-from autopar.cli.model_argument import OPTIMIZERS, with_model
+from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, with_model
 from autopar.cli.plan import load_calibration
 from autopar.cli.precision import autocast_option, dtype_option
+
+if TYPE_CHECKING:
+    from autopar.cost_models.base import Estimate
+    from autopar.search.sensitivity import Sensitivity
 
 
 @click.command("report")
@@ -30,6 +36,7 @@ from autopar.cli.precision import autocast_option, dtype_option
 @dtype_option
 @autocast_option
 @calibration_option
+@what_if_option
 @click.option("--trace", metavar="FILE", help="With --model: write the predicted timeline as a Chrome trace too.")
 @click.option(
     "--measured",
@@ -48,6 +55,7 @@ def command(
     dtype: str | None,
     autocast: str | None,
     calibration: str | None,
+    what_if: bool,
     trace: str | None,
     measured: tuple[str, ...],
     open_page: bool,
@@ -56,26 +64,32 @@ def command(
     """Write the plan in file PLAN as one self-contained HTML file, by default report.html beside it."""
     if trace is not None and model is None:
         raise click.UsageError("--trace needs --model: the timeline is simulated from the model's graph")
+    if what_if and model is None:
+        raise click.UsageError("--what-if needs --model: circumstances are priced from the model's graph")
     times = _measured(measured)
-    from autopar.cli.estimate import estimate as simulate
+    from autopar.cli.estimate import Fitted, priced
     from autopar.report import build_report, write_trace
     from autopar.spec.plan import Plan
 
     loaded = Plan.load(plan)
     target = output or Path(plan).resolve().parent / "report.html"
-    estimate = None
+    estimate, found = None, None
     if model is not None:
         progress(f"importing {model} and simulating one step")
+        measured_there = load_calibration(calibration)
+
+        def simulated(made: ModelArgument) -> tuple[Estimate, Sensitivity | None]:
+            fitted = Fitted.of(loaded, made, optimizer)
+            return fitted.estimate(measured_there), fitted.what_if(measured_there, priced) if what_if else None
+
         with quiet_libraries():
-            measured_there = load_calibration(calibration)
-            estimate = with_model(
-                model, None, lambda made: simulate(loaded, made, optimizer, measured_there), dtype, autocast
-            )
+            estimate, found = with_model(model, None, simulated, dtype, autocast)
     build_report(
         loaded,
         target,
         estimate=estimate,
         measured=times,
+        what_if=found,
         commands=[f"autopar run {plan} train.py"],
     )
     detail(f"{target.stat().st_size / 2**20:.1f} MiB")

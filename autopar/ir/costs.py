@@ -19,7 +19,7 @@ def compute_nodes(graph: torch.fx.Graph, freed_at_once: Iterable[torch.fx.Node] 
     """The graph's nodes in order. Values of `freed_at_once` (gradients, which the step consumes as they complete)
     count as alive only while they are computed and read."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    needed = _needed_until(graph, nodes, {_owner(n) for n in freed_at_once})
+    needed = _needed_until(graph, nodes, {owner_of(n) for n in freed_at_once})
     own = {n: tensor_bytes(n.meta.get("val")) for n in needed}
     change = [0] * (len(nodes) + 2)
     for i, node in enumerate(nodes):
@@ -81,15 +81,15 @@ def _needed_until(
     last: dict[torch.fx.Node, int] = {}
     for node, i in position.items():
         for source in (node, *node.all_input_nodes):
-            last[_owner(source)] = i
+            last[owner_of(source)] = i
     for result in graph.output_node().all_input_nodes:
-        owner = _owner(result)
+        owner = owner_of(result)
         if owner not in freed:
             last[owner] = len(nodes)
     return {owner: end for owner, end in last.items() if owner in position}
 
 
-def _owner(node: torch.fx.Node) -> torch.fx.Node:
+def owner_of(node: torch.fx.Node) -> torch.fx.Node:
     """The node that allocated this node's memory; for an element of a tuple, the operator that made the tuple."""
     while True:
         node = base(node)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.report import charts, rows
 from autopar.report.environment import environment
 from autopar.report.rows import Compared
+from autopar.report.what_if import what_if_rows
 from autopar.spec.files import write_file
 from autopar.spec.plan import Plan
 from autopar.spec.summary import FIDELITY_MEANING, PROVENANCE_MEANING, RECOMPUTE_MEANING, parameter_bytes, verdict
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
     from autopar.cost_models.base import Estimate
+    from autopar.search.sensitivity import Sensitivity
 
 
 def build_report(
@@ -30,6 +32,7 @@ def build_report(
     *,
     estimate: Estimate | None = None,
     measured: Mapping[str, float] | None = None,
+    what_if: Sensitivity | None = None,
     commands: Sequence[str] = (),
 ) -> Path:
     """Writes the report on a plan to `path`, and returns the path.
@@ -37,6 +40,7 @@ def build_report(
     estimate: what the cost model says of the plan, with its timeline; without it the page has no timeline and no
         figures by rank.
     measured: step times in seconds, by the name of the plan or of an alternative (`ddp`).
+    what_if: the plan under changed circumstances; without it the page has no section about these.
     commands: the exact commands that made the plan and run it; by default those that run it.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -51,6 +55,7 @@ def build_report(
     )
     templates.filters["breakable"] = _breakable
     compared = rows.compared(plan, measured or {})
+    groups = rows.groups(plan)
     page = templates.get_template("report.html.j2").render(
         plan=plan,
         model_size=rows.model_size(plan),
@@ -62,7 +67,9 @@ def build_report(
         facts=rows.facts(plan),
         comparison=compared,
         has_measured=any(row.measured_s is not None for row in compared),
-        groups=rows.groups(plan),
+        groups=groups,
+        has_runners_up=any(row["runner_up"] for row in groups),
+        what_if=what_if_rows(what_if) if what_if is not None else [],
         parameters=rows.parameters(plan),
         disagreement=rows.disagreement(plan, estimate),
         has_estimate=estimate is not None,

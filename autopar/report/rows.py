@@ -12,10 +12,12 @@ from autopar.spec.plan import Plan, Prediction
 from autopar.spec.summary import (
     BASELINE,
     alternative_rows,
+    cost_text,
     group_rows,
     options_text,
     ordered_alternatives,
     parameter_bytes,
+    strategy_text,
 )
 
 if TYPE_CHECKING:
@@ -111,6 +113,8 @@ def groups(plan: Plan) -> list[dict[str, str]]:
             "mib": mebibytes(row.num_bytes),
             "names": row.pattern(60),
             "reason": row.reason,
+            "runner_up": strategy_text(row.runner_up.strategy, row.runner_up.options) if row.runner_up else "",
+            "runner_up_cost": cost_text(row.runner_up) if row.runner_up else "",
         }
         for row in group_rows(plan)
     ]

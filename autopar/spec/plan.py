@@ -27,6 +27,7 @@ from autopar.spec.plan_parts import (
     PlanParts,
     Prediction,
     Recompute,
+    RunnerUp,
     SyncGroup,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Recompute",
+    "RunnerUp",
     "SyncGroup",
     "partition_problems",
 ]

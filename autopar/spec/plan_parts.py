@@ -114,6 +114,19 @@ class ParameterSlice(Record):
         return self.name if self.whole else f"{self.name}[{':, ' * self.dim}{self.start}:{self.stop}]"
 
 
+class RunnerUp(Record):
+    """The best other strategy for one group, priced in the plan, in which all other groups stay as they are."""
+
+    strategy: str
+    options: dict[str, OptionValue] = Field(default_factory=dict)
+    step_time_s: float
+    """Predicted seconds of a step of the plan in which this group is switched."""
+    cost_s: float
+    """`step_time_s` less the predicted step time of the plan: negative where the switch saves time."""
+    priced_group: int = Field(ge=0)
+    """Index of the group that was switched to price it: the group itself, or one that is like it."""
+
+
 class SyncGroup(Record):
     """Parameters that are synchronized together, and how."""
 
@@ -130,6 +143,8 @@ class SyncGroup(Record):
     """From which step on, counted from 0, all this holds; before, the group is summed by a plain all-reduce."""
     reason: str = ""
     """Why the search chose this, for people."""
+    runner_up: RunnerUp | None = None
+    """The best other strategy, of those that fit the devices' memory; `None` where none was priced."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> SyncGroup:
@@ -157,6 +172,8 @@ class SyncGroup(Record):
     @model_serializer(mode="wrap")
     def _without_usual_timing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = write(self)
+        if self.runner_up is None:
+            found.pop("runner_up", None)
         return {k: v for k, v in found.items() if k not in TIMING or k in self.timing}
 
 
@@ -225,8 +242,8 @@ class PlanParts(JsonFile):
 
     @property
     def digest(self) -> str:
-        """A hash of what is executed: groups, strategies and options, not predictions or reasons."""
-        core = [g.model_dump(exclude={"reason"}) for g in self.groups]
+        """A hash of what is executed: groups, strategies and options, not predictions, reasons or runners-up."""
+        core = [g.model_dump(exclude={"reason", "runner_up"}) for g in self.groups]
         again = [] if self.recompute == "none" else [self.recompute]
         text = json.dumps([self.model.digest, self.cluster.world_size, core, *again], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.formatting import name_pattern, number_of, size
+from autopar.formatting import duration, name_pattern, number_of, size
 from autopar.spec.plan_parts import (
     FIDELITIES,
     Alternative,
@@ -19,6 +19,7 @@ from autopar.spec.plan_parts import (
     PlanParts,
     Prediction,
     Recompute,
+    RunnerUp,
     SyncGroup,
 )
 
@@ -66,6 +67,8 @@ class GroupRow:
     num_bytes: int
     reason: str
     """Of all of them; where they differ, of the largest, and the reason begins with which that is."""
+    runner_up: RunnerUp | None = None
+    """Of the largest of them; `None` where it was not priced, or for another plan."""
 
     def pattern(self, width: int) -> str:
         """Which parameters, as a short pattern."""
@@ -101,6 +104,7 @@ def group_rows(plan: PlanParts, merge: bool | None = None) -> list[GroupRow]:
         run = list(indices)
         groups = [plan.groups[i] for i in run]
         pieces = [piece for group in groups for piece in group.members]
+        sizes = [sum(parameter_bytes(table[m.name], m) for m in g.members) for g in groups]
         rows.append(
             GroupRow(
                 first=run[0],
@@ -110,9 +114,8 @@ def group_rows(plan: PlanParts, merge: bool | None = None) -> list[GroupRow]:
                 names=tuple(str(piece) if len(pieces) == 1 else piece.name for piece in pieces),
                 sliced=len(pieces) > 1 and not _hold_all(pieces, table),
                 num_bytes=sum(parameter_bytes(table[piece.name], piece) for piece in pieces),
-                reason=_reason(
-                    run, groups, [sum(parameter_bytes(table[m.name], m) for m in g.members) for g in groups]
-                ),
+                reason=_reason(run, groups, sizes),
+                runner_up=None if plan.was_edited else groups[sizes.index(max(sizes))].runner_up,
             )
         )
     return rows
@@ -140,6 +143,12 @@ def strategy_text(strategy: str, options: Mapping[str, OptionValue]) -> str:
     """A strategy with its options, in words: `all_reduce (wire=float16)`."""
     text = options_text([options])
     return f"{strategy} ({text})" if text else strategy
+
+
+def cost_text(runner_up: RunnerUp) -> str:
+    """What a step would take longer with the runner-up: `+1.80 ms`."""
+    sign = "-" if runner_up.cost_s < 0 else "+"
+    return f"{sign}{duration(abs(runner_up.cost_s))}"
 
 
 def parameters_text(parameters: Sequence[ParameterSpec], width: int = 60) -> str:

@@ -244,6 +244,35 @@ def test_a_report_with_the_model_has_a_timeline_and_a_trace(model_file: Path, tm
     assert 'id="chart-timeline"' in Path(page).read_text()
 
 
+def test_what_changes_the_decision_is_explained_and_reported(model_file: Path, tmp_path: Path) -> None:
+    plan, page = str(tmp_path / "plan.json"), tmp_path / "page.html"
+    assert run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "PS", "-o", plan).exit_code == 0
+    groups = json.loads(run("explain", plan, "--json").stdout)["groups"]
+    assert groups[0]["runner_up"]["step_time_s"] > 0 and groups[0]["runner_up"]["strategy"] != "parameter_server"
+    done = run("explain", plan, "--what-if", "--model", f"{model_file}:mlp", "--json")
+    assert done.exit_code == 0, done.output
+    found = {row["name"]: row for row in json.loads(done.stdout)["what_if"]}
+    predicted = Plan.load(plan).prediction
+    assert predicted is not None
+    assert found["as it is"]["step_time_s"] == pytest.approx(predicted.step_time_s)
+    assert all(row["step_time_s"] is not None or row["left_out"] for row in found.values())
+    assert found["batch x 2"]["assumption"] and found["hosts x 2"]["left_out"]
+    done = run("report", plan, "-o", str(page), "--what-if", "--model", f"{model_file}:mlp")
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert (
+        'id="what-if"' in text and "at half the bandwidth between the devices" in text and "<th>runner-up</th>" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [("--what-if",), ("--what-if", "--passes", "--model", "m.py:f"), ("--calibration", "c.json")]
+)
+def test_what_if_needs_the_model_and_stands_alone(options: tuple[str, ...], tmp_path: Path) -> None:
+    assert run("explain", str(tmp_path / "plan.json"), *options).exit_code == 2
+    assert run("report", str(tmp_path / "plan.json"), "--what-if").exit_code == 2
+
+
 def test_a_report_refuses_another_model(model_file: Path, tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
     assert run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp", "-o", plan).exit_code == 0
