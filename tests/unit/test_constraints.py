@@ -76,6 +76,16 @@ def test_a_plan_that_fits_is_returned_where_none_keeps_as_much_free() -> None:
     assert least.peak_bytes <= min(a.prediction.peak_memory_bytes for a in alternatives)
 
 
+def test_fewer_samples_are_advised_only_where_they_help() -> None:
+    """200 MiB of activations: the leanest plan takes about 230 MiB, with half of the samples 130."""
+    graph = training_graph(MLP, live_bytes=200 << 20)
+    with pytest.raises(InfeasibleError, match=r"fits: 4 samples on each rank in place of 8 \(about 1\d\d MiB\); or "):
+        search(graph, memory("200 MiB"), Context(4), budget=Budget(evaluations=1))
+    with pytest.raises(InfeasibleError) as refused:
+        search(graph, memory("20 MiB"), Context(4), budget=Budget(evaluations=1))
+    assert "samples on each rank" not in str(refused.value)
+
+
 @pytest.mark.parametrize("name", [n for n in BUILDERS if n not in ("hierarchical", "servers")])
 def test_every_seed_goes_by_the_pins(name: str) -> None:
     pinned = problem({"*.weight": "sharded_parameters", "2.*": "parameter_server(owner=2)"})
