@@ -81,10 +81,10 @@ def plan(
     Raises `InfeasibleError` where no plan, or the one that `strategy` names, fits the devices' memory: by how much, and
     the nearest change with which it would.
     """
-    if plan is not None and strategy is not None:
-        raise SpecError(
-            f"strategy is {strategy!r}, and plan is given: a plan that is priced as it is takes no strategy"
-        )
+    searched = {name: value for name, value in (("strategy", strategy), ("pin", pin), ("forbid", forbid)) if value}
+    if plan is not None and searched:
+        name, value = next(iter(searched.items()))
+        raise SpecError(f"{name} is {value!r}, and plan is given: a plan that is priced as it is takes no {name}")
     check_choices(
         mode=mode,
         fidelity=fidelity,

@@ -15,7 +15,7 @@ import autopar
 from autopar.cli.app import app
 from autopar.cli.model_argument import load_model
 from autopar.cost_models import AnalyticCostModel
-from autopar.errors import AutoparWarning, InfeasibleError, PlanError
+from autopar.errors import AutoparWarning, InfeasibleError, PlanError, SpecError
 from autopar.planning import Planner, Training
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, Constraints, Problem, build_plan, search
@@ -74,6 +74,30 @@ def test_a_plan_that_fits_is_returned_where_none_keeps_as_much_free() -> None:
     assert least is not None and least.short_bytes > 0 == least.over_bytes
     alternatives = searched(memory("1 GiB")).alternatives
     assert least.peak_bytes <= min(a.prediction.peak_memory_bytes for a in alternatives)
+
+
+def test_memory_is_that_of_the_device_with_the_least_to_spare() -> None:
+    hosts = "{name: a, devices: {kind: cpu, memory: 2 GiB}}, {name: b, devices: {kind: cpu, memory: 300 MiB}}"
+    cluster = ClusterSpec.loads(f"{{hosts: [{hosts}], network: {{bandwidth: 1 Gbit/s}}}}")
+    use = build_plan("PS", GRAPH, cluster, Context(2)).memory  # whose owner is the other rank
+    assert use is not None
+    assert (use.rank, use.device_bytes, use.reserve_bytes) == (1, 300 << 20, 30 << 20)
+
+
+def test_a_plan_that_is_given_takes_no_pins() -> None:
+    plan = searched(evaluations=1)
+    with pytest.raises(SpecError, match=r"pin is .*, and plan is given"):
+        autopar.plan(nn.Linear(2, 1), FOUR, plan=plan, pin={"*": "all_reduce"})
+
+
+def test_fewer_samples_are_advised_only_where_they_help() -> None:
+    """200 MiB of activations: the leanest plan takes about 230 MiB, with half of the samples 130."""
+    graph = training_graph(MLP, live_bytes=200 << 20)
+    with pytest.raises(InfeasibleError, match=r"fits: 4 samples on each rank in place of 8 \(about 1\d\d MiB\); or "):
+        search(graph, memory("200 MiB"), Context(4), budget=Budget(evaluations=1))
+    with pytest.raises(InfeasibleError) as refused:
+        search(graph, memory("20 MiB"), Context(4), budget=Budget(evaluations=1))
+    assert "samples on each rank" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [n for n in BUILDERS if n not in ("hierarchical", "servers")])
