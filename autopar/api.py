@@ -35,6 +35,7 @@ from autopar.runtime.same_call import check_same_call, plan_on_rank_0
 from autopar.runtime.sync_batch_norm import synchronize_batch_norm
 from autopar.runtime.wrapped import check_has_values, check_unwrapped
 from autopar.search.constraints import Constraints, Pinned
+from autopar.search.options import SearchOptions
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
@@ -69,6 +70,7 @@ def plan(
     capture: Capture = "auto",
     passes: Passes = EVERY,
     progress: Progress | None = None,
+    search: SearchOptions | None = None,
     plan: Plan | None = None,
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
@@ -76,7 +78,7 @@ def plan(
     `model`: one on the `meta` device, or made of fake tensors, will do. `example_inputs`: one rank's batch. `mode`:
     "step" for `optimize` with an optimizer, "module" for without. `strategy`: a plan by name ("ddp", "PS", "Parallax",
     ...) instead of a search. `plan`: one that was edited, instead of either: it is priced as it is, and labelled as its
-    groups are, whatever `fidelity` says. The other arguments are those of `optimize`.
+    groups are, whatever `fidelity` says. `search`: searcher, journal and more. All others: as in `optimize`.
 
     Raises `InfeasibleError` where no plan, or the one that `strategy` names, fits the devices' memory: by how much, and
     the nearest change with which it would.
@@ -92,13 +94,23 @@ def plan(
         optimizer_acts_on=optimizer_acts_on,
         capture=capture,
     )
-    shown = outputs and mode == "step"
+    outputs = outputs and mode == "step"
     settings = Settings(
-        loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=shown
+        loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=outputs
     )
     kept = Constraints.of(memory_reserve, pin, forbid)
     planner = Planner(
-        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, plan, kept
+        strategy,
+        fidelity,
+        late_parameters,
+        calibration,
+        measure_compute,
+        time_budget_s,
+        seed,
+        progress,
+        plan,
+        kept,
+        search or SearchOptions(),
     )
     training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     training.settle()
@@ -280,18 +292,9 @@ def optimize(
     )
     kept = Constraints.of(memory_reserve, pin, forbid)
     planner = Planner(
-        strategy,
-        fidelity,
-        late_parameters,
-        calibration,
-        measure_compute,
-        time_budget_s,
-        seed,
-        progress,
-        None,
-        kept,
-        True,
-    )
+        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, None, kept,
+        may_not_fit=True,
+    )  # fmt: skip
     if max_captures < 1:
         raise SpecError(f"max_captures is {max_captures}: a program keeps the graphs of at least one batch signature")
     check_unwrapped(model)

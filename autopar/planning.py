@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
@@ -29,6 +29,7 @@ from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updat
 from autopar.runtime.process_group import Group
 from autopar.runtime.profile import node_seconds
 from autopar.search.constraints import NONE, Constraints
+from autopar.search.options import SearchOptions
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.memory_use import MemoryUse
@@ -207,6 +208,7 @@ class Planner:
     given: Plan | None = None
     """A plan that is priced as it is."""
     constraints: Constraints = NONE
+    searching: SearchOptions = field(default_factory=SearchOptions)
     may_not_fit: bool = False
     """Whether a plan by name that does not fit the devices is returned all the same, with a warning, since whoever runs
     it would see whether it does."""
@@ -282,7 +284,7 @@ class Planner:
 
     def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute, spent_s: float = 0.0) -> Plan:
         """`spent_s`: of the time that the search may take."""
-        from autopar.search import Budget, build_plan, price, search
+        from autopar.search import Budget, build_plan, price, search, searcher_named
 
         graph = training.graph(recompute)
         context, cost_model = self._setting(training, cluster, graph)
@@ -304,9 +306,12 @@ class Planner:
             context,
             fidelity=self.fidelity,
             constraints=self.constraints,
-            budget=Budget(time_s=max(0.0, self.time_budget_s - spent_s)),
+            budget=Budget(max(0.0, self.time_budget_s - spent_s), self.searching.evaluations, self.searching.stop),
             seed=self.seed,
             cost_model=cost_model,
+            searcher=searcher_named(self.searching.searcher),
+            journal=self.searching.journal,
+            resume=self.searching.resume,
             progress=self.progress,
         )
 

@@ -10,6 +10,7 @@ from autopar.search.builders import AUTODIST, BUILDERS
 from autopar.search.constraints import Constraints, Pin
 from autopar.search.evaluate import Evaluator
 from autopar.search.journal import Journal
+from autopar.search.options import SearchOptions
 from autopar.search.run import build_plan, infeasible, price, search, search_result
 from autopar.search.searchers import SEARCHERS, LocalSearch, Searcher, searcher_named
 
@@ -25,6 +26,7 @@ __all__ = [
     "LocalSearch",
     "Pin",
     "Problem",
+    "SearchOptions",
     "SearchResult",
     "Searcher",
     "build_plan",

@@ -24,6 +24,9 @@ TIE = 0.005
 """Plans whose step times differ by less than this fraction are equally fast; the one with fewer groups is better.
 AutoSync breaks ties the same way, at the same margin (`SCORE_TH` of its RankRNN)."""
 
+EVALUATIONS = 600
+"""Plans that a search prices at most where nothing is said."""
+
 Progress = Callable[[str, int, float], None]
 """Called with what is being done, the number of plans priced so far, and the best step time in seconds."""
 
@@ -37,7 +40,7 @@ class Budget:
     """
 
     time_s: float = 30.0
-    evaluations: int = 600
+    evaluations: int = EVALUATIONS
     """Plans priced, seeds not counted."""
     stop: Event = field(default_factory=Event, compare=False)
     """Ends the search when it is set, from another thread or a signal: what was found by then is kept."""

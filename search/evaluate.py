@@ -9,9 +9,17 @@ from dataclasses import replace
 from autopar.cost_models.steps import predict_steps
 from autopar.errors import PlanError, SpecError
 from autopar.search.base import Budget, Candidate, Problem, Progress
+from autopar.search.builders import BASELINES
 from autopar.search.journal import Journal
 from autopar.spec.plan import SyncGroup
 from autopar.strategies.lowering import fidelity_of
+
+MOST_SHOWN_S = 86_400.0
+"""More time than this is as good as without an end, and not told."""
+
+
+CHECKED = 8
+"""Of the plans in a journal, so many are priced again to see whether prices are still the same."""
 
 
 class Evaluator:
@@ -26,6 +34,7 @@ class Evaluator:
         self.best: Candidate | None = None
         self.best_seed: Candidate | None = None
         """The best of the seeds, once all are priced."""
+        self._baseline: Candidate | None = None
         self._journal = journal
         self._progress = progress
         self._known: dict[Hashable, Candidate | None] = {}
@@ -38,13 +47,15 @@ class Evaluator:
     def resume(self, candidates: Sequence[Candidate], elapsed_s: float) -> None:
         """Takes prices from a search that was cut short, and the time that it took from the budget.
 
-        Raises `SpecError` where prices have changed since, judged by the first plan."""
-        if candidates:
-            now = self._price(candidates[0].name, candidates[0].groups)
-            if now is None or now.estimate.prediction() != candidates[0].estimate.prediction():
+        Raises `SpecError` where prices have changed since, judged by some of them."""
+        for at in range(0, len(candidates), max(1, len(candidates) // CHECKED)):
+            then = candidates[at]
+            now = self._price(then.name, then.groups)
+            if now is None or now.estimate.prediction() != then.estimate.prediction():
                 raise SpecError(
-                    "the journal cannot be resumed: its prices are others than today's (another calibration, optimizer "
-                    "or version of autopar, or compute measured again); leave --resume out, or begin another journal"
+                    f"the journal cannot be resumed: plan '{then.name}' has another price today than there. The batch, "
+                    "the calibration, the optimizer or autopar's version is another one, or a batch of random indices "
+                    "is drawn without a seed; leave --resume out, or begin another journal"
                 )
         self._recorded = {self._key(c.groups): c for c in candidates}
         self._recorded_s = elapsed_s
@@ -115,7 +126,18 @@ class Evaluator:
         if self._journal is not None and is_new:
             self._journal.write(candidate, self.elapsed_s)
         if self._progress is not None:
-            self._progress(candidate.name, len(self.candidates), self.best.step_time_s)
+            self._progress(self._standing(candidate), len(self.candidates), self.best.step_time_s)
+
+    def _standing(self, candidate: Candidate) -> str:
+        """What is priced, where the best so far stands beside what users have today, and how much time is left."""
+        base = self._baseline
+        if candidate.name in BASELINES and candidate.feasible and (base is None or candidate.order < base.order):
+            base = self._baseline = candidate
+        assert self.best is not None
+        told = [] if base is None else [f"{self.best.step_time_s / base.step_time_s:.2f} of {base.name}'s step"]
+        left_s = self.budget.time_s - self.elapsed_s
+        told += [f"{max(0.0, left_s):.0f} s left"] if left_s < MOST_SHOWN_S else []
+        return f"{candidate.name} ({', '.join(told)})" if told else candidate.name
 
 
 def overflow_bytes(problem: Problem, peak_memory_bytes: tuple[int, ...], reserved: bool = True) -> int:

@@ -35,8 +35,8 @@ SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
 """Seeds may take this part of a search's time, and these seconds in any case."""
 HOPELESS = 0.2
 """Nothing is searched where the leanest seed needs more memory than a device has by more than this part of it."""
-EXPLAINED_SHARE = 0.2
-"""The part of a search's time that is kept for the runners-up of the plan's groups."""
+EXPLAINED_SHARE, EXPLAINED_MOST_S = 0.2, 20.0
+"""The part of a search's time that is kept for the runners-up of the plan's groups, and the most seconds of it."""
 EXPLAINED_S = 1.0
 """Seconds that may go into them where a plan is priced, and not searched."""
 EDITED = " (edited)"
@@ -103,7 +103,7 @@ def search_result(
     """As `search`, with everything that was priced."""
     problem = _problem(graph, cluster, context, fidelity, cost_model, constraints)
     whole, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
-    kept_s = EXPLAINED_SHARE * whole.time_s
+    kept_s = min(EXPLAINED_SHARE * whole.time_s, EXPLAINED_MOST_S)
     with contextlib.ExitStack() as stack:
         log = None
         header = _header(problem, searcher, whole, seed)

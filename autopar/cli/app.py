@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "Show what this machine offers.",
     "calibrate": "Measure a cluster, so that plans for it rest on what it does.",
     "plan": "Make a plan for a model and a cluster, without the cluster.",
+    "search": "Search a plan for longer, with a journal that can be resumed.",
     "explain": "Say in words what a plan does, and why.",
     "run": "Start a training script under torchrun with a plan.",
     "serve": "Add gradients up, on a host without devices.",

@@ -19,7 +19,7 @@ from autopar.cli.console import (
     standard_options,
     writable,
 )
-from autopar.cli.plan import load_cluster
+from autopar.cli.described import load_cluster
 
 if TYPE_CHECKING:
     from autopar.spec.calibration import Calibration, CollectiveTimes

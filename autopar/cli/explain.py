@@ -133,8 +133,8 @@ def _what_if(
     calibration: str | None,
     as_json: bool,
 ) -> None:
+    from autopar.cli.described import load_calibration
     from autopar.cli.estimate import Fitted, priced
-    from autopar.cli.plan import load_calibration
     from autopar.report.what_if import what_if_data, what_if_text
 
     measured = load_calibration(calibration)

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import re
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from autopar.cli.console import (
-    Ticker,
-    calibration_option,
-    detail,
-    json_option,
-    output_option,
-    progress,
-    quiet_libraries,
-    result,
-    standard_options,
-)
-from autopar.cli.constraints import constraint_options
-from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, chosen_optimizer, weights_option, with_model
-from autopar.cli.precision import autocast_option, dtype_option
+from autopar.cli.console import Ticker, progress, result
+from autopar.cli.described import load_cluster
+from autopar.cli.interrupt import Interrupts
+from autopar.cli.planning import Asked, planning_options
 
 if TYPE_CHECKING:
-    from autopar.spec.calibration import Calibration
-    from autopar.spec.cluster import ClusterSpec
-    from autopar.spec.plan import Fidelity, Plan
+    from autopar.spec.plan import Plan
 
-FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
+STOPPED = 130
+"""The exit code of a search that was interrupted, after the best plan so far was written."""
 
 
 @click.command("plan")
@@ -37,22 +26,9 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
 @click.option(
     "--cluster", metavar="FILE|local:N", help="Cluster description, or N local ranks. Default: that of --plan."
 )
-@output_option
 @click.option("--strategy", metavar="NAME", help="Take this hand-written plan (ddp, ...) instead of searching.")
 @click.option(
     "--plan", "given", metavar="FILE", help="Price this plan, edited by hand, and label it, instead of searching."
-)
-@click.option(
-    "--fidelity",
-    type=click.Choice(FIDELITIES),
-    default="exact",
-    show_default=True,
-    help="How far a plan may depart from the single-process result.",
-)
-@click.option(
-    "--late-parameters",
-    is_flag=True,
-    help="Allow plans that leave updated parameters on their way while the next step begins.",
 )
 @click.option(
     "--time-budget",
@@ -62,95 +38,72 @@ FIDELITIES = ("exact", "rounded", "compressed", "stale", "local")
     metavar="SECONDS",
     help="How long the search may take.",
 )
-@click.option(
-    "--optimizer",
-    type=click.Choice(OPTIMIZERS),
-    help="Default: the factory's own, else adamw. none: a drop-in module that leaves synchronized gradients.",
-)
-@constraint_options
-@dtype_option
-@autocast_option
-@calibration_option
-@click.option(
-    "--measure-compute",
-    is_flag=True,
-    help="Time the model's passes on this machine, which stands for the cluster's devices of its kind.",
-)
-@weights_option
-@json_option
-@standard_options
-@click.pass_context
+@planning_options
 def command(
-    context: click.Context,
     model: str,
     cluster: str | None,
-    output: Path | None,
     strategy: str | None,
     given: str | None,
-    fidelity: str,
-    late_parameters: bool,
     time_budget: float,
-    optimizer: str | None,
-    memory_reserve: float,
-    pin: dict[str, str],
-    forbid: tuple[str, ...],
-    dtype: str | None,
-    autocast: str | None,
-    calibration: str | None,
-    measure_compute: bool,
-    weights: bool | None,
+    output: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Make a plan for MODEL on a cluster. Neither the cluster nor a process group is needed.
 
     The model is made without its weights where its factory allows that. The plan in words goes to stdout; with --json,
     the plan itself. A plan that was edited by hand is priced again, and
-    labelled, with --plan edited.json -o edited.json.
+    labelled, with --plan edited.json -o edited.json. Ctrl-C keeps the best plan so far. `autopar search` searches
+    longer, with a journal.
     """
-    edited = _edited(context, given)
+    edited = _edited(click.get_current_context(), given)
     if cluster is None and edited is None:
         raise click.UsageError("Missing option '--cluster': a cluster description, or local:4 for four local ranks")
     spec = edited.cluster.cluster if cluster is None and edited is not None else load_cluster(cluster or "")
-    if measure_compute and weights is False:
-        raise click.UsageError("--measure-compute runs the model, which takes its weights: leave --no-weights out")
-    measured = load_calibration(calibration)
-    progress(f"importing {model}")
-    from autopar.api import plan as make_plan
-    from autopar.formatting import duration
+    asked = Asked.of(options)
+    from autopar.search import SearchOptions
 
-    def planned(made: ModelArgument) -> Plan:
-        chosen = chosen_optimizer(made, optimizer)
-        detail(f"optimizer: {type(chosen).__name__ if chosen else 'none'}")
-        progress(f"planning {type(made.model).__name__} on {spec.summary}")
-        return make_plan(
-            made.model,
+    stop = threading.Event()
+    with Interrupts(stop) as interrupts:
+        started, tell = time.monotonic(), Telling(interrupts)
+        plan = asked.plan(
+            model,
             spec,
-            example_inputs=made.example_inputs,
-            loss_fn=made.loss_fn,
-            optimizer=chosen,
-            mode="module" if chosen is None else "step",
-            fidelity=cast("Fidelity", fidelity),
-            late_parameters=late_parameters,
-            memory_reserve=memory_reserve,
-            pin=pin,
-            forbid=forbid,
-            strategy=strategy,
-            calibration=measured,
-            measure_compute=measure_compute,
             time_budget_s=time_budget,
-            plan=edited,
-            progress=lambda what, priced, best_s: ticker(f"{what}: {priced} plans priced, best {duration(best_s)}"),
+            tell=tell,
+            strategy=strategy,
+            given=edited,
+            search=SearchOptions(stop=stop),
         )
-
-    started, ticker = time.monotonic(), Ticker()
-    with quiet_libraries():
-        plan = with_model(model, True if measure_compute else weights, planned, dtype, autocast)
-    ticker.close()
+    tell.ticker.close()
     progress(f"planned in {time.monotonic() - started:.1f} s")
+    show(plan, output, as_json, stop)
+
+
+class Telling:
+    """Shows how far a search is, and lets it be stopped from its first plan on."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self.ticker = Ticker()
+        self.priced = 0
+        self._interrupts = interrupts
+
+    def __call__(self, what: str, priced: int, best_s: float) -> None:
+        from autopar.formatting import duration
+
+        self._interrupts.begun, self.priced = True, priced
+        self.ticker(f"{what}: {priced} plans priced, best {duration(best_s)}")
+
+
+def show(plan: Plan, output: Path | None, as_json: bool, stop: threading.Event) -> None:
+    """Writes the plan, and shows it; ends with exit code 130 where the search was interrupted."""
     if output is not None:
         plan.save(output)
     result(plan.model_dump_json(indent=1) if as_json else plan.explain())
     progress(f"wrote {output}" if output is not None else "the plan was not kept; -o plan.json writes it")
+    if stop.is_set():
+        progress("the search was interrupted: this is the best plan that it had found")
+        raise click.exceptions.Exit(STOPPED)
 
 
 _OF_A_SEARCH = ("strategy", "fidelity", "late_parameters", "time_budget", "pin", "forbid")
@@ -169,27 +122,3 @@ def _edited(context: click.Context, path: str | None) -> Plan | None:
         said = given[0].replace("_", "-")
         raise click.UsageError(f"--plan is priced as it is: leave --{said} out, which says what to search for")
     return Plan.load(path)
-
-
-def load_cluster(argument: str) -> ClusterSpec:
-    """Reads `--cluster`: a file, or `local:4`. Raises `ClusterSpecError`."""
-    from autopar.errors import ClusterSpecError
-    from autopar.spec.cluster import ClusterSpec
-
-    if argument == "local" or argument.startswith("local:"):
-        digits = argument.removeprefix("local").removeprefix(":")
-        if not re.fullmatch(r"[1-9][0-9]{0,4}", digits):
-            raise ClusterSpecError(f"--cluster is '{argument}', expected local:N with N ranks from 1 on, as local:4")
-        return ClusterSpec.local(int(digits))
-    if not Path(argument).exists():
-        raise ClusterSpecError(
-            f"--cluster: there is no file '{argument}'; give a cluster description, or local:4 for four local ranks"
-        )
-    return ClusterSpec.load(argument)
-
-
-def load_calibration(path: str | None) -> Calibration | None:
-    """Reads `--calibration`. Raises `SpecError`."""
-    from autopar.spec.calibration import Calibration
-
-    return None if path is None else Calibration.load(path)

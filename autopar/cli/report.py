@@ -19,8 +19,8 @@ from autopar.cli.console import (
     standard_options,
     what_if_option,
 )
+from autopar.cli.described import load_calibration
 from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, with_model
-from autopar.cli.plan import load_calibration
 from autopar.cli.precision import autocast_option, dtype_option
 
 if TYPE_CHECKING:

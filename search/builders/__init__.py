@@ -88,6 +88,12 @@ MANY_GROUPS = frozenset(
 """Builders of plans with a group for each parameter, or several."""
 
 
+BASELINES = frozenset(
+    ("ddp", "all_reduce_one_bucket", "zero1", "sharded", "sharded_kept", *(n for n in BUILDERS if n.endswith("MiB")))
+)
+"""What users have today: DDP with any size of buckets, ZeRO's first stage, FSDP."""
+
+
 def builder_named(name: str) -> Builder:
     """Looks a builder up, with any of the suffixes; of a strategy by its name, one that puts buckets of DDP's size
     through it. Raises `PlanError` with the nearest name where there is none."""

@@ -16,13 +16,23 @@ LOCAL_SHARE = 0.5
 """Part of the budget that is left to crossing plans when the local search has not stopped by itself."""
 
 
+IDLE_ROUNDS = 2
+"""Rounds in a row that found nothing better, after which it stops."""
+
+
 class Combined(Searcher):
-    """Cuts the best seeds anew by dynamic programming, improves the best of all that was found step by step, crosses
-    what came of it, and merges groups of the best for as long as that costs nothing."""
+    """Cuts the best seeds anew by dynamic programming; then, round by round, improves the best of all that was found
+    step by step and crosses what came of it; at the end, merges groups of the best for as long as that costs nothing.
+    """
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         DynamicProgramming().search(seeds, evaluate, seed=seed)
-        LocalSearch(simplify_share=LOCAL_SHARE).search(evaluate.candidates, evaluate, seed=seed)
-        Evolutionary(share=1 - SIMPLIFY_SHARE).search(seeds, evaluate, seed=seed)
+        idle = number = 0
+        while idle < IDLE_ROUNDS and evaluate.used < 1 - SIMPLIFY_SHARE:
+            before, own = evaluate.best, seed + 7919 * number
+            LocalSearch(simplify_share=LOCAL_SHARE).search(evaluate.candidates, evaluate, seed=own)
+            Evolutionary(share=1 - SIMPLIFY_SHARE).search(seeds, evaluate, seed=own)
+            idle = idle + 1 if evaluate.best is before else 0
+            number += 1
         if evaluate.best is not None:
             simplify(evaluate.best, Neighbourhood(evaluate.problem), evaluate)

@@ -55,7 +55,8 @@ def test_a_search_that_was_cut_at_any_byte_ends_the_same(tmp_path: Path) -> None
         resumed, anew = run(journal, resume=True)
         assert outcome(resumed) == outcome(straight)
         lines = text[:at].count(b"\n")
-        assert anew == priced - max(0, lines - 1) + (lines > 1), "what was recorded is not priced again, but for one"
+        checked = anew - (priced - max(0, lines - 1))
+        assert 0 <= checked <= 16, "what was recorded is not priced again, but for some to see that prices are the same"
         kept, _ = known(journal, **next(iter(read(whole)))["search"])
         assert len(kept) == len(straight.candidates), "what was priced anew is recorded"
 
@@ -84,8 +85,8 @@ def test_two_searches_write_to_one_journal(tmp_path: Path) -> None:
         thread.join()
     again = [run(journal, resume=True, seed=seed) for seed in (1, 2)]
     assert [outcome(result) for result, _ in again] == [outcome(result) for result, _ in alone]
-    # What is recorded is not priced again, but for one plan, to see that prices are the same.
-    assert [priced for _, priced in again] == [priced - len(result.candidates) + 1 for result, priced in alone]
+    for (_, anew), (result, priced) in zip(again, alone, strict=True):
+        assert 0 < anew - (priced - len(result.candidates)) <= 16, "some, to see that prices are the same"
 
 
 def test_half_a_line_of_a_killed_search_costs_no_other_line(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_half_a_line_of_a_killed_search_costs_no_other_line(tmp_path: Path) -> N
 def test_prices_that_changed_are_not_mixed(tmp_path: Path) -> None:
     journal = tmp_path / "j.jsonl"
     run(journal)
-    with pytest.raises(SpecError, match="its prices are others than today's"):
+    with pytest.raises(SpecError, match="has another price today than there"):
         run(journal, resume=True, cost_model=AnalyticCostModel(optimizer_cost("AdamW", {})))
 
 

@@ -1,0 +1,26 @@
+"""How a plan is searched, beside the time that it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from autopar.search.base import EVALUATIONS
+from autopar.search.searchers import DEFAULT
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What `autopar search` offers beyond `autopar plan`; for `autopar.plan(search=...)`."""
+
+    searcher: str = DEFAULT
+    """A name of `autopar.search.SEARCHERS`."""
+    evaluations: int = EVALUATIONS
+    """Plans priced at most, seeds not counted. With a generous time budget, the same number gives the same plan."""
+    journal: str | Path | None = None
+    """A JSONL file to which every priced plan is appended."""
+    resume: bool = False
+    """Takes prices from the journal, where the same search was cut short."""
+    stop: Event = field(default_factory=Event, compare=False)
+    """Ends the search when it is set; the best plan so far is taken."""

@@ -1,0 +1,70 @@
+"""`autopar search`: a journal beside the plan, resuming, stopping, and what a user may get wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from autopar.cli.app import app
+
+FACTORY = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return model, (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)), nn.functional.cross_entropy
+"""
+
+
+def run(folder: Path, *arguments: str) -> Result:
+    (folder / "model.py").write_text(FACTORY)
+    return CliRunner().invoke(app, ["search", f"{folder}/model.py:make", "--cluster", "local:2", *arguments])
+
+
+def test_a_search_is_resumed_from_the_journal_beside_its_plan(tmp_path: Path) -> None:
+    output, journal = tmp_path / "plan.json", tmp_path / "plan.journal.jsonl"
+    first = run(tmp_path, "-o", str(output), "--evaluations", "60")
+    assert first.exit_code == 0, first.output
+    whole, text = output.read_bytes(), journal.read_bytes()
+    journal.write_bytes(text[: len(text) // 2])
+    again = run(tmp_path, "-o", str(output), "--evaluations", "60", "--resume")
+    assert again.exit_code == 0, again.output
+    assert output.read_bytes() == whole
+    assert "plans priced in" in again.output
+
+
+def test_mistakes_are_told_before_the_work(tmp_path: Path) -> None:
+    for arguments, told in (
+        (("-o", str(tmp_path / "no" / "plan.json")), "does not exist"),
+        (("--resume",), "--resume needs the journal"),
+        (("--searcher", "gredy"), "no searcher is called 'gredy'"),
+        (("--journal", str(tmp_path)), "is a folder"),
+        (("--resume", "-o", str(tmp_path / "p.json"), "--measure-compute"), "leave one out"),
+    ):
+        found = run(tmp_path, *arguments)
+        assert (found.exit_code, told in found.output) == (2, True), found.output
+
+
+def test_an_interrupt_keeps_the_best_plan_so_far(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    output, journal = tmp_path / "plan.json", tmp_path / "plan.journal.jsonl"
+    line = ["-m", "autopar", "search", f"{tmp_path}/model.py:make", "--cluster", "local:2", "-o", str(output)]
+    searching = subprocess.Popen(
+        [sys.executable, *line, "--searcher", "random", "--evaluations", "1000000"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=dict(os.environ),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 20) and time.monotonic() < deadline:
+        assert searching.poll() is None, searching.communicate()[1]
+        time.sleep(0.1)
+    searching.send_signal(signal.SIGINT)
+    said = searching.communicate(timeout=120)[1]
+    assert searching.returncode == 130, said
+    assert output.exists() and "the search was interrupted" in said and "Traceback" not in said
