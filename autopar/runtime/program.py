@@ -188,6 +188,7 @@ class Program(BaseProgram):
         if (batch is None) == (micro_batches is None) or not given:
             raise SignatureError("step takes one batch, or micro_batches=[...] with at least one, and not both")
         self._held.check()
+        self._sharded.check("step")
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
         batches = [self._flat(b) for b in self._shares.of(given)]
@@ -232,11 +233,9 @@ class Program(BaseProgram):
                 raise
 
     def gathered(self) -> AbstractContextManager[None]:
-        """While it is open, the model is whole on every rank, to be evaluated, saved or changed. All ranks enter it.
-
-        Only plans that spread parameters over the ranks need it (`program.plan.explain()` says so); a model whose rows
-        are elsewhere refuses to run outside of a step.
-        """
+        """While it is open, the model is whole on every rank, to be evaluated, saved or changed; the next step comes
+        after it. All ranks enter it. Only plans that spread parameters over the ranks need it (`program.plan.explain()`
+        says so); a model whose rows are elsewhere refuses to run outside of a step."""
         self.synchronize()
         return self._sharded.gathered()
 
@@ -283,6 +282,7 @@ class Program(BaseProgram):
         """Continues from a checkpoint that `save` wrote, under this or any other plan, on this or any other number of
         ranks; to be called by all ranks together. Raises `SpecError`, on all ranks, where it does not fit on one of
         them or is damaged, before anything is changed."""
+        self._sharded.check("load")
         self.synchronize()
         self._resume(checkpoint_load.load(self._owner(), folder))
 

@@ -29,6 +29,8 @@ class ShardedRows:
         self._parameters = parameters
         self._group = group
         self._hooks = PreUseHooks(model, self._refuse)
+        self._are_whole = False
+        """Whether a `gathered` is open."""
 
     def spread(self, names: Iterable[str]) -> None:
         """Keeps this rank's rows of these parameters, and gives the others' memory back."""
@@ -38,37 +40,56 @@ class ShardedRows:
                 whole = self._parameters[name].detach()
                 self.shards[name] = whole[rows].clone(memory_format=torch.contiguous_format)
                 self._strides[name] = whole.stride()
-                self._empty(name)
-        if self.shards:
+                if not self._are_whole:
+                    self._empty(name)
+        if self.shards and not self._are_whole:
             self._hooks.on()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """While it is open, the parameters are whole; what was changed is kept. By all ranks together."""
-        if not self.shards:
+        """While it is open, the parameters are whole; what was changed is kept. By all ranks together. One within
+        another changes nothing."""
+        if not self.shards or self._are_whole:
             yield
             return
         for name in sorted(self.shards):
             self._parameters[name].data = self._whole(name)
+        self._are_whole = True
         try:
             with self._hooks.off():
                 yield
         finally:
-            rows = rows_of_rank(self._group.rank, self._group.world_size)
-            for name, shard in self.shards.items():
-                shard.copy_(self._parameters[name].detach()[rows])
+            self._are_whole = False
+            self._store()
+            for name in self.shards:
                 self._empty(name)
+
+    def check(self, called: str) -> None:
+        """Raises `PlanError` while the parameters are whole: `called` writes to rows that are overwritten after it."""
+        if self._are_whole:
+            raise PlanError(
+                f"program.{called} was called within 'with program.gathered():' or 'with program.evaluation():', but "
+                "the plan spreads parameters over the ranks between steps: leave the block first"
+            )
 
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
-        """While it is open, the model gives its `state_dict()`, in which the parameters hold no values."""
+        """While it is open, the model gives its `state_dict()`, in which parameters that are not whole hold no values,
+        and the shards hold what was changed in parameters that are."""
+        if self._are_whole:
+            self._store()
+            yield
+            return
         with self._hooks.off():
             yield
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
         """While it is open, the model can be traced: its parameters have memory, laid out as ever, that nobody has
-        touched."""
+        touched, or are whole."""
+        if self._are_whole:
+            yield
+            return
         for name in self.shards:
             p = self._parameters[name]
             p.data = torch.empty_strided(p.shape, self._strides[name], dtype=p.dtype, device=p.device)
@@ -85,6 +106,12 @@ class ShardedRows:
             f"the rows of {shown} are spread over the ranks, so the model can neither run nor be saved by itself: use "
             "it within 'with program.gathered():', which all ranks must enter, or save program.state_dict()"
         )
+
+    def _store(self) -> None:
+        """Takes this rank's rows from the whole parameters."""
+        rows = rows_of_rank(self._group.rank, self._group.world_size)
+        for name, shard in self.shards.items():
+            shard.copy_(self._parameters[name].detach()[rows])
 
     def _empty(self, name: str) -> None:
         p = self._parameters[name]

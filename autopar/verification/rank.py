@@ -58,9 +58,9 @@ def run(rank: int, job: Job) -> None:
         own = batches(job, built.example, step, rank)
         seen.clear()
         loss = program.step(micro_batches=own) if len(own) > 1 else program.step(own[0])
+        if rank == 0:
+            _tell(job, step, program.compile_for(own[-1]).shared_buffers)
         with program.gathered():
-            if rank == 0:
-                _tell(job, step, program.compile_for(own[-1]).shared_buffers)
             reference = _reference(job, step, rank)
             measure = _measure(job, program, reference["computed in"])
             rows.append(_compare(measure, step, rank, loss, seen, built, start, reference))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from typing import Any
 
@@ -88,6 +89,29 @@ def distance(program: Program, other: nn.Module) -> float:
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+def _within_gathered(rank: int, program: Program) -> dict[str, Any]:
+    """What the program does while its parameters are whole, and must not take them for its own rows."""
+    before = copy.deepcopy(program.state_dict())
+    refused = []
+    with program.gathered():
+        with program.evaluation():
+            program.model(batch(0, 0)[0])
+        # Something else than was seen is captured.
+        program.compile_for(batch(0, rank, more=2))
+        for use in (lambda: program.step(batch(2, rank)), lambda: program.load("nowhere")):
+            try:
+                use()
+            except PlanError as e:
+                refused.append("within 'with program.gathered():'" in str(e))
+        with torch.no_grad():
+            for p in program.model.parameters():
+                p.add_(1)
+        changed, was = program.state_dict()["model"], before["model"]
+        more = [float((changed[name] - was[name]).mean()) for name, _ in program.model.named_parameters()]
+        program.load_state_dict(before)
+    return {"refused": refused, "more": more}
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     """All findings of one rank, by strategy."""
     # Products are formed and applied a row or two at a time, as those of a large model are.
@@ -113,6 +137,8 @@ def _findings(rank: int, n: int, strategy: str) -> dict[str, Any]:
     with program.gathered(), torch.no_grad():
         words = batch(0, 0)[0]
         found["evaluated"] = float((model(words) - plain(words)).abs().max())
+    found["within"] = _within_gathered(rank, program)
+    found["unharmed"] = distance(program, plain)
     program.step(batch(2, rank, more=1))  # a new shape: captured while the rows are elsewhere
     file = io.BytesIO()
     torch.save(program.state_dict(), file)

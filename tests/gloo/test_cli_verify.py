@@ -68,6 +68,12 @@ def test_a_plan_made_in_float32_is_proven_in_float64_and_in_its_own_dtype(model_
     assert lines[8].startswith("equal: ") and "(2 ranks, the model's own dtypes, computed in float32)" in lines[8]
 
 
+@pytest.mark.parametrize("strategy", ["sharded", "column_parallel"])
+def test_a_plan_that_spreads_parameters_is_proven(model_file: Path, strategy: str) -> None:
+    done = run(f"{model_file}:mlp", "--strategy", strategy, "--world-size", "2", "--steps", "2", "--dtype", "float64")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_model_that_does_not_run_in_float64_is_compared_in_its_own_dtypes(model_file: Path) -> None:
     done = run(f"{model_file}:mixed", "--strategy", "ddp", "--world-size", "2", "--steps", "1", "--json")
     assert done.exit_code == 0, done.output

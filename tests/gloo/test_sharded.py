@@ -43,6 +43,14 @@ def test_a_model_whose_rows_are_elsewhere_neither_runs_nor_is_saved(ranks: list[
     assert all(r["refused"] == [True, True] for r in ranks)
 
 
+def test_nothing_done_while_the_parameters_are_whole_destroys_them(ranks: list[dict[str, Any]]) -> None:
+    """Within `gathered`, a model is evaluated, captured, saved and loaded; a step and a folder to load are refused."""
+    for found in ranks:
+        assert found["within"]["refused"] == [True, True]
+        assert all(abs(more - 1) < 1e-6 for more in found["within"]["more"]), "what was changed is in the state"
+        assert found["unharmed"] <= 1e-12
+
+
 def test_different_numbers_of_micro_batches_are_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert all("equally many" in r["uneven"] for r in ranks)
 
