@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Event
@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import CostModel, Estimate
+from autopar.errors import PlanError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.constraints import NONE, Constraints
 from autopar.search.rules import Rules
@@ -17,6 +18,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context, strategy_named
+from autopar.strategies.lowering import StepProgram, lower_plan
 
 SEARCHED = "searched"
 """The name of plans that no builder made."""
@@ -75,6 +77,19 @@ class Problem:
         """Whether a strategy of this label may be used."""
         return FIDELITIES.index(fidelity) <= FIDELITIES.index(self.fidelity)
 
+    @cached_property
+    def memory_limits(self) -> tuple[int, ...]:
+        """Bytes that each rank may take of its device's memory: what is left of it without the reserve."""
+        part = 1 - self.constraints.memory_reserve
+        return tuple(int(place.device.memory_bytes.value * part) for place in self.topology.ranks)
+
+    def alone(self, group: SyncGroup) -> StepProgram | None:
+        """The group lowered by itself; `None` where its strategy cannot be used on it."""
+        try:
+            return lower_plan((group,), self.graph, self.context)
+        except PlanError:
+            return None
+
     @property
     def pricer(self) -> StepPricer | None:
         """Prices single groups; None where the cost model prices only whole plans."""
@@ -119,6 +134,11 @@ class SearchResult:
     plan: Plan
     candidates: tuple[Candidate, ...] = field(repr=False)
     """All that was priced, in that order; the seeds first."""
+
+
+def executed(groups: Sequence[SyncGroup]) -> tuple[Hashable, ...]:
+    """What groups execute: two plans of which this is equal are one plan, whatever is said of them."""
+    return tuple((g.strategy, tuple(sorted(g.settings.items())), g.members) for g in groups)
 
 
 def choose(candidates: Sequence[Candidate], limit_s: float) -> Candidate:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.cost_models.steps import predict_steps
 from autopar.errors import PlanError, SpecError
-from autopar.search.base import Budget, Candidate, Problem, Progress
+from autopar.search.base import Budget, Candidate, Problem, Progress, executed
 from autopar.search.builders import BASELINES
 from autopar.search.journal import Journal
 from autopar.spec.plan import SyncGroup
@@ -16,8 +16,6 @@ from autopar.strategies.lowering import fidelity_of
 
 MOST_SHOWN_S = 86_400.0
 """More time than this is as good as without an end, and not told."""
-
-
 CHECKED = 8
 """Of the plans in a journal, so many are priced again to see whether prices are still the same."""
 
@@ -57,7 +55,7 @@ class Evaluator:
                     "the calibration, the optimizer or autopar's version is another one, or a batch of random indices "
                     "is drawn without a seed; leave --resume out, or begin another journal"
                 )
-        self._recorded = {self._key(c.groups): c for c in candidates}
+        self._recorded = {executed(c.groups): c for c in candidates}
         self._recorded_s = elapsed_s
 
     def end_of_seeds(self) -> None:
@@ -80,6 +78,11 @@ class Evaluator:
         return max(evaluations, elapsed)
 
     @property
+    def priced(self) -> int:
+        """How many different plans were asked for, those included that cannot be used."""
+        return len(self._known)
+
+    @property
     def spent(self) -> bool:
         return self.used >= 1.0
 
@@ -88,7 +91,7 @@ class Evaluator:
         group holds, is not of the fidelity that is allowed, or breaks the constraints, which takes no evaluation."""
         if not self.problem.rules.admit(groups):
             return None
-        key = self._key(groups)
+        key = executed(groups)
         if key in self._known:
             return self._known[key]
         recorded = self._recorded.get(key)
@@ -98,10 +101,6 @@ class Evaluator:
         if candidate is not None:
             self._remember(candidate, is_new=recorded is None)
         return candidate
-
-    @staticmethod
-    def _key(groups: tuple[SyncGroup, ...]) -> Hashable:
-        return tuple((g.strategy, tuple(sorted(g.settings.items())), g.members) for g in groups)
 
     def _price(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:
         problem = self.problem
@@ -143,9 +142,6 @@ class Evaluator:
 def overflow_bytes(problem: Problem, peak_memory_bytes: tuple[int, ...], reserved: bool = True) -> int:
     """By how much the fullest rank exceeds what it may take of its device's memory, 0 where all fit; all of it may be
     taken unless it is `reserved`."""
-    reserve = problem.constraints.memory_reserve if reserved else 0.0
-    places = problem.topology.ranks
-    excess = (
-        p - int(r.device.memory_bytes.value * (1 - reserve)) for p, r in zip(peak_memory_bytes, places, strict=True)
-    )
-    return max(0, *excess)
+    whole = (int(place.device.memory_bytes.value) for place in problem.topology.ranks)
+    limits = problem.memory_limits if reserved else whole
+    return max(0, *(peak - limit for peak, limit in zip(peak_memory_bytes, limits, strict=True)))

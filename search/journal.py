@@ -101,11 +101,11 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def known(path: str | Path, **header: Any) -> tuple[list[Candidate], float]:
+def known(path: str | Path, world_size: int, **header: Any) -> tuple[list[Candidate], float]:
     """What searches of this header have priced, as far as the journal tells, and for how many seconds the longest of
-    them ran. Nothing where there is no journal yet."""
+    them ran. Nothing where there is no journal yet; lines of another number of ranks are passed over."""
     path, wanted = Path(path), {"format": FORMAT, **header}
-    if not path.exists():
+    if not path.is_file():
         return [], 0.0
     same: set[object] = set()
     found: list[Candidate] = []
@@ -114,18 +114,18 @@ def known(path: str | Path, **header: Any) -> tuple[list[Candidate], float]:
         if record.get("search") == wanted:
             same.add(record.get("of"))
         elif record.get("of") in same:
-            candidate = _candidate(record)
+            candidate = _candidate(record, world_size)
             if candidate is not None:
                 found.append(candidate)
                 elapsed_s = max(elapsed_s, float(record["elapsed_s"]))
     return found, elapsed_s
 
 
-def _candidate(record: dict[str, Any]) -> Candidate | None:
+def _candidate(record: dict[str, Any], world_size: int) -> Candidate | None:
     """What a line says; `None` where it says something else."""
     try:
         prediction = Prediction.model_validate(record["prediction"])
-        sent, received, peak = (_unrolled(record["by_rank"][name]) for name in _BY_RANK)
+        sent, received, peak = (_unrolled(record["by_rank"][name], world_size) for name in _BY_RANK)
         estimate = Estimate(
             step_time_s=prediction.step_time_s,
             compute_s=prediction.compute_s,
@@ -149,7 +149,10 @@ def _runs(values: Sequence[int]) -> list[list[int]]:
     return [[value, len(list(run))] for value, run in groupby(values)]
 
 
-def _unrolled(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _unrolled(runs: Sequence[Sequence[int]], world_size: int) -> tuple[int, ...]:
+    """The values of all ranks. Raises `ValueError` where they are not as many."""
+    if sum(int(count) for _, count in runs) != world_size or any(int(count) < 1 for _, count in runs):
+        raise ValueError(f"values of {world_size} ranks were expected")
     return tuple(chain.from_iterable(repeat(int(value), int(count)) for value, count in runs))
 
 

@@ -12,11 +12,10 @@ from autopar.strategies.timing import cycle
 
 def memory_use(problem: Problem, plan: Candidate) -> MemoryUse | None:
     """Of the rank with the least to spare; `None` where the cost model says another peak than the operations do."""
-    peaks, places = plan.estimate.peak_memory_bytes, problem.topology.ranks
-    reserve = problem.constraints.memory_reserve
-    memory = [int(place.device.memory_bytes.value) for place in places]
-    limits = [int(place.device.memory_bytes.value * (1 - reserve)) for place in places]
+    peaks, limits = plan.estimate.peak_memory_bytes, problem.memory_limits
     rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
+    device = problem.topology.ranks[rank].device
+    memory = int(device.memory_bytes.value)
     pricer = problem.pricer or StepPricer(problem.graph, problem.topology)
     # Where steps differ, that of the fullest one.
     for moments, _ in cycle(plan.groups):
@@ -25,9 +24,9 @@ def memory_use(problem: Problem, plan: Candidate) -> MemoryUse | None:
         if parts.total == peaks[rank]:
             return MemoryUse(
                 rank=rank,
-                device=places[rank].device.kind,
-                device_bytes=memory[rank],
-                reserve_bytes=memory[rank] - limits[rank],
+                device=device.kind,
+                device_bytes=memory,
+                reserve_bytes=memory - limits[rank],
                 parameters_bytes=parts.parameters,
                 gradients_bytes=parts.gradients,
                 optimizer_bytes=parts.optimizer_state,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopar.ir.training_graph import Parameter
 from autopar.ops.group import Member
 from autopar.search.base import Problem
-from autopar.search.builders.common import fuse, issue_order
+from autopar.search.builders.common import fuse, issue_order, piece_bytes
 from autopar.spec.plan import OptionValue, SyncGroup
 from autopar.strategies import STRATEGIES
 from autopar.strategies.base import Options
@@ -65,6 +65,10 @@ class Neighbourhood:
         """A random neighbour, in issue order."""
         changed = draw.choice(self.moves)(groups, draw)
         return None if changed is None else issue_order(changed, self.parameters)
+
+    def bytes_of(self, group: SyncGroup) -> int:
+        """Bytes of the group's members, each in its own dtype."""
+        return sum(piece_bytes((m, self.table[m.name])) for m in group.members)
 
     def possible(self, choice: Choice, group: SyncGroup) -> bool:
         """Whether every member of the group can be synchronized this way."""

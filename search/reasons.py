@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import Estimate
-from autopar.errors import PlanError
 from autopar.formatting import duration, number_of, size
 from autopar.search.base import TIE, Problem
-from autopar.search.builders.common import piece_bytes
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.search.runner_up import RunnersUp, structure_of
 from autopar.spec.plan import RunnerUp, SyncGroup
-from autopar.strategies.lowering import lower_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class Reasons:
         )
 
     def _reason(self, index: int, group: SyncGroup, found: Mapping[int, RunnerUp | None], estimate: Estimate) -> str:
-        head = f"{number_of(len(group.members), 'tensor')}, {size(self._bytes(group))}"
+        head = f"{number_of(len(group.members), 'tensor')}, {size(self._near.bytes_of(group))}"
         if pins := list(dict.fromkeys(str(pin) for m in group.members if (pin := self.problem.rules.pins.get(m.name)))):
             return f"{head}: pinned by {', '.join(pins)}"
         if self.problem.context.world_size == 1:
@@ -80,9 +77,6 @@ class Reasons:
         cost = self._cost(choices[0].of(group))
         return f"; alone, {choices[0]} would take {cost}: what the step would gain or lose by it was not priced"
 
-    def _bytes(self, group: SyncGroup) -> int:
-        return sum(piece_bytes((m, self._near.table[m.name])) for m in group.members)
-
     def _alone_s(self, group: SyncGroup) -> float | None:
         cost = self._cost(group)
         return None if cost is None else cost.total_s
@@ -92,17 +86,14 @@ class Reasons:
         members = [self._near.table[m.name] for m in group.members]
         options = tuple(sorted(group.settings.items()))
         structure = tuple(map(structure_of, members))
-        key = (group.strategy, options, structure, self._bytes(group), members[0].spec.dtype)
+        key = (group.strategy, options, structure, self._near.bytes_of(group), members[0].spec.dtype)
         if key not in self._known:
             self._known[key] = self._price(group)
         return self._known[key]
 
     def _price(self, group: SyncGroup) -> AloneCost | None:
-        try:
-            program = lower_plan([group], self.problem.graph, self.problem.context)
-        except PlanError:
-            return None
-        return AloneCost(*self._pricer.alone_s(program))
+        program = self.problem.alone(group)
+        return None if program is None else AloneCost(*self._pricer.alone_s(program))
 
 
 def _in_the_step(choice: Choice, other: RunnerUp, step_time_s: float) -> str:

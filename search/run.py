@@ -107,7 +107,7 @@ def search_result(
     with contextlib.ExitStack() as stack:
         log = None
         header = _header(problem, searcher, whole, seed)
-        before = known(journal, **header) if journal is not None and resume else None
+        before = known(journal, context.world_size, **header) if journal is not None and resume else None
         if journal is not None:
             log = stack.enter_context(Journal(journal, **header))
         evaluate = Evaluator(problem, replace(whole, time_s=whole.time_s - kept_s), log, progress)
@@ -227,7 +227,7 @@ def _problem(
 
 
 def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> dict[str, object]:
-    """What tells a search from others in a journal. Prices are compared apart, by the first plan."""
+    """What tells a search from others in a journal. Prices are compared apart, by some of its plans."""
     return {
         "model": problem.graph.model.digest,
         "cluster": problem.cluster.fingerprint.digest,

@@ -16,7 +16,6 @@ from autopar.cost_models.steps import predict_steps
 from autopar.errors import PlanError
 from autopar.ir.training_graph import Parameter
 from autopar.search.base import Problem
-from autopar.search.builders.common import piece_bytes
 from autopar.search.evaluate import overflow_bytes
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import ParameterSlice, RunnerUp, SyncGroup
@@ -118,7 +117,9 @@ class RunnersUp:
             # Nothing that follows hides what the last group sends.
             key = (*self._kind(group), index == len(groups) - 1)
             alike.setdefault(key, []).append(index)
-        kinds = [_Kind(tuple(indices), len(indices) * self._bytes(groups[indices[0]])) for indices in alike.values()]
+        kinds = [
+            _Kind(tuple(indices), len(indices) * self.near.bytes_of(groups[indices[0]])) for indices in alike.values()
+        ]
         return sorted(kinds, key=lambda kind: -kind.num_bytes)
 
     def _kind(self, group: SyncGroup) -> tuple[Hashable, ...]:
@@ -126,9 +127,6 @@ class RunnersUp:
         options = ((k, "number" if type(v) is int else v) for k, v in sorted(group.options.items()))
         members = tuple(_likeness(m, self.near.table[m.name]) for m in group.members)
         return (group.strategy, tuple(group.timing.items()), tuple(options), members)
-
-    def _bytes(self, group: SyncGroup) -> int:
-        return sum(piece_bytes((m, self.near.table[m.name])) for m in group.members)
 
 
 def switched(groups: Sequence[SyncGroup], index: int, choice: Choice) -> Groups:

@@ -20,9 +20,10 @@ from autopar.cost_models.steps import predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import duration, size
 from autopar.ir.training_graph import TrainingGraph
-from autopar.search.base import SEARCHED, TIE, Budget, Candidate, Problem
+from autopar.search.base import SEARCHED, TIE, Budget, Candidate, Problem, executed
 from autopar.search.builders import builder_named
 from autopar.search.circumstances import AS_IT_IS, Circumstance, LeftOut, circumstances
+from autopar.search.constraints import NONE, Constraints
 from autopar.search.evaluate import overflow_bytes
 from autopar.search.run import search_result
 from autopar.spec.cluster import ClusterSpec
@@ -49,7 +50,7 @@ class Outcome:
     step_time_s: float | None = None
     """Of the plan; `None` where a strategy of it cannot be used there."""
     overflow_bytes: int = 0
-    """By how much the plan exceeds a device's memory there; 0 where it fits."""
+    """By how much the plan exceeds what it may take of a device's memory there; 0 where it fits."""
     best: str = ""
     """The name of the fastest other plan that fits: a builder's, or `searched`; empty where none fits."""
     best_step_time_s: float | None = None
@@ -86,7 +87,7 @@ class Outcome:
         if self.step_time_s is None:
             return f"the plan cannot be used; {other} can" if self.best else "no plan can be used, or fits"
         if self.overflow_bytes:
-            lacking = f"the plan needs {size(self.overflow_bytes)} more memory than a device has"
+            lacking = f"the plan needs {size(self.overflow_bytes)} more memory than it may take of a device"
             return f"{lacking}; {other} fits" if self.best else f"{lacking}, and no other plan fits"
         if self.lead is None:
             return "holds: no other plan fits"
@@ -172,6 +173,7 @@ def _outcome(
         context.on(there),
         model if place.name == AS_IT_IS else carried_model(model, cluster, there, float(place.batch)),
         plan.fidelity,
+        kept_free(plan),
     )
     own = _own(plan, cluster, problem)
     others: Sequence[Candidate] = ()
@@ -181,6 +183,7 @@ def _outcome(
             there,
             context,
             fidelity=plan.fidelity,
+            constraints=problem.constraints,
             budget=budget,
             seed=seed,
             cost_model=problem.cost_model,
@@ -199,11 +202,17 @@ def _outcome(
     )
 
 
+def kept_free(plan: Plan) -> Constraints:
+    """That as much memory is kept free as was when the plan was made."""
+    use = plan.memory
+    return NONE if use is None else Constraints(memory_reserve=use.reserve_bytes / use.device_bytes)
+
+
 def _best(others: Sequence[Candidate], own: Candidate | None) -> Candidate | None:
     """The fastest other plan that fits. Where the plan holds against all, the fastest that a person would write: to one
     that a search finds near it, it hardly ever has a lead."""
-    mine = own and _program(own.groups)
-    fitting = [c for c in others if c.feasible and _program(c.groups) != mine]
+    mine = own and executed(own.groups)
+    fitting = [c for c in others if c.feasible and executed(c.groups) != mine]
     best = min(fitting, key=lambda c: (c.step_time_s, c.name == SEARCHED, len(c.groups)), default=None)
     if best is None or own is None or own.overflow_bytes or best.step_time_s < own.step_time_s * (1 - TIE):
         return best
@@ -229,7 +238,7 @@ def _built(plan: Plan, cluster: ClusterSpec, problem: Problem) -> tuple[SyncGrou
     try:
         build = builder_named(plan.name)
         before = replace(problem.context, world_size=plan.cluster.world_size).on(cluster)
-        if _program(build(problem.graph.parameters, before, cluster)) != _program(plan.groups):
+        if executed(build(problem.graph.parameters, before, cluster)) != executed(plan.groups):
             return ()
         return build(problem.graph.parameters, problem.context, problem.cluster)
     except PlanError:
@@ -242,11 +251,6 @@ def _on(group: SyncGroup, world_size: int) -> SyncGroup:
     if "owner" in options:
         options["owner"] = int(options["owner"]) % world_size  # type: ignore[arg-type]
     return group.model_copy(update={"options": options})
-
-
-def _program(groups: Sequence[SyncGroup]) -> tuple[object, ...]:
-    """What groups execute."""
-    return tuple((g.strategy, tuple(sorted(g.settings.items())), g.members) for g in groups)
 
 
 def is_calibrated(model: CostModel) -> bool:

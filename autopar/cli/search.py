@@ -20,21 +20,16 @@ EVALUATIONS = 5000
 JOURNAL_SUFFIX = ".journal.jsonl"
 
 
-def _searchers() -> tuple[str, ...]:
-    from autopar.search import SEARCHERS
+def _searcher(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Checks the name when one is given: what lists them takes long to import."""
+    if value is not None:
+        from autopar.search import SEARCHERS
 
-    return tuple(SEARCHERS)
-
-
-class _Searcher(click.ParamType[str]):
-    """The name of a searcher; they are listed when they are needed, as what lists them takes long to import."""
-
-    name = "NAME"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in _searchers():
-            self.fail(f"no searcher is called '{value}'; there are {', '.join(_searchers())}", param, ctx)
-        return value
+        if value not in SEARCHERS:
+            raise click.BadParameter(
+                f"no searcher is called '{value}'; there are {', '.join(SEARCHERS)}", context, parameter
+            )
+    return value
 
 
 @click.command("search")
@@ -42,7 +37,8 @@ class _Searcher(click.ParamType[str]):
 @click.option("--cluster", metavar="FILE|local:N", required=True, help="Cluster description, or N local ranks.")
 @click.option(
     "--searcher",
-    type=_Searcher(),
+    metavar="NAME",
+    callback=_searcher,
     help="combined (default), local, dynamic, greedy, evolutionary, annealing, random, or exhaustive for up to 8 "
     "parameters.",
 )
@@ -106,6 +102,6 @@ def command(
         plan = asked.plan(model, spec, time_budget_s=time_budget, tell=tell, seed=seed, search=how)
     tell.ticker.close()
     progress(f"{tell.priced} plans priced in {time.monotonic() - started:.1f} s")
-    show(plan, output, as_json, stop)
     if journal is not None:
         progress(f"the journal is {journal}")
+    show(plan, output, as_json, stop)

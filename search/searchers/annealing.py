@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from autopar.search.base import SEARCHED, Candidate
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood
-from autopar.search.searchers.base import Searcher
+from autopar.search.searchers.base import Searcher, tries
 
 HOT, COLD = 0.05, 0.0005
 """The temperature at the beginning and at the end, as a part of the best step time."""
@@ -23,9 +23,7 @@ class Annealing(Searcher):
             return
         draw, near = random.Random(seed), Neighbourhood(evaluate.problem)
         current = best = min(seeds, key=lambda c: c.order)
-        for _ in range(20 * evaluate.budget.evaluations):
-            if evaluate.spent:
-                break
+        for _ in tries(evaluate):
             groups = near.neighbour(current.groups, draw)
             candidate = None if groups is None else evaluate(SEARCHED, groups)
             if candidate is None or candidate.overflow_bytes > current.overflow_bytes:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.search.base import Candidate
 from autopar.search.evaluate import Evaluator
+
+STALE = 2000
+"""Tries without a new plan after which a searcher stops: where a space is small, each of its plans comes soon."""
 
 
 class Searcher(ABC):
@@ -21,6 +24,16 @@ class Searcher(ABC):
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         """Prices plans through `evaluate` until it is spent, or until nothing better is in sight. The evaluator keeps
         what was priced; the caller chooses from that."""
+
+
+def tries(evaluate: Evaluator, share: float = 1.0) -> Iterator[None]:
+    """One more try, again and again, until this part of the budget is used up, or until as many tries in a row as
+    `STALE` have priced nothing new: then there is hardly anything left that could be."""
+    stale = 0
+    while evaluate.used < share and stale < STALE:
+        known = evaluate.priced
+        yield
+        stale = 0 if evaluate.priced > known else stale + 1
 
 
 def starts(seeds: Sequence[Candidate], count: int) -> list[Candidate]:

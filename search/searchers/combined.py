@@ -14,8 +14,6 @@ from autopar.search.searchers.local import SIMPLIFY_SHARE, LocalSearch, simplify
 
 LOCAL_SHARE = 0.5
 """Part of the budget that is left to crossing plans when the local search has not stopped by itself."""
-
-
 IDLE_ROUNDS = 2
 """Rounds in a row that found nothing better, after which it stops."""
 

@@ -19,14 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.errors import PlanError
 from autopar.search.base import SEARCHED, Candidate
 from autopar.search.builders.common import issue_order, piece_bytes
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.search.searchers.base import Searcher, starts
 from autopar.spec.plan import ParameterSlice, SyncGroup
-from autopar.strategies.lowering import lower_plan
 
 PIECES = 48
 """Parameters next to each other are taken together, until there are so few."""
@@ -46,7 +44,7 @@ class _Costs:
     pieces: tuple[Seconds, Seconds]
     """[pieces] each: on the channel and on the device, each piece by itself."""
     saved: tuple[float, float]
-    """By each piece that is in one group with the one before it."""
+    """Seconds, on the channel and on the device, that each piece saves by being in one group with the one before it."""
 
     def run(self, begin: int, end: int, device_share: float) -> Seconds:
         """Seconds of the runs from each piece of `begin` to `end` - 1 up to `end`: [end - begin]."""
@@ -73,7 +71,7 @@ class DynamicProgramming(Searcher):
 
 
 class Cuts:
-    """Of the plans for one problem."""
+    """Cuts the groups of plans for one problem anew."""
 
     def __init__(self, evaluate: Evaluator, near: Neighbourhood, pricer: StepPricer) -> None:
         self.evaluate = evaluate
@@ -138,12 +136,9 @@ class Cuts:
         return _Costs(choice, (channel, device), (float(saved[0]), float(saved[1])))
 
     def _alone(self, choice: Choice, members: Sequence[ParameterSlice]) -> tuple[float, float] | None:
-        problem = self.evaluate.problem
         group = choice.of(SyncGroup(strategy=choice.strategy, members=tuple(members)))
-        try:
-            return self.pricer.alone_s(lower_plan((group,), problem.graph, problem.context))
-        except PlanError:
-            return None
+        program = self.evaluate.problem.alone(group)
+        return None if program is None else self.pricer.alone_s(program)
 
     def _best(
         self,
@@ -176,8 +171,4 @@ def _alike(groups: Groups, near: Neighbourhood) -> list[list[SyncGroup]]:
     found: dict[tuple[str, str], list[SyncGroup]] = {}
     for group in groups:
         found.setdefault((group.strategy, near.table[group.members[0].name].spec.dtype), []).append(group)
-
-    def size(like: list[SyncGroup]) -> int:
-        return sum(piece_bytes((m, near.table[m.name])) for g in like for m in g.members)
-
-    return sorted(found.values(), key=size, reverse=True)
+    return sorted(found.values(), key=lambda like: sum(map(near.bytes_of, like)), reverse=True)

@@ -13,7 +13,7 @@ from autopar.search.base import SEARCHED, Candidate
 from autopar.search.builders.common import issue_order
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Groups, Neighbourhood
-from autopar.search.searchers.base import Searcher, starts
+from autopar.search.searchers.base import Searcher, starts, tries
 from autopar.spec.plan import SyncGroup
 
 POPULATION = 12
@@ -38,8 +38,8 @@ class Evolutionary(Searcher):
         if not population:
             return
         idle = 0
-        for _ in range(20 * evaluate.budget.evaluations):
-            if evaluate.spent or evaluate.used >= self.share or idle >= self.patience:
+        for _ in tries(evaluate, self.share):
+            if idle >= self.patience:
                 break
             first, second = (min(draw.choices(population, k=RIVALS), key=lambda c: c.order) for _ in range(2))
             mixed = crossed(first.groups, second.groups, near, draw)

@@ -7,14 +7,16 @@ groups is a branch; of the choices for its groups, those are simulated whose low
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.cost_models.analytic import AnalyticCostModel
 from autopar.cost_models.bound import Bound
-from autopar.errors import PlanError
+from autopar.errors import AutoparWarning, PlanError
 from autopar.ir.training_graph import Parameter
 from autopar.search.base import SEARCHED, Candidate
 from autopar.search.builders.common import issue_order, whole
@@ -22,7 +24,6 @@ from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.search.searchers.base import Searcher
 from autopar.spec.plan import ParameterSlice, SyncGroup
-from autopar.strategies.lowering import lower_plan
 
 MOST_PARAMETERS = 8
 """Which can be put into groups in 4,140 ways (the eighth Bell number)."""
@@ -39,7 +40,13 @@ class Exhaustive(Searcher):
                 f"an exhaustive search takes up to {MOST_PARAMETERS} parameters, the model has {len(parameters)}: "
                 "take another searcher"
             )
-        Branches(evaluate).search()
+        if not Branches(evaluate).search():
+            warnings.warn(
+                "the exhaustive search ended before all was settled, so a better plan may be left: give it more "
+                "--evaluations and a longer --time-budget",
+                AutoparWarning,
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)
@@ -63,21 +70,24 @@ class Branches:
     def __init__(self, evaluate: Evaluator) -> None:
         self.evaluate = evaluate
         self.near = Neighbourhood(evaluate.problem)
-        pricer = evaluate.problem.pricer
-        self._bound = None if pricer is None else Bound(pricer)
+        model, pricer = evaluate.problem.cost_model, evaluate.problem.pricer
+        # What corrects the simulation may say less than the bound of it.
+        self._bound = Bound(pricer) if pricer is not None and isinstance(model, AnalyticCostModel) else None
         self._known: dict[frozenset[str], list[tuple[int, SyncGroup]]] = {}
 
-    def search(self) -> None:
-        """Visits the ways to form groups, those whose lowest bound is the lowest first."""
+    def search(self) -> bool:
+        """Visits the ways to form groups, those whose lowest bound is the lowest first. Returns whether all that was
+        not visited can be no better than the best."""
         branches = [self._branch(parts) for parts in partitions(list(self.near.parameters))]
         for branch in sorted((b for b in branches if b is not None), key=lambda b: float(b.bounds.min())):
             for i in np.argsort(branch.bounds, kind="stable").tolist():
-                if self.evaluate.spent:
-                    return
                 best = self.evaluate.best
                 if best is not None and best.feasible and branch.bounds[i] >= best.step_time_s:
                     break
+                if self.evaluate.spent:
+                    return False
                 self.evaluate(SEARCHED, issue_order(branch.plan(i), self.near.parameters))
+        return True
 
     def _branch(self, parts: Sequence[Sequence[Parameter]]) -> Branch | None:
         """One way to form groups; `None` where there is no way to synchronize one of them."""
@@ -106,12 +116,10 @@ class Branches:
         return group if self.near.possible(choice, group) else None
 
     def _row(self, group: SyncGroup) -> int | None:
-        problem = self.evaluate.problem
-        try:
-            alone = lower_plan((group,), problem.graph, problem.context)
-        except PlanError:
+        program = self.evaluate.problem.alone(group)
+        if program is None:
             return None
-        return 0 if self._bound is None else self._bound.add(alone)
+        return 0 if self._bound is None else self._bound.add(program)
 
 
 def partitions(parameters: list[Parameter]) -> Iterator[list[list[Parameter]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.search.base import SEARCHED, Candidate
-from autopar.search.builders.common import issue_order, piece_bytes
+from autopar.search.builders.common import issue_order
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Groups, Neighbourhood, merged
 from autopar.search.searchers.base import Searcher, starts
@@ -29,7 +29,7 @@ def descend(best: Candidate, near: Neighbourhood, evaluate: Evaluator) -> Candid
     improved = True
     while improved and not evaluate.spent:
         improved = False
-        for group in sorted(best.groups, key=lambda g: -_bytes(g, near)):
+        for group in sorted(best.groups, key=lambda g: -near.bytes_of(g)):
             for changed in _changes(best.groups, group, near):
                 if evaluate.spent:
                     break
@@ -51,7 +51,3 @@ def _changes(groups: Groups, group: SyncGroup, near: Neighbourhood) -> Iterator[
     joined = merged(groups, i, near.table)
     if joined is not None:
         yield issue_order(joined, near.parameters)
-
-
-def _bytes(group: SyncGroup, near: Neighbourhood) -> int:
-    return sum(piece_bytes((m, near.table[m.name])) for m in group.members)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from autopar.search.base import SEARCHED, TIE, Candidate
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Neighbourhood, merged
-from autopar.search.searchers.base import Searcher, starts
+from autopar.search.searchers.base import Searcher, starts, tries
 from autopar.search.searchers.recombine import Recombination
 
 SIMPLIFY_SHARE = 0.15
@@ -35,9 +35,8 @@ class LocalSearch(Searcher):
         near = Neighbourhood(evaluate.problem)
         current = self._recombined(starts(seeds, self.starts), near, evaluate, draw)
         idle = 0
-        # A move may have no neighbour to offer, which costs no evaluation; the second bound ends such a search.
-        for _ in range(20 * evaluate.budget.evaluations):
-            if evaluate.used >= 1 - self.simplify_share or idle >= self.patience:
+        for _ in tries(evaluate, 1 - self.simplify_share):
+            if idle >= self.patience:
                 break
             # Half of the moves go to the best plan, the others to any, so that no start is given up too soon.
             best = min(range(len(current)), key=lambda k: current[k].order)

@@ -10,7 +10,7 @@ from autopar.search.base import SEARCHED, Candidate
 from autopar.search.builders.common import fuse, whole
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import MAX_BUCKETS, Groups, Neighbourhood
-from autopar.search.searchers.base import Searcher
+from autopar.search.searchers.base import Searcher, tries
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import STRATEGIES
 
@@ -23,9 +23,7 @@ class RandomPlans(Searcher):
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         draw, near = random.Random(seed), Neighbourhood(evaluate.problem)
-        for _ in range(20 * evaluate.budget.evaluations):
-            if evaluate.spent:
-                break
+        for _ in tries(evaluate):
             evaluate(SEARCHED, drawn(near, draw))
 
 

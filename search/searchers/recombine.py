@@ -14,12 +14,10 @@ import numpy as np
 
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.bound import Bound
-from autopar.errors import PlanError
-from autopar.search.base import SEARCHED, Candidate
+from autopar.search.base import SEARCHED, Candidate, executed
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import SyncGroup
-from autopar.strategies.lowering import lower_plan
 
 COMBINATIONS = 20_000
 TRIED = 8
@@ -68,13 +66,10 @@ class Recombination:
         return found
 
     def _row(self, group: SyncGroup) -> int | None:
-        key = (group.strategy, tuple(sorted(group.settings.items())), group.members)
+        key = executed((group,))
         if key not in self._rows:
-            problem = self.evaluate.problem
-            try:
-                self._rows[key] = self.bound.add(lower_plan((group,), problem.graph, problem.context))
-            except PlanError:
-                self._rows[key] = None
+            program = self.evaluate.problem.alone(group)
+            self._rows[key] = None if program is None else self.bound.add(program)
         return self._rows[key]
 
     def _promising(

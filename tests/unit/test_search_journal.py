@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import threading
 from pathlib import Path
@@ -57,7 +59,7 @@ def test_a_search_that_was_cut_at_any_byte_ends_the_same(tmp_path: Path) -> None
         lines = text[:at].count(b"\n")
         checked = anew - (priced - max(0, lines - 1))
         assert 0 <= checked <= 16, "what was recorded is not priced again, but for some to see that prices are the same"
-        kept, _ = known(journal, **next(iter(read(whole)))["search"])
+        kept, _ = known(journal, 3, **next(iter(read(whole)))["search"])
         assert len(kept) == len(straight.candidates), "what was priced anew is recorded"
 
 
@@ -96,6 +98,23 @@ def test_half_a_line_of_a_killed_search_costs_no_other_line(tmp_path: Path) -> N
             killed.write(b'{"of":"dead","candi')
         one.write(run(None, evaluations=1)[0].candidates[0], 0.0)
     assert [sorted(record)[0] for record in read(path)] == ["of", "by_rank"]
+
+
+def test_lines_that_a_stranger_wrote_are_passed_over(tmp_path: Path) -> None:
+    """Numbers of other ranks, more of them than memory holds, or none; and a pipe, which is no journal to read."""
+    journal = tmp_path / "j.jsonl"
+    straight, _ = run(journal)
+    rows = list(read(journal))
+    header = rows[0]["search"]
+    strange: list[object] = [[[1, 10**13]], [[1, 2]], [[1, -1], [1, 4]], "[]", [[1]], None]
+    for row, runs in zip(rows[1:], strange, strict=False):
+        row["by_rank"]["sent_bytes"] = runs
+    journal.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    kept, _ = known(journal, 3, **header)
+    assert len(kept) == len(straight.candidates) - len(strange)
+    assert outcome(run(journal, resume=True)[0]) == outcome(straight)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert known(pipe, 3, **header) == ([], 0.0)
 
 
 def test_prices_that_changed_are_not_mixed(tmp_path: Path) -> None:

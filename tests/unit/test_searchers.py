@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from autopar.cost_models import AnalyticCostModel
-from autopar.errors import PlanError
+from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.base import CostModel, Estimate
+from autopar.errors import AutoparWarning, PlanError
+from autopar.ir.training_graph import TrainingGraph
 from autopar.search import SEARCHERS, Budget, Candidate, Evaluator, Problem, SearchResult, search_result, searcher_named
 from autopar.search.builders.common import issue_order, whole
 from autopar.search.moves import Neighbourhood
@@ -20,7 +24,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import SyncGroup, partition_problems
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
-from autopar.strategies.lowering import lower_plan
+from autopar.strategies.lowering import StepProgram, lower_plan
 from tests.unit.synthetic import MLP, Layer, cpu_hosts, training_graph
 
 SMALL: tuple[Layer, ...] = (("a", (512, 512)), ("b", (512,)), ("c", (2048, 512)))
@@ -85,6 +89,46 @@ def test_the_default_comes_near_the_best_plan_of_a_small_model(bandwidth: str) -
     cluster = cpu_hosts(2, bandwidth)
     settled_s = best(found("exhaustive", SMALL, cluster)).step_time_s
     assert best(found("combined", SMALL, cluster, 300)).step_time_s <= 1.01 * settled_s
+
+
+def test_an_exhaustive_search_that_is_cut_short_says_so() -> None:
+    budget = Budget(time_s=1e9, evaluations=5)
+    with pytest.warns(AutoparWarning, match="ended before all was settled"):
+        search_result(
+            training_graph(SMALL), SLOW_HOST, Context(3), budget=budget, searcher=searcher_named("exhaustive")
+        )
+
+
+@pytest.mark.parametrize("name", ["combined", "random", "annealing", "evolutionary"])
+def test_a_searcher_stops_where_nothing_new_is_left(name: str) -> None:
+    """One parameter on two ranks has some dozens of plans, and the budget is far larger."""
+    result = found(name, (("a", (64, 64)),), cpu_hosts(2), evaluations=10**9)
+    assert len(result.candidates) < 1000
+
+
+def test_exhaustive_search_trusts_no_bound_that_a_correction_undercuts() -> None:
+    """A cost model that says a tenth of the simulation for one plan, and all of it for the others."""
+
+    class Odd(CostModel):
+        def __init__(self) -> None:
+            self.base = AnalyticCostModel()
+
+        def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
+            return self.base.pricer(graph, topology)
+
+        def predict(
+            self, graph: TrainingGraph, program: StepProgram, topology: Topology, *, timeline: bool = False
+        ) -> Estimate:
+            estimate = self.base.predict(graph, program, topology)
+            part = 0.1 if [g.spec.strategy for g in program.groups] == ["parameter_server"] else 1.0
+            return replace(estimate, step_time_s=part * estimate.step_time_s)
+
+    cluster = cpu_hosts(2, "50 Mbit/s")
+    graph = training_graph((("a", (512, 512)), ("b", (512, 512))), flops=10**6)
+    result = search_result(
+        graph, cluster, Context(2), budget=WITHOUT_END, searcher=searcher_named("exhaustive"), cost_model=Odd()
+    )
+    assert [g.strategy for g in best(result).groups] == ["parameter_server"]
 
 
 def test_exhaustive_search_refuses_what_it_could_not_settle() -> None:
