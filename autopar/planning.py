@@ -34,7 +34,7 @@ from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.memory_use import MemoryUse
 from autopar.spec.plan import Fidelity, Plan, Recompute
-from autopar.spec.topology import Topology
+from autopar.spec.topology import topology_of
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel
@@ -185,7 +185,7 @@ class Training:
         each = () if self.optimizer is None else each_of(self.optimizer)
         of = max(each, key=_elements, default=None)
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
-        measured_s = None if nodes is None else {Topology(cluster).ranks[0].device.kind: nodes}
+        measured_s = None if nodes is None else {topology_of(cluster).ranks[0].device.kind: nodes}
         return cost_model_for(updates, measured_s, calibration)
 
 

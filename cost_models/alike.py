@@ -23,7 +23,8 @@ def alike(rows: Sequence[Rows], count: int) -> tuple[Indices, Indices]:
     the one that it equals. `rows`: what is known of the columns, [count] or [any, count], of any dtype."""
     if not rows:
         return np.zeros(1, np.int64), np.zeros(count, np.int64)
-    columns = [np.ascontiguousarray(row.reshape(-1, count).T).view(np.uint8).reshape(count, -1) for row in rows]
+    different = {(row.tobytes(), row.dtype): row for row in rows}.values()  # layers are alike
+    columns = [np.ascontiguousarray(row.reshape(-1, count).T).view(np.uint8).reshape(count, -1) for row in different]
     table = np.concatenate(columns, axis=1)
     keys = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1]))).ravel()
     _, first, of_column = np.unique(keys, return_index=True, return_inverse=True)

@@ -15,12 +15,13 @@ import numpy.typing as npt
 from autopar.backends.base import Backend
 from autopar.cost_models.alike import Indices, alike_in
 from autopar.cost_models.base import CostModel, Estimate
+from autopar.cost_models.clocks import Streams
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.memory import MemoryModel
 from autopar.cost_models.network import Network
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
 from autopar.cost_models.price import Price
-from autopar.cost_models.simulate import Streams, simulate
+from autopar.cost_models.simulate import simulate
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.context import Context

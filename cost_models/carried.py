@@ -17,7 +17,7 @@ from autopar.cost_models.network import Network
 from autopar.ops.collectives import wire_bytes
 from autopar.spec.calibration import Calibration, CollectiveTimes, LinkTimes
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.topology import Topology
+from autopar.spec.topology import Topology, topology_of
 
 MOST_RATE, LEAST_RATE = 1e30, 1e-3
 """Bytes a second that a calibration may hold."""
@@ -52,7 +52,7 @@ def carried_calibration(calibration: Calibration, before: ClusterSpec, after: Cl
     Collectives of all ranks keep the multiple of the time that the figures say, links the part of their rate that they
     reached, devices what they reach. Collectives of teams are left out where the number of ranks differs.
     """
-    old, new = Topology(before), Topology(after)
+    old, new = topology_of(before), topology_of(after)
     collectives = [_collective(times, calibration, old, new) for times in calibration.collectives]
     links = [_link(link, old, new) for link in calibration.links]
     changed = {

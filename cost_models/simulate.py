@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 
 from autopar.cost_models.alike import alike
 from autopar.cost_models.base import Span
 from autopar.cost_models.channels import Channels, Job
+from autopar.cost_models.clocks import Streams, clocks_of
 from autopar.cost_models.price import Price, Transfer
 from autopar.ops.base import Call
 from autopar.strategies.lowering import StepProgram
@@ -40,16 +40,6 @@ class Outcome:
     communication_s: float
     slowest_rank: int
     spans: list[Span] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Streams:
-    """The compute streams: the time of the graph's nodes, summed up, for each kind of device."""
-
-    prefix_s: Sequence[Sequence[float]]
-    """[device][i]: seconds of the first i nodes."""
-    device_of_rank: Sequence[int]
-    backward_start: int
 
 
 def simulate(
@@ -74,11 +64,10 @@ def simulate(
                 if not call.op.is_collective:
                     state.wait_for(state.number(call.index), nodes, i + 1)
         state.run_graph(len(streams.prefix_s[0]) - 1, len(placed))
-    last = max(state.now) * (1 - ROUNDED)
-    slowest = next(i for i, now in enumerate(state.now) if now >= last)
+    slowest = int(np.argmax(np.array(state.clocks.now) >= state.latest_s * (1 - ROUNDED)))
     return Outcome(
-        step_time_s=state.now[slowest] - state.began_s,
-        compute_s=state.done_s[slowest],
+        step_time_s=float(state.clocks.now[slowest]) - state.began_s,
+        compute_s=float(state.clocks.done_s[slowest]),
         communication_s=state.sent_s(),
         slowest_rank=ranks[slowest],
         spans=state.timeline_spans(),
@@ -94,7 +83,7 @@ def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> l
 
 
 class _State:
-    """The clocks. Lists are indexed by representative, not by rank."""
+    """How far the step is. Lists are indexed by representative, not by rank."""
 
     def __init__(
         self, ranks: list[int], streams: Streams, prices: Sequence[Price], channel: str, timeline: bool
@@ -108,29 +97,27 @@ class _State:
         self.began_s = 0.0
         self.sent_before_s = 0.0
         self.spans: list[Span] = []
-        self.graph_s = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
         self.backward_start = streams.backward_start
-        each = np.array([p.device_s[ranks] for p in prices]).reshape(-1, len(ranks))
-        self.own_s = [[*accumulate(column, initial=0.0)] for column in each.T.tolist()]
-        """Of the placed calls, the first so many."""
         self.nodes = 0
         """Of the graph, as far as the timeline was drawn."""
-        self.now = [0.0] * len(ranks)
-        self.done_s = [0.0] * len(ranks)
-        """Of the step's work, as long as it would take alone."""
         self.channels = Channels()
-        self.stretch = [0] * len(ranks)
-        """For each, the first stretch of slowed compute that may still lie ahead."""
+        own_s = np.array([p.device_s[ranks] for p in prices]).reshape(-1, len(ranks))
+        self.clocks = clocks_of(ranks, streams, own_s, self.channels)
         self.labels: dict[int, str] = {}
 
     def begin_step(self) -> None:
         """The next step; what is late of the one before is still in flight."""
         self.step += 1
         self.nodes = 0
-        self.began_s = max(self.now)
+        self.began_s = self.latest_s
         self.sent_before_s = self.channels.busy_s(self.began_s)
-        self.done_s = [0.0] * len(self.ranks)
+        self.clocks.begin_step()
         self.spans.clear()
+
+    @property
+    def latest_s(self) -> float:
+        """When the last rank has done what it was given so far."""
+        return self.clocks.latest_s
 
     def number(self, index: int, steps_ago: int = 0) -> int:
         """Of a transfer, by the index of its call: each step has its own."""
@@ -140,19 +127,15 @@ class _State:
         """How long something was in flight during the step."""
         if self.step == 0:
             self.channels.finish()
-        return self.channels.busy_s(max(self.now)) - self.sent_before_s
+        return self.channels.busy_s(self.latest_s) - self.sent_before_s
 
     def run(self, nodes: int, placed: int, name: str = "") -> None:
-        """Advances each compute stream until so many of the graph's nodes and of the placed calls have run, longer
-        where transfers take their part. `name`: of the bar that the timeline shows for it."""
-        for i, (begin, graph_s, own_s) in enumerate(zip(self.now, self.graph_s, self.own_s, strict=True)):
-            work_s = graph_s[nodes] + own_s[placed]
-            seconds = work_s - self.done_s[i]
-            if seconds > 0.0:
-                self.now[i] = self._slowed(i, begin, seconds)
-                self.done_s[i] = work_s
-                if self.timeline:
-                    self.spans.append(Span(f"rank {self.ranks[i]}", name, begin, self.now[i]))
+        """Advances each compute stream, as `Clocks.run` does. `name`: of the bar that the timeline shows for it."""
+        before = [*self.clocks.now] if self.timeline else []
+        self.clocks.run(nodes, placed)
+        for rank, begin, end in zip(self.ranks, before, self.clocks.now, strict=False):
+            if end > begin:
+                self.spans.append(Span(f"rank {rank}", name, float(begin), float(end)))
 
     def run_graph(self, nodes: int, placed: int) -> None:
         """The same, of the graph's nodes alone."""
@@ -167,7 +150,7 @@ class _State:
         self.run(nodes, placed)
         channel = (transfer.channel, transfer.at_once)
         number = self.number(call.index)
-        self.channels.issue(Job(number, channel, max(self.now), transfer))
+        self.channels.issue(Job(number, channel, self.latest_s, transfer))
         if self.timeline:
             self.labels[number] = label(call)
 
@@ -177,7 +160,7 @@ class _State:
             return []
         self.channels.finish()
         names: dict[Hashable, str] = {}
-        ended_s = max(self.now)
+        ended_s = self.latest_s
         for job, end in self.channels.done:
             start, end = max(job.start_s or 0.0, self.began_s), min(end, ended_s)
             if start < end or self.step == 0:
@@ -193,39 +176,9 @@ class _State:
     def wait_for(self, number: int, nodes: int, placed: int) -> None:
         """Blocks every compute stream, once so much has run, until a transfer has ended."""
         end = self.channels.end_of(number)
-        if min(self.now) < end:
+        if self.clocks.earliest_s < end:
             self.run(nodes, placed)
-            self.now = [max(t, end) for t in self.now]
-
-    def _slowed(self, i: int, now: float, seconds: float) -> float:
-        """When work is done that would take `seconds` alone."""
-        channels, rank = self.channels, self.ranks[i]
-        stretches = channels.slowed
-        while True:
-            while self.stretch[i] < len(stretches):
-                start, end, taken = stretches[self.stretch[i]]
-                if now < end:
-                    if now + seconds <= start:
-                        return now + seconds
-                    if now < start:
-                        seconds -= start - now
-                        now = start
-                    speed = 1.0 - taken[rank]
-                    if speed > 0.0 and (end - now) * speed >= seconds:
-                        return now + seconds / speed
-                    seconds -= (end - now) * speed
-                    now = end
-                self.stretch[i] += 1
-            if now < channels.now_s:  # nothing was taken since
-                if now + seconds <= channels.now_s:
-                    return now + seconds
-                seconds -= channels.now_s - now
-                now = channels.now_s
-            if now < channels.next_s:
-                speed = 1.0 - channels.taken[rank] if channels.taken else 1.0
-                if speed > 0.0 and now + seconds / speed <= channels.next_s:
-                    return now + seconds / speed
-            channels.step()
+            self.clocks.wait(end)
 
 
 def label(call: Call) -> str:

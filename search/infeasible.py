@@ -4,11 +4,31 @@ that helps."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+from autopar.errors import InfeasibleError
 from autopar.formatting import size
 from autopar.search.base import Candidate, Problem
 from autopar.search.memory_use import memory_use
 from autopar.search.nearest import larger_devices, other_inputs, other_strategies
+
+
+class NoPlanFits(InfeasibleError):
+    """All plans of a search exceed the devices' memory. What helps is priced when somebody asks what it says."""
+
+    def __init__(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
+        super().__init__()
+        self._of = problem, candidates
+
+    @cached_property
+    def _said(self) -> str:
+        return no_plan_fits(*self._of)
+
+    def __str__(self) -> str:
+        return self._said
+
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str]]:
+        return InfeasibleError, (str(self),)
 
 
 def no_plan_fits(problem: Problem, candidates: Sequence[Candidate]) -> str:

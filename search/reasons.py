@@ -10,7 +10,7 @@ from autopar.cost_models.base import Estimate
 from autopar.formatting import duration, number_of, size
 from autopar.search.base import TIE, Problem
 from autopar.search.moves import Choice, Groups, Neighbourhood
-from autopar.search.runner_up import RunnersUp, structure_of
+from autopar.search.runner_up import RunnersUp
 from autopar.spec.plan import RunnerUp, SyncGroup
 
 
@@ -85,7 +85,7 @@ class Reasons:
         # Groups of the same strategy, size, dtype and structure cost the same alone.
         members = [self._near.table[m.name] for m in group.members]
         options = tuple(sorted(group.settings.items()))
-        structure = tuple(map(structure_of, members))
+        structure = tuple(m.sizes for m in members)
         key = (group.strategy, options, structure, self._near.bytes_of(group), members[0].spec.dtype)
         if key not in self._known:
             self._known[key] = self._price(group)

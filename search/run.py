@@ -11,12 +11,13 @@ from autopar.cost_models import AnalyticCostModel, CostModel
 from autopar.cost_models.steps import predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
+from autopar.ir.garbage import among_new_alone
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import SEARCHED, Budget, Candidate, Problem, Progress, SearchResult, choose
 from autopar.search.builders import MANY_GROUPS, builder_named, names
 from autopar.search.constraints import NONE, Constraints
 from autopar.search.evaluate import Evaluator, overflow_bytes
-from autopar.search.infeasible import named_does_not_fit, no_plan_fits
+from autopar.search.infeasible import NoPlanFits, named_does_not_fit
 from autopar.search.journal import Journal, known
 from autopar.search.memory_use import memory_use
 from autopar.search.moves import choices
@@ -85,6 +86,7 @@ def search(
     ).plan
 
 
+@among_new_alone()
 def search_result(
     graph: TrainingGraph,
     cluster: ClusterSpec,
@@ -121,7 +123,7 @@ def search_result(
     if not fitting:
         leanest = min(evaluate.candidates, key=lambda c: c.order)
         if overflow_bytes(problem, leanest.estimate.peak_memory_bytes, reserved=False):
-            raise InfeasibleError(no_plan_fits(problem, evaluate.candidates))
+            raise NoPlanFits(problem, evaluate.candidates)
         return SearchResult(_plan(problem, leanest, seeds), tuple(evaluate.candidates))
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
@@ -252,10 +254,10 @@ def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
     found = names(problem.allows("rounded"), problem.context.late_parameters)
     if problem.context.world_size == 1:
         found = found[:1]
-    seeds = {}
+    seeds: dict[str, Candidate] = {}
     for name in sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS)):
         used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
-        if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set()):
+        if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set() or _hopeless(problem, seeds)):
             break
         candidate = evaluate(name, _built(problem, name))
         if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing

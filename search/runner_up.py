@@ -22,7 +22,7 @@ from autopar.spec.plan import ParameterSlice, RunnerUp, SyncGroup
 
 MAX_OPTIONS = 8
 """Of one strategy that are compared; where there are more, they are owners, which are nearly equal."""
-LEAST_KINDS, LEAST_CHOICES = 3, 2
+LEAST_KINDS, LEAST_CHOICES = 3, 1
 """Kinds of groups, the largest, and strategies of each, those that are cheapest alone, that are priced however little
 time there is."""
 
@@ -137,15 +137,4 @@ def switched(groups: Sequence[SyncGroup], index: int, choice: Choice) -> Groups:
 
 def _likeness(piece: ParameterSlice, parameter: Parameter) -> Hashable:
     """What strategies and their costs depend on, but for where in the graph the parameter is."""
-    return (piece.shape(parameter.spec), parameter.spec.dtype, structure_of(parameter))
-
-
-def structure_of(parameter: Parameter) -> Hashable:
-    """The sizes of what a parameter's gradient is made of, and of the layers that it belongs to."""
-    parts, head, layer, table = parameter.parts, parameter.head, parameter.layer, parameter.table
-    return (
-        parts and (parts.kind, parts.rows, parts.distinct, parts.left_width, parts.right_width),
-        head and (head.samples, head.width, head.classes),
-        layer and (layer.samples, layer.width, layer.outputs),
-        table and tuple((lookup.rows, lookup.distinct) for lookup in table.lookups),
-    )
+    return (piece.shape(parameter.spec), parameter.spec.dtype, parameter.sizes)

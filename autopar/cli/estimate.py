@@ -40,11 +40,11 @@ class Fitted:
         """What the cost model says of the plan, with its timeline. Raises `SpecError` where the calibration is of
         another cluster."""
         from autopar.cost_models.steps import predict_steps
-        from autopar.spec.topology import Topology
+        from autopar.spec.topology import topology_of
 
         cluster = self.plan.cluster.cluster
         model = self.training.cost_model(cluster, calibration)
-        return predict_steps(model, self.plan.groups, self.graph, self.context, Topology(cluster), timeline=True)
+        return predict_steps(model, self.plan.groups, self.graph, self.context, topology_of(cluster), timeline=True)
 
     def what_if(self, calibration: Calibration | None = None, told: Callable[[str], None] | None = None) -> Sensitivity:
         """The plan under changed circumstances. Raises `SpecError` where the calibration is of another cluster."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 import torch.fx
@@ -21,11 +22,13 @@ def is_view(node: torch.fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    target = node.target
+    return isinstance(node.target, torch._ops.OpOverload) and _returns_views(node.target)
+
+
+@cache
+def _returns_views(target: torch._ops.OpOverload) -> bool:
     if target in MAYBE_VIEWS:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
     returns = target._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

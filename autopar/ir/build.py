@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,6 +16,7 @@ from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.costs import compute_nodes
 from autopar.ir.dtypes import EXACT_BYTES
+from autopar.ir.garbage import without_collector
 from autopar.ir.heads import find_heads
 from autopar.ir.layers import find_layer
 from autopar.ir.lookups import find_table
@@ -32,20 +31,8 @@ from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 Unused = Literal["error", "freeze"]
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Tracing makes millions of objects that live on: looking among them for garbage takes a sixth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 @outside_of_modes()
-@_without_collector()
+@without_collector()
 def traced_step(
     model: nn.Module, batch: Batch, loss_fn: Any = None, mode: Mode = "step", outputs: bool = False
 ) -> JointGraph:
@@ -54,7 +41,7 @@ def traced_step(
 
 
 @outside_of_modes()
-@_without_collector()
+@without_collector()
 def training_graph(
     model: nn.Module,
     batch: Batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch.fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.guards import Guards
@@ -66,7 +67,7 @@ class JointGraph:
         graph.set_codegen(torch.fx.graph.CodeGen())
         return replace(
             self,
-            module=torch.fx.GraphModule(self.module, graph),
+            module=_LazyGraphModule(self.module, graph),  # which is written as code only where somebody calls it
             mutations=tuple((name, of[n]) for name, n in self.mutations),
             outputs=tuple(of[n] for n in self.outputs),
             gradients={name: of[n] for name, n in self.gradients.items()},

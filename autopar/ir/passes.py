@@ -92,32 +92,36 @@ class Passes:
 
 
 def run_passes(passes: Sequence[Pass], joint: JointGraph, capture: Capture) -> tuple[JointGraph, tuple[Done, ...]]:
-    """Runs those passes that are part of such a capture, and checks the graph behind each."""
+    """Runs those passes that are part of such a capture, and checks the graph behind each that is the user's own and
+    behind all."""
     done = []
+    before = _nodes(joint)
     for one in passes:
         if capture.mode not in one.modes:
             continue
-        before, results = _nodes(joint), _results(joint)
+        results = _results(joint)
         joint = _following(_ran(one, joint, capture), results)
         after = _nodes(joint)
         same = before.keys() & after.keys()
         changed = sum(before[n] != after[n] for n in same)
         moved = sum(a is not b for a, b in zip(*([n for n in x if n in same] for x in (before, after)), strict=True))
         done.append(Done(one.name, one.what, len(after) - len(same), len(before) - len(same), changed, moved))
+        before = after
+    joint.module.graph.lint()
     return joint, tuple(done)
 
 
 def _ran(one: Pass, joint: JointGraph, capture: Capture) -> JointGraph:
-    """What a pass returns, which must be a graph that holds together. Raises `PlanError` with the name of one that is
-    the user's own and fails."""
+    """What a pass returns. Raises `PlanError` with the name of one that is the user's own and fails, or that leaves a
+    graph which does not hold together."""
+    if one in (*BEFORE, *BEHIND):
+        return one.run(joint, capture)
     try:
         found = one.run(joint, capture)
         if not isinstance(found, JointGraph):
             raise TypeError(f"it returned {type(found).__name__}: a pass returns the joint graph that it was given")
         found.module.graph.lint()
     except Exception as e:
-        if one in (*BEFORE, *BEHIND):
-            raise
         raise PlanError(f"the pass '{one.name}', which is your own, failed: {type(e).__name__}: {e}") from e
     return found
 

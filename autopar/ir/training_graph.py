@@ -6,7 +6,7 @@ Everything but `joint` is plain data, so planning does not touch torch again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -192,6 +192,17 @@ class Parameter:
     @property
     def numel(self) -> int:
         return self.spec.numel
+
+    @property
+    def sizes(self) -> Hashable:
+        """Of what its gradient is made of, and of the layers that it belongs to."""
+        parts, head, layer, table = self.parts, self.head, self.layer, self.table
+        return (
+            parts and (parts.kind, parts.rows, parts.distinct, parts.left_width, parts.right_width),
+            head and (head.samples, head.width, head.classes),
+            layer and (layer.samples, layer.width, layer.outputs),
+            table and tuple((lookup.rows, lookup.distinct) for lookup in table.lookups),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,9 +237,9 @@ class Call:
     @property
     def key(self) -> tuple[object, ...]:
         """Calls with equal keys cost the same: what an operation declares may depend on its fields, on its value, on
-        its inputs' operations and values, and on the group's members; the names of these tell a graph's apart."""
+        its inputs' operations and values, and on all of the group's members but their names and positions."""
         g = self.group
-        of_group = g and (*(g.names if self.op.reads_members else [len(g.members)]), g.dtype)
+        of_group = g and (g.kinds if self.op.reads_members else len(g.members), g.dtype)
         return self.op, self.made, self.communicator, tuple((i.op, i.made) for i in self.inputs), of_group
 
 

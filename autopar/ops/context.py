@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.topology import Topology
+from autopar.spec.topology import Topology, topology_of
 
 ALIKE = 1.05
 """Rates whose greatest is at most so many times the smallest are taken as equal."""
@@ -57,15 +58,21 @@ class Context:
 
     def on(self, cluster: ClusterSpec) -> Context:
         """The same on the hosts of a cluster."""
-        places = cluster.ranks
-        names = list(dict.fromkeys(p.host.name for p in places))
-        hosts = tuple(names.index(p.host.name) for p in places)
-        topology = Topology(cluster)
-        rates = _rates(topology, hosts)
-        fastest = max(rates, default=0.0)
-        alike = fastest <= ALIKE * min(rates, default=0.0)
-        servers = tuple(Server(s, _card(topology, s) / fastest) for s in topology.servers) if fastest else ()
-        return replace(self, hosts=hosts, rates=() if alike else rates, servers=servers)
+        hosts, rates, servers = _hosts(cluster)
+        return replace(self, hosts=hosts, rates=rates, servers=servers)
+
+
+@lru_cache(maxsize=4)  # several searches for a cluster share it
+def _hosts(cluster: ClusterSpec) -> tuple[tuple[int, ...], tuple[float, ...], tuple[Server, ...]]:
+    """`hosts`, `rates` and `servers` of a context."""
+    topology = topology_of(cluster)
+    numbers: dict[str, int] = {}
+    hosts = tuple(numbers.setdefault(p.host.name, len(numbers)) for p in topology.ranks)
+    rates = _rates(topology, hosts)
+    fastest = max(rates, default=0.0)
+    alike = fastest <= ALIKE * min(rates, default=0.0)
+    servers = tuple(Server(s, _card(topology, s) / fastest) for s in topology.servers) if fastest else ()
+    return hosts, () if alike else rates, servers
 
 
 def _rates(topology: Topology, hosts: Sequence[int]) -> tuple[float, ...]:

@@ -60,8 +60,8 @@ class ReduceScatter(_Exchange):
     def value(self, at: Emission) -> Value:
         n, elements = at.world_size, at.inputs[0].elements
         assert len(self.sizes) == n, "one part a rank"
-        for subgroup in all_subgroups(self.subgroups, n):
-            assert sum(self.sizes[r] for r in subgroup) == elements, "the parts of a subgroup must cover the value"
+        within = [[self.sizes[r] for r in ranks] for ranks in self.subgroups] or [[*self.sizes]]
+        assert all(sum(sizes) == elements for sizes in within), "the parts of a subgroup must cover the value"
         return replace(at.inputs[0].made, layout=summed(at.inputs[0].layout, self.subgroups, Shard(self.sizes)))
 
     def sizes_of(self, call: Call) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +33,14 @@ class Member:
         """What the gradient is made of; only for a strategy that has asked for it in `applies`."""
         assert self.parameter.parts is not None and self.slice.whole, f"the gradient of '{self.slice}' has no parts"
         return self.parameter.parts
+
+    @property
+    def kind(self) -> Hashable:
+        """Members of one kind cost the same: all that is known of one but its names and positions. Each table, and each
+        parameter of a head, is of a kind of its own."""
+        p, s = self.parameter, self.slice
+        own = p.name if p.head is not None or p.table is not None else ""
+        return own, p.spec.shape, p.spec.dtype, s.dim, s.start, s.stop, p.sizes, p.first_backward < 0
 
     @property
     def contiguous(self) -> bool:
@@ -64,6 +73,11 @@ class Group:
     def names(self) -> list[str]:
         """Of its parameters, in the order of its members."""
         return [m.slice.name for m in self.members]
+
+    @cached_property
+    def kinds(self) -> Hashable:
+        """Of its members, in their order."""
+        return tuple(m.kind for m in self.members)
 
     @property
     def dtype(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -31,6 +31,13 @@ class Shard:
     """Rank r has `sizes[r]` elements, in the order of ranks, or of those of its subgroup; none is in two places."""
 
     sizes: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.sizes))
+
+    def __hash__(self) -> int:  # once: there are as many sizes as ranks
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,10 @@ class _OfPass(Operation):
 
     def some(self, group: Group) -> Group:
         """The members that the pass reads."""
-        return Group(group.index, group.spec, tuple(group.members[i] for i in self.places(group)))
+        places = self.places(group)
+        if len(places) == len(group.members):
+            return group
+        return Group(group.index, group.spec, tuple(group.members[i] for i in places))
 
     def places(self, group: Group) -> list[int]:
         return [i for i, m in enumerate(group.members) if not self.backward or m.parameter.first_backward >= 0]
@@ -113,7 +116,7 @@ class OwnShards(_OfPass):
 
     def value(self, at: Emission) -> Value:
         some, n = self.some(at.group), at.world_size
-        sizes = tuple(share + self.flags for share in row_shares(some, n))
+        sizes = row_shares(some, n, self.flags)
         return Value(some.elements + n * self.flags, at.group.dtype, Shard(sizes))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:

@@ -7,8 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from autopar.cost_models.channels import Channels, Job
+from autopar.cost_models.clocks import Few, Many, Streams
 from autopar.cost_models.price import Price, Transfer
-from autopar.cost_models.simulate import Outcome, Streams, representatives, simulate
+from autopar.cost_models.simulate import Outcome, representatives, simulate
 from autopar.ops.base import Call, Operation
 from autopar.ops.collectives import AllReduce
 from autopar.ops.context import Context
@@ -133,3 +135,35 @@ def test_what_the_next_step_receives_is_hidden_by_its_forward_pass() -> None:
     # With all of the forward pass in front of the wait, another second.
     again = StepProgram(context, (), step.calls, (Placed(wait, 1), placed[1]))
     assert run(again, prices).step_time_s == pytest.approx(2 + 0.25 + 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_ranks_at_once_are_simulated_as_one_after_the_other(seed: int) -> None:
+    """Random work beside random transfers, some of which take all of a rank's compute."""
+    draw = np.random.default_rng(seed)
+    ranks, calls = 7, 12
+    streams = Streams([SECOND, [2.5 * s for s in SECOND]], draw.integers(0, 2, ranks).tolist(), backward_start=2)
+    own_s = draw.random((calls, ranks)) * draw.integers(0, 2, (calls, 1))
+    transfers = [
+        Transfer(
+            float(draw.random()), tuple(draw.choice([0.0, 0.3, 1.0], ranks).tolist()), channel=int(draw.integers(2))
+        )
+        for _ in range(calls)
+    ]
+
+    def simulated(kind: type[Few] | type[Many]) -> list[tuple[float, ...]]:
+        channels = Channels()
+        clocks = kind(range(ranks), streams, own_s, channels)
+        found = []
+        for i, transfer in enumerate(transfers):
+            nodes = 1 + i * 3 // calls
+            clocks.run(nodes, i + 1)
+            channels.issue(Job(i, transfer.channel, clocks.latest_s, transfer))
+            if i % 3 == 2:
+                clocks.wait(channels.end_of(i - 1))
+            found += [tuple(clocks.now), tuple(clocks.done_s)]
+        clocks.begin_step()
+        clocks.run(4, calls)
+        return [*found, tuple(clocks.now)]
+
+    assert simulated(Many) == simulated(Few)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 import torch.nn.functional as F
+from torch import nn
 
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
@@ -22,8 +26,38 @@ CLUSTER = ClusterSpec.loads(
 )
 
 
-def test_calls_with_equal_keys_declare_the_same() -> None:
-    graph, n = training_graph(Net(), flatten(batch(0)), F.cross_entropy), CLUSTER.world_size
+class Alike(nn.Module):
+    """Layers that are alike but for where they stand, and tables of one size of which other rows are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(60, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        x = sum(table(indices[:, : i + 1]).sum(1) for i, table in enumerate(self.tables))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = torch.cat([x, x * 2])
+        found: torch.Tensor = self.heads[0](x) + self.heads[1](x[:6]).sum()
+        return found
+
+
+def _alike() -> tuple[nn.Module, Any, Any]:
+    draw = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 60, (12, 4), generator=draw)
+    return Alike(), (indices, torch.zeros(24, 8)), F.mse_loss
+
+
+def _odd() -> tuple[nn.Module, Any, Any]:
+    return Net(), batch(0), F.cross_entropy
+
+
+@pytest.mark.parametrize("make", [_odd, _alike])
+def test_calls_with_equal_keys_declare_the_same(make: Callable[[], tuple[nn.Module, Any, Any]]) -> None:
+    model, example, loss_fn = make()
+    graph, n = training_graph(model, flatten(example), loss_fn), CLUSTER.world_size
     setting = Setting(n, moved_tensors=7, rounds=True)
     known: dict[Any, tuple[str, Any]] = {}
     seen = 0
