@@ -25,6 +25,7 @@ from rich.table import Table
 
 from autopar.spec.detect import processor
 from benchmarks.interleaved import Answer, System, Turns
+from benchmarks.plots import Plot
 
 RESULTS = Path(__file__).parent / "results"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -186,6 +187,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """How it was measured, and what to know to read the table."""
     data: dict[str, Any] = field(default_factory=dict)
+    plots: list[Plot] = field(default_factory=list)
+    """Drawn with `--save`."""
 
     @property
     def short(self) -> list[Target]:
@@ -202,7 +205,12 @@ class Report:
             markdown_table(self.columns, self.rows),
             *self.notes,
         ]
-        return "\n\n".join([*parts, "\n".join(verdicts)]).strip() + "\n"
+        pictures = [f"![{plot.title}]({self.plot_file(plot)})" for plot in self.plots]
+        return "\n\n".join([*parts, *pictures, "\n".join(verdicts)]).strip() + "\n"
+
+    def plot_file(self, plot: Plot) -> str:
+        """The name of a plot's file, beside that of the report."""
+        return f"{self.machine.date[:10]}-{self.name}-{plot.name}.svg"
 
     def json(self) -> str:
         """Machine, rows, targets and data, as JSON."""
@@ -244,6 +252,8 @@ def publish(
     if save:
         path = results / f"{report.machine.date[:10]}-{report.name}.md"
         path.write_text(report.markdown(command))
+        for plot in report.plots:
+            plot.save(results / report.plot_file(plot))
         console.print(f"Written to {escape(path.name)} in benchmarks/results.")
     for target in report.targets:
         if target.met:

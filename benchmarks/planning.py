@@ -26,6 +26,7 @@ from autopar.planning import Planner, Training
 from autopar.runtime.compiled import Settings
 from autopar.spec.cluster import ClusterSpec
 from benchmarks.harness import Report, Target, options, publish
+from benchmarks.plots import Plot
 
 CAPTURE_S, MEMORY_GB = 60.0, 4.0
 BUDGET_S = 2.0
@@ -172,6 +173,22 @@ def add(report: Report, name: str, found: dict[str, Any]) -> None:
         ]
 
 
+def plots(found: dict[str, Any]) -> list[Plot]:
+    """Of the cases that were measured: CPU-seconds by layers and by ranks, in all and for ten of the plans priced."""
+    by_layers = {int(name.split()[1]): found[name] for name in BY_LAYERS if name in found}
+    names = [*BY_RANKS, "bert-large, 64 ranks"]
+    by_ranks = {CASES[name].cluster.world_size: found[name] for name in names if name in found}
+    drawn = []
+    for name, title, of in (("layers", "GPT on 64 ranks", by_layers), ("ranks", "BERT-large", by_ranks)):
+        lines = {
+            "planning": [(x, f["plan_cpu_s"]) for x, f in of.items()],
+            "ten of the plans that it prices": [(x, 10 * f["plan_cpu_s"] / f["priced"]) for x, f in of.items()],
+        }
+        if of:
+            drawn.append(Plot(name, f"Planning {title}, by {name}", name, "CPU-seconds", lines))
+    return drawn
+
+
 @click.command(help=__doc__)
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Of these cases alone.")
 @options
@@ -191,6 +208,7 @@ def main(only: tuple[str, ...], **output: Any) -> None:
         "weights; GPT has no dropout. Memory is the most that the process held, capture and PyTorch's libraries "
         f"included. The search is given {SPENT:.0%} of a case's limit, or of {BUDGET_S:g} s where it has none."
     )
+    report.plots += plots(report.data)
     sys.exit(publish(report, command="python -m benchmarks.planning", **output))
 
 
