@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, overload
 
 from torch import nn
@@ -72,13 +73,16 @@ def plan(
     progress: Progress | None = None,
     search: SearchOptions | None = None,
     plan: Plan | None = None,
+    trials: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
 
     `model`: one on the `meta` device, or made of fake tensors, will do. `example_inputs`: one rank's batch. `mode`:
     "step" for `optimize` with an optimizer, "module" for without. `strategy`: a plan by name ("ddp", "PS", "Parallax",
     ...) instead of a search. `plan`: one that was edited, instead of either: it is priced as it is, and labelled as its
-    groups are, whatever `fidelity` says. `search`: searcher, journal and more. All others: as in `optimize`.
+    groups are, whatever `fidelity` says. `search`: searcher, journal and more. `trials`: a file of trials on this
+    cluster, which `autopar search --trials` writes, of this model or others; prices learn from it. All others: as in
+    `optimize`.
 
     Raises `InfeasibleError` where no plan, or the one that `strategy` names, fits the devices' memory: by how much, and
     the nearest change with which it would.
@@ -100,18 +104,9 @@ def plan(
     )
     kept = Constraints.of(memory_reserve, pin, forbid)
     planner = Planner(
-        strategy,
-        fidelity,
-        late_parameters,
-        calibration,
-        measure_compute,
-        time_budget_s,
-        seed,
-        progress,
-        plan,
-        kept,
-        search or SearchOptions(),
-    )
+        strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, plan, kept,
+        search or SearchOptions(), None if trials is None else Path(trials),
+    )  # fmt: skip
     training = Training(model, example_inputs, settings, joined(optimizer), mode, optimizer_acts_on)
     training.settle()
     return planner.plan(training, cluster)

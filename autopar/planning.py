@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
@@ -38,6 +39,8 @@ from autopar.spec.topology import topology_of
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel
+    from autopar.cost_models.base import Lesson
+    from autopar.search.base import SearchResult
 
 Progress = Callable[[str, int, float], None]
 """Is told what the search does, how many plans it has priced, and the best step time so far in seconds."""
@@ -174,9 +177,14 @@ class Training:
         return context_for(world_size, self.optimizer, self._scope, clip, updates, late_parameters, is_scaled)
 
     def cost_model(
-        self, cluster: ClusterSpec, calibration: Calibration | None, nodes: dict[str, float] | None = None
+        self,
+        cluster: ClusterSpec,
+        calibration: Calibration | None,
+        nodes: dict[str, float] | None = None,
+        trials: Callable[[str], list[Lesson]] | None = None,
     ) -> CostModel:
-        """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind. Raises `SpecError`
+        """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind. `trials`: what was
+        learned on the cluster, as in `cost_model_for`. Raises `SpecError`
         where the calibration is of another cluster."""
         from autopar.cost_models import ADAMW, cost_model_for, optimizer_cost
 
@@ -186,7 +194,7 @@ class Training:
         of = max(each, key=_elements, default=None)
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
         measured_s = None if nodes is None else {topology_of(cluster).ranks[0].device.kind: nodes}
-        return cost_model_for(updates, measured_s, calibration)
+        return cost_model_for(updates, measured_s, calibration, trials)
 
 
 def _elements(optimizer: Optimizer) -> int:
@@ -209,6 +217,8 @@ class Planner:
     """A plan that is priced as it is."""
     constraints: Constraints = NONE
     searching: SearchOptions = field(default_factory=SearchOptions)
+    trials: str | Path | None = None
+    """A file of trials that were run on the cluster; see `autopar.cost_models.trial_log`."""
     may_not_fit: bool = False
     """Whether a plan by name that does not fit the devices is returned all the same, with a warning, since whoever runs
     it would see whether it does."""
@@ -238,20 +248,21 @@ class Planner:
 
     def _searched(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
         """The first level's plan that keeps as much memory free as is asked; else the one that keeps most free."""
-        found: list[tuple[int, Plan]] = []
+        found: list[tuple[int, SearchResult]] = []
         began = time.monotonic()
         for recompute in levels:
             try:
-                plan = self._plan(training, cluster, recompute, time.monotonic() - began)
+                one = self._search(training, cluster, recompute, time.monotonic() - began)
             except InfeasibleError:
                 if recompute == levels[-1] and not found:
                     raise
                 continue
-            short = 0 if plan.memory is None else plan.memory.short_bytes
-            if not short:
-                return plan
-            found.append((short, plan))
-        return min(found, key=lambda one: one[0])[1]
+            memory = one.plan.memory
+            found.append((0 if memory is None else memory.short_bytes, one))
+            if not found[-1][0]:
+                break
+        chosen = min(found, key=lambda one: one[0])[1]
+        return chosen.plan if self.searching.finalists is None else self.searching.finalists(chosen)
 
     def _named(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
         """The first level's plan that fits the devices."""
@@ -280,27 +291,44 @@ class Planner:
             nodes = graph.joint.seconds
         elif self.measure_compute:
             nodes = node_seconds(graph, training.model, training.batch, settings.loss_fn, settings.compiler)
-        return context, training.cost_model(cluster, self.calibration, nodes)
+        return context, training.cost_model(cluster, self.calibration, nodes, self._taught(cluster))
 
-    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute, spent_s: float = 0.0) -> Plan:
-        """`spent_s`: of the time that the search may take."""
-        from autopar.search import Budget, build_plan, price, search, searcher_named
+    def _taught(self, cluster: ClusterSpec) -> Callable[[str], list[Lesson]] | None:
+        """What trials of the cluster have taught, from what prices rest on; `None` where there are to be none."""
+        from autopar.cost_models.corrected import shipped
+        from autopar.cost_models.trial_log import lessons
+
+        trials, of, running = self.trials, cluster.fingerprint, self.searching.finalists is not None
+        if trials is None:
+            return (lambda basis: []) if running else None
+        return lambda basis: lessons(trials, of, basis, shipped().features, may_be_missing=running)
+
+    def _plan(self, training: Training, cluster: ClusterSpec, recompute: Recompute) -> Plan:
+        """The plan that is given, or named."""
+        from autopar.search import build_plan, price
 
         graph = training.graph(recompute)
         context, cost_model = self._setting(training, cluster, graph)
         if self.given is not None:
             return price(self.given, graph, cluster, context, cost_model=cost_model, constraints=self.constraints)
-        if self.strategy is not None:
-            return build_plan(
-                self.strategy,
-                graph,
-                cluster,
-                context,
-                fidelity=self.fidelity,
-                cost_model=cost_model,
-                constraints=self.constraints,
-            )
-        return search(
+        assert self.strategy is not None
+        return build_plan(
+            self.strategy,
+            graph,
+            cluster,
+            context,
+            fidelity=self.fidelity,
+            cost_model=cost_model,
+            constraints=self.constraints,
+        )
+
+    def _search(self, training: Training, cluster: ClusterSpec, recompute: Recompute, spent_s: float) -> SearchResult:
+        """`spent_s`: of the time that the search may take."""
+        from autopar.search import Budget, search_result, searcher_named
+
+        graph = training.graph(recompute)
+        context, cost_model = self._setting(training, cluster, graph)
+        return search_result(
             graph,
             cluster,
             context,

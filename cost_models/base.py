@@ -8,7 +8,7 @@ analytic model has nothing to learn; a learned correction wraps it behind this s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -74,6 +74,18 @@ class Observation:
     step_time_s: float
     disturbed: bool = False
     """Whether something else took the machine's time while it was measured: it then counts for less."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a cost model keeps of a measured step: enough to learn from it later, without the model that was trained."""
+
+    features: Mapping[str, float]
+    """As in `autopar.cost_models.features`."""
+    simulated_s: float
+    """Step time that the simulation said, uncorrected."""
+    measured_s: float
+    disturbed: bool = False
 
 
 class CostModel(ABC):

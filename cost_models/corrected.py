@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,17 +14,19 @@ import numpy as np
 
 from autopar.backends.gloo import GLOO
 from autopar.backends.nccl import NCCL
-from autopar.cost_models.analytic import AnalyticCostModel, NodeTimes, StepPricer
-from autopar.cost_models.base import CostModel, Estimate, Observation
+from autopar.cost_models.analytic import RELATIVE_ERROR, AnalyticCostModel, NodeTimes, StepPricer
+from autopar.cost_models.base import CostModel, Estimate, Lesson, Observation
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
-from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, most_telling
+from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, Prior, Z, most_telling
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import StepProgram
 
+UNCORRECTED = Prior(common=1.0, own=math.log1p(RELATIVE_ERROR["guessed"]) / Z, clip=math.log(30))
+"""Of predictions from data sheets: an order of magnitude, which is mostly the same for all plans."""
 SHIPPED = Path(__file__).parent / "learned" / "gloo.json"
 
 
@@ -34,25 +38,51 @@ class CorrectedCostModel(CostModel):
     it apart. Where a prediction rests on measured figures alone, its interval is the learned one.
     """
 
-    def __init__(self, base: AnalyticCostModel, correction: Correction | None = None) -> None:
+    def __init__(
+        self,
+        base: AnalyticCostModel,
+        correction: Correction | None = None,
+        prior: Prior | None = None,
+        basis: str = "",
+    ) -> None:
+        """`prior`: how far off predictions are before steps of this cluster are known; by default, as the correction's
+        interval has it. `basis`: tells apart what predictions rest on, in `autopar.cost_models.trial_log`."""
         self.base = base
         self.correction = correction or shipped()
+        self.prior = prior
+        self.basis = basis
         self.own_: OwnTrials | None = None
+        self.lessons_: tuple[Lesson, ...] = ()
 
     def fit(self, observations: Sequence[Observation]) -> Self:
         """Learns how far its predictions are off on these; what it had learned from others before is forgotten."""
-        self.own_ = None
-        if observations:
-            pricers = [self.pricer(o.graph, o.topology) for o in observations]
-            estimates = [pricer.estimate(o.program) for pricer, o in zip(pricers, observations, strict=True)]
-            rows = np.array(
-                [self._row(o.program, p, e) for o, p, e in zip(observations, pricers, estimates, strict=True)]
-            )
-            predicted_s = np.array([e.step_time_s for e in estimates]) * np.exp(self.correction.residual(rows))
-            off = np.log(np.array([o.step_time_s for o in observations]) / predicted_s)
-            noise = np.where([o.disturbed for o in observations], NOISY, NOISE)
-            self.own_ = OwnTrials.of(self.correction, rows, off, noise)
+        return self.fit_lessons([self.lesson([(1.0, o)]) for o in observations])
+
+    def fit_lessons(self, lessons: Sequence[Lesson]) -> Self:
+        """As `fit`, from what was kept of observations."""
+        self.own_, self.lessons_ = None, tuple(lessons)
+        if lessons:
+            rows = np.array([[lesson.features[name] for name in self.correction.features] for lesson in lessons])
+            simulated_s = np.array([lesson.simulated_s for lesson in lessons])
+            predicted_s = simulated_s * np.exp(self.correction.residual(rows))
+            off = np.log(np.array([lesson.measured_s for lesson in lessons]) / predicted_s)
+            noise = np.where([lesson.disturbed for lesson in lessons], NOISY, NOISE)
+            self.own_ = OwnTrials.of(self.correction, rows, off, noise, self.prior)
         return self
+
+    def lesson(self, steps: Sequence[tuple[float, Observation]]) -> Lesson:
+        """What a plan's measured step teaches. `steps`: the different ones of the plan, and the share of each."""
+        each = []
+        for share, seen in steps:
+            pricer = self.pricer(seen.graph, seen.topology)
+            estimate = pricer.estimate(seen.program)
+            each.append((share, seen, estimate.step_time_s, features(seen.program, estimate, pricer)))
+        return Lesson(
+            features={name: sum(share * found[name] for share, *_, found in each) for name in each[0][3]},
+            simulated_s=sum(share * simulated_s for share, _, simulated_s, _ in each),
+            measured_s=sum(share * seen.step_time_s for share, seen, *_ in each),
+            disturbed=any(seen.disturbed for _, seen, *_ in each),
+        )
 
     def most_telling(
         self, graph: TrainingGraph, programs: Sequence[StepProgram], topology: Topology, count: int
@@ -61,7 +91,7 @@ class CorrectedCostModel(CostModel):
         first."""
         pricer = self.pricer(graph, topology)
         rows = np.array([self._row(p, pricer, pricer.estimate(p)) for p in programs])
-        return most_telling(self.correction, rows, count)
+        return most_telling(self.correction, rows, count, self.prior)
 
     def predict(
         self, graph: TrainingGraph, program: StepProgram, topology: Topology, *, timeline: bool = False
@@ -73,7 +103,8 @@ class CorrectedCostModel(CostModel):
         if self.own_ is not None:
             further, half = self.own_.residual(rows)
             residual = residual + further
-        return corrected(estimate, float(residual[0]), float(half[0]))
+        found = corrected(estimate, float(residual[0]), float(half[0]))
+        return found if self.own_ is None else replace(found, relative_error=float(np.expm1(half[0])))
 
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
         """Of the simulation below."""
@@ -85,14 +116,27 @@ class CorrectedCostModel(CostModel):
 
 
 def cost_model_for(
-    optimizer: OptimizerCost = ADAMW, measured_s: NodeTimes | None = None, calibration: Calibration | None = None
+    optimizer: OptimizerCost = ADAMW,
+    measured_s: NodeTimes | None = None,
+    calibration: Calibration | None = None,
+    trials: Callable[[str], Sequence[Lesson]] | None = None,
 ) -> CostModel:
     """The most that is known: the simulation, and its correction where that was learned from the same backend and the
-    cluster was calibrated, as the lab was. Arguments are those of `AnalyticCostModel`."""
+    cluster was calibrated, as the lab was. `trials`: from a basis, what steps of this cluster that were priced on it
+    have taught; then there is a correction in any case. Other arguments are those of `AnalyticCostModel`."""
     analytic = AnalyticCostModel(optimizer, measured_s, calibration=calibration)
     used = calibration.backend if calibration is not None else ""  # as in `cpu:gloo,cuda:nccl`
     learned = GLOO.name in used and NCCL.name not in used
-    return CorrectedCostModel(analytic) if learned else analytic
+    if trials is None:
+        return CorrectedCostModel(analytic) if learned else analytic
+    rests_on = "" if calibration is None else hashlib.sha256(calibration.model_dump_json().encode()).hexdigest()[:16]
+    basis = "+".join(filter(None, [rests_on, "compute" if measured_s is not None else ""])) or "data sheets"
+    model = CorrectedCostModel(analytic, basis=basis)
+    if not learned:
+        half = math.log1p(RELATIVE_ERROR["guessed"])
+        plain = shipped().model_copy(update={"belief": 0.0, "inside": half, "outside": half})
+        model = CorrectedCostModel(analytic, plain, UNCORRECTED, basis)
+    return model.fit_lessons(trials(basis))
 
 
 @cache

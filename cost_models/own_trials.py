@@ -7,6 +7,7 @@ much as they are on average, and less.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from autopar.cost_models.correction import CLIP, Correction, Floats
 REACH = 3.0
 """How far a measured plan tells of others: the kernel's length, in standard deviations of the features."""
 COMMON = 0.3
-"""Part of the prior variance that all plans of a cluster share."""
+"""Part of the prior variance that all plans of a cluster share, where predictions were corrected."""
 NOISE = 0.04
 """Standard deviation of a measured step, in logarithms, beside what the plan's features say. [Empirical, on trials of
 the lab: 0.03 gives intervals that hold 87 % in place of 90 %, 0.06 ones that hold 94 %]"""
@@ -29,33 +30,60 @@ Z = 1.645
 
 
 @dataclass(frozen=True)
+class Prior:
+    """How far off predictions are before anything is measured. Standard deviations, in logarithms."""
+
+    common: float
+    """Of what all plans of a cluster share: compute that is as many times slower for one as for another."""
+    own: float
+    """Of what plans that are unlike each other do not share."""
+    clip: float = CLIP
+    """By how much trials may correct a prediction at most."""
+
+    @classmethod
+    def of(cls, correction: Correction) -> Prior:
+        """As the interval of a learned correction says."""
+        variance = max((correction.inside / Z) ** 2 - NOISE**2, NOISE**2)
+        return cls(math.sqrt(COMMON * variance), math.sqrt((1 - COMMON) * variance))
+
+
+@dataclass(frozen=True)
 class OwnTrials:
     """Fitted to how far corrected predictions were off."""
 
     correction: Correction
+    prior: Prior
     process: Any
     """A `sklearn.gaussian_process.GaussianProcessRegressor`."""
 
     @classmethod
-    def of(cls, correction: Correction, rows: Floats, off: Floats, noise: Floats | float = NOISE) -> OwnTrials:
+    def of(
+        cls,
+        correction: Correction,
+        rows: Floats,
+        off: Floats,
+        noise: Floats | float = NOISE,
+        prior: Prior | None = None,
+    ) -> OwnTrials:
         """`rows`: features; `off`: the logarithm of measured over predicted; `noise`: the standard deviation of each of
-        these."""
+        these; `prior`: that of the correction, where none is given."""
         from sklearn.gaussian_process import GaussianProcessRegressor
 
-        process = GaussianProcessRegressor(_kernel(correction), alpha=np.square(noise), optimizer=None)
-        return cls(correction, process.fit(_scaled(correction, rows), off))
+        prior = prior or Prior.of(correction)
+        process = GaussianProcessRegressor(_kernel(prior), alpha=np.square(noise), optimizer=None)
+        return cls(correction, prior, process.fit(_scaled(correction, rows), off))
 
     def residual(self, rows: Floats) -> tuple[Floats, Floats]:
         """By how much predictions are off, and half of the interval around that; in logarithms."""
         mean, deviation = self.process.predict(_scaled(self.correction, rows), return_std=True)
-        return np.clip(mean, -CLIP, CLIP), Z * np.sqrt(deviation**2 + NOISE**2)
+        return np.clip(mean, -self.prior.clip, self.prior.clip), Z * np.sqrt(deviation**2 + NOISE**2)
 
 
-def most_telling(correction: Correction, rows: Floats, count: int) -> list[int]:
+def most_telling(correction: Correction, rows: Floats, count: int, prior: Prior | None = None) -> list[int]:
     """Which plans to measure, of those with these features, to know most of all of them: one after the other, each the
     one that takes most from the sum of their variances (active learning after Cohn; for Gaussian processes Seo et al.,
     2000)."""
-    known = _kernel(correction)(_scaled(correction, rows))
+    known = _kernel(prior or Prior.of(correction))(_scaled(correction, rows))
     chosen: list[int] = []
     for _ in range(min(count, len(rows))):
         gain = np.square(known).sum(0) / (np.diag(known) + NOISE**2)
@@ -71,10 +99,8 @@ def _scaled(correction: Correction, rows: Floats) -> Floats:
     return np.asarray((rows - np.asarray(correction.center)) / np.asarray(correction.spread))
 
 
-def _kernel(correction: Correction) -> Any:
-    """Before anything is measured, predictions are as far off as the correction's interval says."""
+def _kernel(prior: Prior) -> Any:
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
-    variance = max((correction.inside / Z) ** 2 - NOISE**2, NOISE**2)
-    common, own = ConstantKernel(COMMON * variance, "fixed"), ConstantKernel((1 - COMMON) * variance, "fixed")
+    common, own = ConstantKernel(prior.common**2, "fixed"), ConstantKernel(prior.own**2, "fixed")
     return common + own * RBF(REACH, "fixed")

@@ -11,7 +11,7 @@ from autopar.search.constraints import Constraints, Pin
 from autopar.search.evaluate import Evaluator
 from autopar.search.journal import Journal
 from autopar.search.options import SearchOptions
-from autopar.search.run import build_plan, infeasible, price, search, search_result
+from autopar.search.run import build_plan, infeasible, plan_of, price, search, search_again, search_result
 from autopar.search.searchers import SEARCHERS, LocalSearch, Searcher, searcher_named
 
 __all__ = [
@@ -31,8 +31,10 @@ __all__ = [
     "Searcher",
     "build_plan",
     "infeasible",
+    "plan_of",
     "price",
     "search",
+    "search_again",
     "search_result",
     "searcher_named",
 ]

@@ -134,6 +134,11 @@ class SearchResult:
     plan: Plan
     candidates: tuple[Candidate, ...] = field(repr=False)
     """All that was priced, in that order; the seeds first."""
+    problem: Problem = field(repr=False)
+    seeds: dict[str, Candidate] = field(repr=False)
+    """The plans that a person would write, by name."""
+    chosen: Candidate = field(repr=False)
+    """What `plan` is made of."""
 
 
 def executed(groups: Sequence[SyncGroup]) -> tuple[Hashable, ...]:

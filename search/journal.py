@@ -2,17 +2,14 @@
 
 The first line of a search says what was searched; the lines that follow carry its number, so that several searches may
 write to one journal at the same time. A line is written at once: a search that is cut short leaves what it knew, and
-one that resumes it takes the prices from there. Lines can be read back with `read`; a half-written one is passed over.
+one that resumes it takes the prices from there. `autopar.spec.lines.read_lines` reads the lines back, and passes a
+half-written one over.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
-import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, groupby, repeat
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +18,8 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from autopar.cost_models.base import Estimate
-from autopar.errors import SpecError
 from autopar.search.base import Candidate
+from autopar.spec.lines import Lines, read_lines
 from autopar.spec.plan import Prediction, SyncGroup
 
 FORMAT = 2
@@ -36,19 +33,16 @@ class Journal:
     def __init__(self, path: str | Path, **header: Any) -> None:
         self.path = Path(path)
         self.header = {"format": FORMAT, **header}
-        self._file: int | None = None
+        self._lines = Lines(path, "journal")
         self._number = secrets.token_hex(4)
 
     def __enter__(self) -> Self:
-        try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        except OSError as e:
-            raise self._refused(e) from e
+        self._lines.__enter__()
         self._line({"search": self.header})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._close()
+        self._lines.__exit__(kind, error, tb)
 
     def write(self, candidate: Candidate, elapsed_s: float) -> None:
         """Appends one priced plan, and for how long the search has run by then."""
@@ -66,39 +60,7 @@ class Journal:
         )
 
     def _line(self, record: dict[str, Any]) -> None:
-        assert self._file is not None, "a journal is written inside `with`"
-        text = json.dumps({"of": self._number, **record}, separators=(",", ":")) + "\n"
-        try:
-            with _locked(self._file):
-                # Another search, or this one before it was killed, may have left half a line.
-                left = b"\n" if _ends_within_a_line(self._file) else b""
-                rest = left + text.encode()
-                while rest:
-                    rest = rest[os.write(self._file, rest) :]
-        except OSError as e:
-            self._close()
-            raise self._refused(e) from e
-
-    def _refused(self, error: OSError) -> SpecError:
-        return SpecError(f"{self.path}: cannot write the journal: {error.strerror or error}")
-
-    def _close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # of what could not be written, which was said before
-                os.close(self._file)
-            self._file = None
-
-
-def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a journal, oldest first; lines that are no JSON objects are passed over."""
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        self._lines.append({"of": self._number, **record})
 
 
 def known(path: str | Path, world_size: int, **header: Any) -> tuple[list[Candidate], float]:
@@ -110,7 +72,7 @@ def known(path: str | Path, world_size: int, **header: Any) -> tuple[list[Candid
     same: set[object] = set()
     found: list[Candidate] = []
     elapsed_s = 0.0
-    for record in read(path):
+    for record in read_lines(path):
         if record.get("search") == wanted:
             same.add(record.get("of"))
         elif record.get("of") in same:
@@ -154,21 +116,3 @@ def _unrolled(runs: Sequence[Sequence[int]], world_size: int) -> tuple[int, ...]
     if sum(int(count) for _, count in runs) != world_size or any(int(count) < 1 for _, count in runs):
         raise ValueError(f"values of {world_size} ranks were expected")
     return tuple(chain.from_iterable(repeat(int(value), int(count)) for value, count in runs))
-
-
-@contextlib.contextmanager
-def _locked(file: int) -> Iterator[None]:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: lines of two searches may then run into each other
-        yield
-        return
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _ends_within_a_line(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return size > 0 and os.pread(file, 1, size - 1) != b"\n"

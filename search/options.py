@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
-from autopar.search.base import EVALUATIONS
+from autopar.search.base import EVALUATIONS, SearchResult
 from autopar.search.searchers import DEFAULT
+from autopar.spec.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -22,5 +24,7 @@ class SearchOptions:
     """A JSONL file to which every priced plan is appended."""
     resume: bool = False
     """Takes prices from the journal, where the same search was cut short."""
+    finalists: Callable[[SearchResult], Plan] | None = None
+    """Runs what was found for real, and returns the plan that is taken: `autopar.trials.Trials`."""
     stop: Event = field(default_factory=Event, compare=False)
     """Ends the search when it is set; the best plan so far is taken."""

@@ -101,8 +101,9 @@ def search_result(
     journal: str | Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    starts: Sequence[Candidate] = (),
 ) -> SearchResult:
-    """As `search`, with everything that was priced."""
+    """As `search`, with everything that was priced. `starts`: other plans to begin with, which are priced anew."""
     problem = _problem(graph, cluster, context, fidelity, cost_model, constraints)
     whole, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
     kept_s = min(EXPLAINED_SHARE * whole.time_s, EXPLAINED_MOST_S)
@@ -116,18 +117,45 @@ def search_result(
         if before is not None:
             evaluate.resume(*before)
         seeds = _seeds(evaluate)
+        further = [c for c in (evaluate(start.name, start.groups) for start in starts) if c is not None]
         if context.world_size > 1 and not _hopeless(problem, seeds):
             evaluate.end_of_seeds()
-            searcher.search(list({id(s): s for s in seeds.values()}.values()), evaluate, seed=seed)
+            searcher.search(list({id(s): s for s in (*seeds.values(), *further)}.values()), evaluate, seed=seed)
     fitting = [c for c in evaluate.candidates if c.feasible]
     if not fitting:
         leanest = min(evaluate.candidates, key=lambda c: c.order)
         if overflow_bytes(problem, leanest.estimate.peak_memory_bytes, reserved=False):
             raise NoPlanFits(problem, evaluate.candidates)
-        return SearchResult(_plan(problem, leanest, seeds), tuple(evaluate.candidates))
+        plan = _plan(problem, leanest, seeds)
+        return SearchResult(plan, tuple(evaluate.candidates), problem, seeds, leanest)
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
-    return SearchResult(_plan(problem, best, seeds, kept_s), tuple(evaluate.candidates))
+    plan = _plan(problem, best, seeds, kept_s)
+    return SearchResult(plan, tuple(evaluate.candidates), problem, seeds, best)
+
+
+def plan_of(found: SearchResult, candidate: Candidate) -> Plan:
+    """The plan of another candidate of a search, with its reasons."""
+    return found.plan if candidate is found.chosen else _plan(found.problem, candidate, found.seeds)
+
+
+def search_again(
+    found: SearchResult, cost_model: CostModel, starts: Sequence[Candidate], budget: Budget, *, seed: int = 0
+) -> SearchResult:
+    """Searches the same problem with what the cost model has learned since, from other plans as well. Plans are named
+    as before."""
+    of = found.problem
+    return search_result(
+        of.graph,
+        of.cluster,
+        of.context,
+        fidelity=of.fidelity,
+        constraints=of.constraints,
+        budget=budget,
+        seed=seed,
+        cost_model=cost_model,
+        starts=starts,
+    )
 
 
 def build_plan(

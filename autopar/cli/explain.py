@@ -162,6 +162,7 @@ def _whole(plan: Any) -> dict[str, Any]:
         "edited_since_priced": None if plan.priced is None else plan.was_edited,
         "verdict": verdict(plan),
         "prediction": plan.prediction.model_dump() if plan.prediction else None,
+        "measured": plan.own_measured.model_dump() if plan.own_measured else None,
         "memory": plan.memory.model_dump() if plan.memory else None,
         "alternatives": [a.model_dump() for a in ordered_alternatives(plan)],
         "groups": [

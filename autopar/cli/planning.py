@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -67,6 +68,7 @@ class Asked:
         given: Plan | None = None,
         seed: int = 0,
         search: SearchOptions | None = None,
+        trials: Path | None = None,
     ) -> Plan:
         """The plan for MODEL on the cluster `spec`, as `autopar.plan` finds it. `tell` is told how far it is."""
         measured = load_calibration(self.calibration)
@@ -97,6 +99,7 @@ class Asked:
                 seed=seed,
                 search=search or SearchOptions(),
                 plan=given,
+                trials=trials,
                 progress=tell,
             )
 

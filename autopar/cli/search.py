@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,18 @@ from autopar.cli.described import load_cluster
 from autopar.cli.interrupt import Interrupts
 from autopar.cli.plan import Telling, show
 from autopar.cli.planning import Asked, planning_options
+from autopar.cli.trial_ranks import measuring
 
 TIME_BUDGET_S = 60.0
 EVALUATIONS = 5000
 JOURNAL_SUFFIX = ".journal.jsonl"
+TRIALS_SUFFIX = ".trials.jsonl"
+TRIALS_LOG = (
+    "Append every trial to this file, and learn from those of this cluster that it holds. Default: that of -o, with "
+    f"{TRIALS_SUFFIX} behind its name."
+)
+AGAIN = 0.25
+"""Part of the search's time and evaluations that each further one may take, once trials have taught something."""
 
 
 def _searcher(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -62,6 +72,17 @@ def _searcher(context: click.Context, parameter: click.Parameter, value: str | N
     help=f"Append every priced plan to this file. Default: that of -o, with {JOURNAL_SUFFIX} behind its name.",
 )
 @click.option("--resume", is_flag=True, help="Go on where the same search was cut short, as its journal has it.")
+@click.option(
+    "--trials", type=click.IntRange(min=1), metavar="N", help="Run at most N plans for real, and learn from them."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many steps the training will have: run plans only while that is expected to pay.",
+)
+@click.option("--lab", is_flag=True, help="Run them on the cluster emulated on this machine, as root.")
+@click.option("--trials-log", metavar="FILE", callback=writable, help=TRIALS_LOG)
 @planning_options
 def command(
     model: str,
@@ -72,6 +93,10 @@ def command(
     seed: int,
     journal: Path | None,
     resume: bool,
+    trials: int | None,
+    steps: int | None,
+    lab: bool,
+    trials_log: Path | None,
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -80,6 +105,10 @@ def command(
 
     The same seed and evaluations give the same plan. A search that was killed goes on with --resume, and ends as it
     would have ended. Ctrl-C ends it with the best plan so far, and exit code 130.
+
+    With --trials or --steps, the best plans are run for real, in turns, and the search goes on with what they taught:
+    on ranks of this machine with --cluster local:N, on the emulated cluster with --lab. The plan says whether it rests
+    on trials or on its prediction.
     """
     spec, asked = load_cluster(cluster), Asked.of(options)
     if journal is None and output is not None:
@@ -90,17 +119,39 @@ def command(
         raise click.UsageError(
             "--resume takes prices from the journal, and --measure-compute would measure other ones: leave one out"
         )
-    from autopar.search import SearchOptions
+    from autopar.search import Budget, SearchOptions
     from autopar.search.searchers import DEFAULT
 
-    stop = threading.Event()
-    how = SearchOptions(searcher or DEFAULT, evaluations or EVALUATIONS, journal, resume, stop)
+    wanted = trials is not None or steps is not None
+    if wanted and trials_log is None and output is not None:
+        trials_log = output.with_name(output.stem + TRIALS_SUFFIX)
     if time_budget is None:
         time_budget = TIME_BUDGET_S if evaluations is None else float("inf")
-    with Interrupts(stop) as interrupts:
+    stop = threading.Event()
+    how = SearchOptions(searcher or DEFAULT, evaluations or EVALUATIONS, journal, resume, stop=stop)
+    with Interrupts(stop) as interrupts, contextlib.ExitStack() as stack:
         started, tell = time.monotonic(), Telling(interrupts)
-        plan = asked.plan(model, spec, time_budget_s=time_budget, tell=tell, seed=seed, search=how)
+        if wanted:
+            measure = stack.enter_context(measuring(model, spec, asked, here=cluster.startswith("local"), lab=lab))
+            again = Budget(AGAIN * time_budget, max(1, int(AGAIN * how.evaluations)), stop)
+            from autopar.trials import Trials
+
+            finalists = Trials(measure, trials, steps, trials_log, again, tell, seed, stop)
+            how = replace(how, finalists=finalists)
+        plan = asked.plan(
+            model,
+            spec,
+            time_budget_s=time_budget,
+            tell=tell,
+            seed=seed,
+            search=how,
+            trials=trials_log if wanted else None,
+        )
     tell.ticker.close()
+    if wanted and plan.measured is None:
+        progress("no trial was expected to pay: the plan rests on its prediction")
+    if wanted and trials_log is not None and trials_log.exists():
+        progress(f"the trials are kept in {trials_log}")
     progress(f"{tell.priced} plans priced in {time.monotonic() - started:.1f} s")
     if journal is not None:
         progress(f"the journal is {journal}")

@@ -15,9 +15,9 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -47,6 +47,20 @@ class Place(Protocol):
     def note(self) -> str: ...
 
 
+class Asked(Protocol):
+    """Ranks that live, and answer: a `Job`."""
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> Answers:
+        """One answer of each rank; raises `JobFailed` where one has ended, and `JobTimeout` where one is late."""
+
+    def __exit__(self, *raised: Any) -> None:
+        """Ends the ranks."""
+
+
+Start = Callable[[float], Asked]
+"""Starts the ranks, which wait for each other for as many seconds at most."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long ranks may take before they count as hung, in seconds."""
@@ -67,10 +81,34 @@ class _Failed(Exception):
         self.status: Status = status
 
 
+@dataclass
+class _Run:
+    """A trial that is run in turn with others."""
+
+    spec: TrialSpec
+    result: TrialResult = field(default_factory=lambda: TrialResult("ok"))
+    warm: Answers = field(default_factory=list)
+    blocks: list[Answers] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    done: int = 0
+    """Steps since it was loaded."""
+    loaded_by: int = 0
+    """Which start of the ranks holds it, from 1; 0 for none."""
+    failed: TrialResult | None = None
+    wall_s: float = 0.0
+
+
 class Pool:
     """The ranks of a lab. A context manager; ranks are started by the first trial."""
 
-    def __init__(self, place: Place, limits: Limits | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        limits: Limits | None = None,
+        env: Mapping[str, str] | None = None,
+        start: Start | None = None,
+    ) -> None:
+        """`start`: starts the ranks otherwise than as a job on the place's hosts."""
         self.place = place
         self.limits = limits or Limits()
         self.starts = 0
@@ -78,7 +116,8 @@ class Pool:
         self.versions: dict[str, str] = {}
         """Of what the ranks run on; known once they have started."""
         self._env = dict(env or {})
-        self._job: Job | None = None
+        self._start_ranks = start or self._start_job
+        self._job: Asked | None = None
         self._tables: dict[tuple[int, int], tuple[VirtualCompute, str]] = {}
         self._resources = ExitStack()
 
@@ -110,35 +149,82 @@ class Pool:
 
     def compare(self, a: TrialSpec, b: TrialSpec, rounds: int = 5) -> Comparison:
         """Runs two trials in turn: a block of steps of one, a block of the other, `rounds` times, so that what slows
-        the machine down hits both. Blocks have `a.steps` and `b.steps` steps; who goes first alternates."""
-        specs, found = {"a": a, "b": b}, {"a": TrialResult("ok"), "b": TrialResult("ok")}
-        blocks: dict[str, list[Answers]] = {"a": [], "b": []}
-        loads: dict[str, list[Load]] = {"a": [], "b": []}
-        warm: dict[str, Answers] = {}
-        slot = "a"
+        the machine down hits both. Blocks have `a.steps` and `b.steps` steps; who goes first alternates. Where one of
+        them fails, both end."""
+        found = self.in_turn({"a": a, "b": b}, rounds, goes_on=False)
+        left_out = TrialResult("refused", "it was not run, for the other one failed", note=self.place.note)
+        first, second = (found.get(slot, left_out) for slot in ("a", "b"))
+        if not first.status == second.status == "ok":
+            return Comparison(first, second)
+        blocks = zip(_medians(first, a.steps), _medians(second, b.steps), strict=True)
+        return Comparison(first, second, tuple(of_b / of_a for of_a, of_b in blocks))
+
+    def in_turn(
+        self,
+        specs: Mapping[str, TrialSpec],
+        rounds: int = 5,
+        *,
+        goes_on: bool = True,
+        together: bool = True,
+        stopped: Callable[[], bool] = lambda: False,
+        tell: Callable[[str], None] = lambda name: None,
+    ) -> dict[str, TrialResult]:
+        """Runs trials in turn, by name: a block of steps of each, then again, the other way round, `rounds` times, so
+        that what slows the machine down hits all.
+
+        `goes_on`: one that fails is left out, and the others are run, on new ranks where it took them along.
+        `together`: all are kept in memory; else each is loaded anew for each of its blocks. `stopped`: asked between
+        blocks; then what was measured by then counts, and what
+        was not run is left out. `tell`: is told which block is next.
+        """
+        runs = {slot: _Run(spec) for slot, spec in specs.items()}
         try:
-            for slot, spec in specs.items():
-                found[slot] = self._load(slot, spec)
-                warm[slot] = self._run(slot, 0, max(1, spec.warmup))
-            done = {slot: max(1, spec.warmup) for slot, spec in specs.items()}
             for number in range(rounds):
-                for slot in ("a", "b") if number % 2 == 0 else ("b", "a"):
-                    timed, load = self._measured(slot, done[slot], specs[slot].steps)
-                    done[slot] += specs[slot].steps
-                    blocks[slot].append(timed)
-                    loads[slot].append(load)
-        except _Failed as e:
-            found[slot] = TrialResult(e.status, str(e), note=self.place.note)
-            return Comparison(found["a"], found["b"])
+                for slot in list(runs) if number % 2 == 0 else list(runs)[::-1]:
+                    run = runs[slot]
+                    if run.failed is not None or stopped():
+                        continue
+                    tell(slot)
+                    began = time.monotonic()
+                    try:
+                        self._block(slot, run)
+                    except _Failed as e:
+                        run.failed = TrialResult(e.status, str(e), note=self.place.note)
+                        if not goes_on:
+                            return self._outcomes(runs)
+                    finally:
+                        run.wall_s += time.monotonic() - began
+                        if not together or run.failed is not None:
+                            self._drop(slot)
+                            run.loaded_by = 0
         finally:
-            self._drop("a")
-            self._drop("b")
-        results = {s: self._result(found[s], specs[s], warm[s], blocks[s], loads[s]) for s in specs}
-        ratios = tuple(
-            median(_step_s(second)) / median(_step_s(first))
-            for first, second in zip(blocks["a"], blocks["b"], strict=True)
-        )
-        return Comparison(results["a"], results["b"], ratios)
+            for slot in runs:
+                self._drop(slot)
+        return self._outcomes(runs)
+
+    def _block(self, slot: str, run: _Run) -> None:
+        """Some steps of one trial, which is loaded where these ranks do not hold it: they may be others than before."""
+        spec = run.spec
+        if self._job is None or run.loaded_by != self.starts:
+            run.result = self._load(slot, spec)
+            run.loaded_by, run.done = self.starts, 0
+            warm = self._run(slot, 0, max(1, spec.warmup))
+            run.warm, run.done = run.warm or warm, max(1, spec.warmup)
+        timed, load = self._measured(slot, run.done, spec.steps)
+        run.done += spec.steps
+        run.blocks.append(timed)
+        run.loads.append(load)
+
+    def _outcomes(self, runs: Mapping[str, _Run]) -> dict[str, TrialResult]:
+        """Of those that were run."""
+        found = {}
+        for slot, run in runs.items():
+            if run.failed is not None:
+                found[slot] = replace(run.failed, wall_s=run.wall_s)
+            elif run.blocks:
+                result = self._result(run.result, run.spec, run.warm, run.blocks, run.loads)
+                found[slot] = replace(result, wall_s=run.wall_s)
+        return found
 
     def _load(self, slot: str, spec: TrialSpec) -> TrialResult:
         request: dict[str, Any] = {
@@ -240,13 +326,17 @@ class Pool:
             self._stop()
             raise
 
-    def _start(self) -> Job:
-        timeout_s = 2 * max(self.limits.load_s, self.limits.run_s)  # A late rank is the pool's to find.
-        argv = [sys.executable, "-m", "autopar.lab.rank", str(timeout_s)]
-        self._job = Job(self.place.ranks, argv, self._env, self.place.servers).__enter__()
+    def _start(self) -> Asked:
+        self._job = self._start_ranks(
+            2 * max(self.limits.load_s, self.limits.run_s)
+        )  # A late rank is the pool's to find.
         self.starts += 1
         self.versions = self._job.ask({"do": "hello"}, self.limits.start_s)[0]
         return self._job
+
+    def _start_job(self, timeout_s: float) -> Asked:
+        argv = [sys.executable, "-m", "autopar.lab.rank", str(timeout_s)]
+        return Job(self.place.ranks, argv, self._env, self.place.servers).__enter__()
 
     def _stop(self) -> None:
         if self._job is not None:
@@ -263,6 +353,11 @@ def _step_s(answers: Answers) -> list[float]:
     """A step lasts from the last rank's end of the one before to the last rank's end of it."""
     ends = [max(a["start_s"] for a in answers), *map(max, zip(*(a["ends_s"] for a in answers), strict=True))]
     return [b - a for a, b in pairwise(ends)]
+
+
+def _medians(result: TrialResult, steps: int) -> list[float]:
+    """The median step of each block."""
+    return [median(result.step_s[i : i + steps]) for i in range(0, len(result.step_s), steps)]
 
 
 def _steps_within(spec: TrialSpec, warm: Answers) -> int:

@@ -29,15 +29,13 @@ import autopar
 from autopar.cost_models.analytic import NodeTimes, StepPricer
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.batch import flatten
-from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
 from autopar.lab import memory
 from autopar.lab.host import Host
 from autopar.lab.job import serve
+from autopar.planning import Training
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import context_for, optimizer_scope
 from autopar.runtime.process_group import Group, join
 from autopar.runtime.program import Program
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
@@ -74,15 +72,17 @@ class _Loaded:
 
 
 class _Model:
-    """A workload's model, before any training, and its captured graph."""
+    """A workload's model, before any training, and its captured graphs."""
 
-    def __init__(self, said: dict[str, Any], rank: int) -> None:
+    def __init__(self, said: dict[str, Any], rank: int, clip_grad_norm: float | None) -> None:
         module, _, name = said["workload"].partition(":")
         found = getattr(importlib.import_module(module), name)
         self.workload = found(*said["arguments"]) if callable(found) else found
         self.model: nn.Module = self.workload.model()
-        batch = flatten(self.workload.batch(0, rank))
-        self.graph = training_graph(self.model, batch, self.workload.loss_fn)
+        optimizer = self.workload.optimizer(self.model)
+        settings = Settings(self.workload.loss_fn, clip_grad_norm)
+        self.training = Training(self.model, self.workload.batch(0, rank), settings, optimizer, "step")
+        self.training.settle()
 
 
 class _Cache(OrderedDict[str, Any]):
@@ -223,23 +223,21 @@ class Rank:
 
     def _real(self, plan: Plan, request: Request) -> _Loaded:
         said, clip = request["real"], request["clip_grad_norm"]
-        # Two trials that are run in turn train a model each.
-        key = json.dumps([said, request["slot"]])
-        held: _Model = self._models.get_or_make(key, lambda: _Model(said, self.group.rank))
-        workload = held.workload
-        plan.check_model(held.graph.model)
-        like = workload.optimizer(held.model)
-        context = context_for(self.group.world_size, like, optimizer_scope(like), clip, True, late_parameters=True)
+        held: _Model = self._models.get_or_make(json.dumps([said, clip]), lambda: _Model(said, self.group.rank, clip))
+        workload, training = held.workload, held.training
+        graph = training.graph(plan.recompute)
+        plan.check_model(graph.model)
+        context = training.context(self.group.world_size, late_parameters=True)
         cluster = ClusterSpec.model_validate(plan.cluster.spec)
-        order_hash = lower_plan(plan.groups, held.graph, context.on(cluster)).order_hash
+        order_hash = lower_plan(plan.groups, graph, context.on(cluster)).order_hash
 
         def start() -> _Started:
             model = copy.deepcopy(held.model)
             optimizer = workload.optimizer(model)
             memory.release()
             self._base_bytes = memory.resident_bytes() - _bytes(model)
-            program = Program(model, plan, self.group, optimizer, Settings(workload.loss_fn, clip), context)
-            program.adopt(held.graph, workload.batch(0, self.group.rank))
+            program = Program(model, plan, self.group, optimizer, training.settings, context)
+            program.adopt(graph, training.batch)
 
             def step(number: int) -> Callable[[], torch.Tensor]:
                 batch = workload.batch(number, self.group.rank)

@@ -17,7 +17,14 @@ from autopar.report.rows import Compared
 from autopar.report.what_if import what_if_rows
 from autopar.spec.files import write_file
 from autopar.spec.plan import Plan
-from autopar.spec.summary import FIDELITY_MEANING, PROVENANCE_MEANING, RECOMPUTE_MEANING, parameter_bytes, verdict
+from autopar.spec.summary import (
+    FIDELITY_MEANING,
+    PROVENANCE_MEANING,
+    RECOMPUTE_MEANING,
+    measured_text,
+    parameter_bytes,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -60,7 +67,7 @@ def build_report(
         plan=plan,
         model_size=rows.model_size(plan),
         verdict=verdict(plan),
-        measured_verdict=rows.measured_verdict(plan, measured or {}),
+        measured_verdict=rows.measured_verdict(plan, measured or {}) or measured_text(plan),
         fidelity=FIDELITY_MEANING[plan.fidelity],
         recompute=RECOMPUTE_MEANING[plan.recompute],
         provenance=PROVENANCE_MEANING[plan.prediction.provenance] if plan.prediction else "",

@@ -19,6 +19,7 @@ from autopar.spec.summary import (
     group_rows,
     label_text,
     least_fidelity,
+    measured_text,
     parameter_bytes,
     parameters_text,
     verdict,
@@ -78,7 +79,7 @@ def _predictions(plan: PlanParts) -> list[str]:
         lines.append(f"  and {sum(len(a.names) for a in rest)} more, the fastest of them {duration(fastest)}")
     said = verdict(plan) if plan.was_edited else f"{verdict(plan)} {PROVENANCE_MEANING[mine.provenance]}"
     used = [] if plan.memory is None or plan.was_edited else textwrap.wrap(plan.memory.text, WIDTH)
-    return [*lines, "", *textwrap.wrap(said, WIDTH), *used]
+    return [*lines, "", *textwrap.wrap(said, WIDTH), *textwrap.wrap(measured_text(plan), WIDTH), *used]
 
 
 def _prediction_row(name: str, prediction: Prediction, mine: Prediction) -> tuple[str, ...]:

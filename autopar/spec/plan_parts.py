@@ -202,6 +202,30 @@ class Alternative(Record):
     note: str = ""
 
 
+class Measured(Record):
+    """What trials have measured of a plan that was searched with them. Times in seconds per optimizer step."""
+
+    rests_on: Literal["trials", "prediction"]
+    """Whether the plan is the fastest of those that were measured, or was not measured itself, since it is predicted
+    faster than all of these by more than the prediction's interval."""
+    step_time_s: Annotated[float, Field(gt=0)] | None = None
+    """Of this plan; `None` where it rests on its prediction."""
+    best_step_time_s: float = Field(gt=0)
+    """Of the fastest plan that was measured: this one, unless it rests on its prediction."""
+    baseline: str = ""
+    """The plan that a person would write which was measured beside it; empty for none."""
+    baseline_step_time_s: Annotated[float, Field(gt=0)] | None = None
+    trials: int = Field(ge=1)
+    """How many were run, those that failed included."""
+    failed: int = Field(default=0, ge=0)
+    spread: float = Field(default=0.0, ge=0)
+    """Of the fastest plan's steps: half of the middle half, as a fraction of the median."""
+    disturbed: str = ""
+    """What speaks for the times being off by more than 5 %; empty for nothing."""
+    where: str
+    """What the trials ran on."""
+
+
 class PlanParts(JsonFile):
     """A plan as written: `Plan`, before it is known whether its parts fit together."""
 
@@ -222,6 +246,8 @@ class PlanParts(JsonFile):
     memory: MemoryUse | None = None
     """What the peak memory of the prediction is made of, and what it is measured against."""
     alternatives: tuple[Alternative, ...] = ()
+    measured: Measured | None = None
+    """What trials have measured; `None` for a plan that was searched without."""
     priced: str | None = None
     """The `basis` of `prediction`, as it was when that was made; `None` in files that are older than this field."""
 
@@ -239,6 +265,18 @@ class PlanParts(JsonFile):
     def own_prediction(self) -> Prediction | None:
         """The prediction, unless it is of another plan."""
         return None if self.was_edited else self.prediction
+
+    @property
+    def own_measured(self) -> Measured | None:
+        """What trials have measured, unless that is of another plan."""
+        return None if self.was_edited else self.measured
+
+    @model_serializer(mode="wrap")
+    def _without_what_was_not_measured(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = write(self)
+        if self.measured is None:
+            found.pop("measured", None)
+        return found
 
     @property
     def digest(self) -> str:

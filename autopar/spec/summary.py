@@ -235,10 +235,32 @@ def verdict(plan: PlanParts) -> str:
     said = f"Predicted {ratio:.2f}x as fast as {other.name}"
     if ratio < 1:
         said = f"Predicted slower than {other.name}, which takes {ratio:.2f}x the time"
+    if plan.own_measured is not None:
+        return f"{said}."
     mine, theirs = interval(plan.prediction), interval(other.prediction)
     if mine[1] < theirs[0] or theirs[1] < mine[0]:
         return f"{said}; the difference is larger than the stated error."
     return f"{said}; the intervals overlap, so only a measurement can tell."
+
+
+def measured_text(plan: PlanParts) -> str:
+    """What trials have found, and whether the plan rests on them; empty where there were none."""
+    found = plan.own_measured
+    if found is None:
+        return ""
+    base, base_s = found.baseline, found.baseline_step_time_s
+    against = ""
+    if base_s is not None:
+        times = f"{base_s / found.best_step_time_s:.2f}x as fast"
+        against = f" against {duration(base_s)} of {base}" + (f": {times}" if base != plan.name else "")
+    best = f"{duration(found.best_step_time_s)}{against}"
+    if found.rests_on == "trials":
+        said = f"Rests on trials: measured {best}"
+    else:
+        said = f"Rests on its prediction: faster than all that was measured (at best {best}) by more than its error"
+    failed = f", {found.failed} of which failed" if found.failed else ""
+    noise = f" The machine was disturbed: {found.disturbed}." if found.disturbed else ""
+    return f"{said}; {number_of(found.trials, 'trial')}{failed} on {found.where}.{noise}"
 
 
 def _kind(group: SyncGroup) -> tuple[object, ...]:

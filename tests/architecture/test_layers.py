@@ -26,6 +26,7 @@ ORDER = [
     "calibration",
     "verification",
     "lab",
+    "trials",
     "testing",
     "report",
     "cli",

@@ -13,7 +13,8 @@ import pytest
 from autopar.cost_models import AnalyticCostModel, optimizer_cost
 from autopar.errors import SpecError
 from autopar.search import Budget, Journal, SearchResult, search_result
-from autopar.search.journal import known, read
+from autopar.search.journal import known
+from autopar.spec.lines import read_lines as read
 from autopar.strategies import Context
 from tests.unit.synthetic import cpu_hosts, training_graph
 

@@ -10,8 +10,8 @@ import pytest
 from autopar.cost_models import AnalyticCostModel, optimizer_cost
 from autopar.errors import InfeasibleError, PlanError
 from autopar.search import BUILDERS, Budget, SearchResult, build_plan, search, search_result
-from autopar.search.journal import read
 from autopar.spec.cluster import ClusterSpec
+from autopar.spec.lines import read_lines as read
 from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology
 from autopar.strategies import Context

@@ -1,0 +1,301 @@
+"""The loop: search by prices, run the finalists, learn from them, search again, until no trial pays any more."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+from typing import Protocol
+
+from autopar.cost_models import CorrectedCostModel, Observation
+from autopar.cost_models.base import Lesson
+from autopar.cost_models.own_trials import NOISE
+from autopar.cost_models.trial_log import TrialRecord
+from autopar.formatting import duration
+from autopar.lab.trial import TrialResult, relative_spread
+from autopar.search import Budget, Candidate, SearchResult, plan_of, search_again
+from autopar.search.base import choose, executed
+from autopar.search.builders import BASELINES
+from autopar.spec.lines import Lines
+from autopar.spec.plan import Measured, Plan
+from autopar.strategies.lowering import lower_plan
+from autopar.strategies.timing import cycle
+from autopar.trials.decide import Time, worth_trying
+
+A_ROUND = 4
+"""Plans that are run in turn with each other, at most."""
+WITHIN = 60
+"""Candidates that are looked at for a trial: the fastest by their predictions."""
+ALIKE = 0.005
+"""Plans of the same strategies, in as many groups, whose predictions differ by less than this part count as alike: one
+of them is measured in a round."""
+START_S = 20.0
+"""What the ranks take to start and to capture a model, before it is known. [Guessed]"""
+FIRST_STEPS = 40
+"""Steps of a trial, before it is known what one takes."""
+
+Tell = Callable[[str, int, float], None]
+
+
+class Runs(Protocol):
+    """What measures plans: `autopar.trials.Measure`."""
+
+    @property
+    def where(self) -> str: ...
+
+    def __call__(
+        self,
+        plans: Mapping[str, Plan],
+        fits: Callable[[int], bool],
+        stopped: Callable[[], bool],
+        tell: Callable[[str], None],
+    ) -> dict[str, TrialResult]: ...
+
+
+@dataclass(frozen=True)
+class Trials:
+    """From what a search has found to the plan that is taken; for `SearchOptions.finalists`."""
+
+    measure: Runs
+    most: int | None = None
+    """How many trials may be run; a trial is one plan, measured once."""
+    steps: int | None = None
+    """How many steps the training will have: a trial is run only where it is expected to pay. Without, all are run of
+    which something is expected."""
+    log: Path | None = None
+    """A file to which every trial is appended, for the next search on this cluster."""
+    again: Budget = field(default_factory=Budget)
+    """What each further search may spend."""
+    tell: Tell = lambda what, priced, best_s: None
+    seed: int = 0
+    stop: Event = field(default_factory=Event, compare=False)
+    """Ends the trials when it is set; the best plan so far is taken."""
+
+    def __call__(self, found: SearchResult) -> Plan:
+        if not isinstance(found.problem.cost_model, CorrectedCostModel):
+            raise TypeError("trials are learned from, which takes a CorrectedCostModel")
+        if not found.chosen.feasible or found.problem.context.world_size == 1:
+            return found.plan
+        return _Loop(self, found, found.problem.cost_model).run()
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A plan that was measured."""
+
+    candidate: Candidate
+    step_s: float
+    """As if it had been measured in the first round, in which the machine may have been faster or slower."""
+    result: TrialResult
+
+
+class _Loop:
+    def __init__(self, trials: Trials, found: SearchResult, model: CorrectedCostModel) -> None:
+        self.trials, self.found, self.model = trials, found, model
+        self.tried: dict[Hashable, _Tried] = {}
+        self.failed: set[Hashable] = set()
+        self.spent = self.failures = 0
+        self.priced = len(found.candidates)
+        self.elapsed_s = 0.0
+        """Seconds that the rounds took, with the searches after them."""
+        fitting = [c for name, c in found.seeds.items() if name in BASELINES and c.feasible]
+        self.baseline = min(fitting, key=lambda c: c.order, default=None)
+
+    def run(self) -> Plan:
+        while members := self._round():
+            began = time.monotonic()
+            self._run(members)
+            if not self.trials.stop.is_set():
+                starts = [*(t.candidate for t in self.tried.values()), *self._fastest()]
+                self.found = search_again(self.found, self.model, starts, self.trials.again, seed=self.trials.seed)
+                self.priced += len(self.found.candidates)
+            self.elapsed_s += time.monotonic() - began
+        return self._winner()
+
+    def _fastest(self) -> list[Candidate]:
+        """Those that can be measured, by their predictions: plans whose steps are all alike, and that have not failed.
+        Each once."""
+        each = {executed(c.groups): c for c in sorted(self.found.candidates, key=lambda c: c.order) if c.feasible}
+        return [c for k, c in each.items() if k not in self.failed and len(cycle(c.groups)) == 1][:WITHIN]
+
+    def _round(self) -> list[Candidate]:
+        """The plans to run next; none where no trial is left, or none pays."""
+        left = A_ROUND if self.trials.most is None else min(A_ROUND, self.trials.most - self.spent)
+        fastest, is_first = self._fastest(), not self.tried
+        if self.trials.stop.is_set() or left < (1 if is_first else 2) or not fastest:
+            return []
+        if is_first:
+            reference, best = fastest[0], Time.predicted(fastest[0])
+        else:
+            measured = min(self.tried.values(), key=lambda t: t.step_s)
+            reference, best = measured.candidate, Time(measured.step_s, NOISE)
+        others = _unlike([c for c in fastest if executed(c.groups) not in self.tried], reference)
+        times = [Time.predicted(c) for c in others]
+        paying = worth_trying(best, times, self.trials.steps, self._trial_s(reference))
+        if not paying and not (is_first and self.trials.steps is None):
+            return []
+        members = [reference]
+        if is_first and self.baseline is not None and executed(self.baseline.groups) != executed(reference.groups):
+            members.append(self.baseline)
+        taken = {executed(c.groups) for c in members}
+        rest = [others[i] for i in paying if executed(others[i].groups) not in taken]
+        return [*members, *self._among(rest, left - len(members))][:left]
+
+    def _among(self, paying: Sequence[Candidate], count: int) -> list[Candidate]:
+        """Half of them those that are expected to save most, then those that tell most of all that pay."""
+        best = list(paying[: (count + 1) // 2])
+        problem, more = self.found.problem, paying[len(best) :]
+        if len(best) >= count or not more:
+            return best
+        programs = [lower_plan(c.groups, problem.graph, problem.context) for c in more]
+        telling = self.model.most_telling(problem.graph, programs, problem.topology, count - len(best))
+        return [*best, *(more[i] for i in telling)]
+
+    def _trial_s(self, candidate: Candidate) -> float:
+        """Seconds that one more trial is expected to take."""
+        if self.spent:
+            return self.elapsed_s / self.spent
+        return START_S + FIRST_STEPS * candidate.step_time_s
+
+    def _run(self, members: Sequence[Candidate]) -> None:
+        """Runs a round, puts it down, and learns from it."""
+        problem = self.found.problem
+        plans = {f"{i} {c.name}": self._bare(c) for i, c in enumerate(members)}
+        candidates = dict(zip(plans, members, strict=True))
+        self._say("starting")
+        results = self.trials.measure(
+            plans, lambda here: _fit(members, problem.memory_limits, here), self.trials.stop.is_set, self._say
+        )
+        reference, again = self.tried.get(executed(members[0].groups)), results.get(next(iter(plans)))
+        slower = 1.0
+        if reference is not None and again is not None and again.status == "ok":
+            slower = again.step_time_s / reference.step_s
+        lessons = []
+        with _log(self.trials.log) as log:
+            for name, result in results.items():
+                candidate, key = candidates[name], executed(candidates[name].groups)
+                lesson = self._lesson(candidate, result) if result.status == "ok" else None
+                log(self._record(candidate, plans[name], result, lesson))
+                self.spent += 1
+                if lesson is None:
+                    self.failures += 1
+                    self.failed.add(key)
+                    continue
+                lessons.append(lesson)
+                self.tried.setdefault(key, _Tried(candidate, result.step_time_s / slower, result))
+        self.model.fit_lessons([*self.model.lessons_, *lessons])
+
+    def _bare(self, candidate: Candidate) -> Plan:
+        """The candidate as ranks need it."""
+        problem = self.found.problem
+        return Plan(
+            name=candidate.name,
+            model=problem.graph.model,
+            cluster=problem.cluster.fingerprint,
+            fidelity=problem.fidelity,
+            groups=candidate.groups,
+            recompute=problem.graph.recompute,
+            prediction=candidate.estimate.prediction(),
+        )
+
+    def _lesson(self, candidate: Candidate, result: TrialResult) -> Lesson:
+        problem = self.found.problem
+        program = lower_plan(candidate.groups, problem.graph, problem.context)
+        seen = Observation(problem.graph, program, problem.topology, result.step_time_s, bool(result.noise))
+        return self.model.lesson([(1.0, seen)])
+
+    def _record(self, candidate: Candidate, plan: Plan, result: TrialResult, lesson: Lesson | None) -> TrialRecord:
+        found = TrialRecord(
+            cluster=plan.cluster.digest,
+            on=plan.cluster.summary,
+            model=plan.model.digest,
+            basis=self.model.basis,
+            plan=candidate.name,
+            digest=plan.digest,
+            where=self.trials.measure.where,
+            status=result.status,
+            error=result.error[-2000:],
+        )
+        if lesson is None:
+            return found
+        return replace(
+            found,
+            noise=result.noise,
+            predicted_s=candidate.step_time_s,
+            simulated_s=lesson.simulated_s,
+            measured_s=lesson.measured_s,
+            spread=relative_spread(result.step_s),
+            features=dict(lesson.features),
+        )
+
+    def _say(self, name: str) -> None:
+        """Tells which trial runs, and how the best measured plan stands beside the baseline."""
+        most = "" if self.trials.most is None else f" of at most {self.trials.most}"
+        said = f"{self.spent} trials{most} done, running {name}"
+        if self.tried:
+            said += f", best measured {duration(min(t.step_s for t in self.tried.values()))}"
+            base = None if self.baseline is None else self.tried.get(executed(self.baseline.groups))
+            said += f" against {duration(base.step_s)} of {base.candidate.name}" if base is not None else ""
+        self.trials.tell(said, self.priced, self.found.chosen.step_time_s)
+
+    def _winner(self) -> Plan:
+        """The measured best, unless another plan is predicted faster by more than the prediction's interval."""
+        if not self.tried:
+            return self.found.plan
+        best = min(self.tried.values(), key=lambda t: t.step_s)
+        key = executed(best.candidate.groups)
+        left = [c for c in self.found.candidates if c.feasible and executed(c.groups) not in self.failed]
+        foremost = choose(left, float("inf")) if left else best.candidate
+        slowest_s = foremost.step_time_s * (1 + foremost.estimate.relative_error)
+        by_trials = executed(foremost.groups) in self.tried or slowest_s >= best.step_s
+        taken = best.candidate if by_trials else foremost
+        # Priced with all that was learned, where it was priced again.
+        taken = next((c for c in self.found.candidates if executed(c.groups) == executed(taken.groups)), taken)
+        base = None if self.baseline is None else self.tried.get(executed(self.baseline.groups))
+        measured = Measured(
+            rests_on="trials" if by_trials else "prediction",
+            step_time_s=self.tried[key].step_s if by_trials else None,
+            best_step_time_s=best.step_s,
+            baseline="" if base is None else base.candidate.name,
+            baseline_step_time_s=None if base is None else base.step_s,
+            trials=self.spent,
+            failed=self.failures,
+            spread=relative_spread(best.result.step_s),
+            disturbed=best.result.noise,
+            where=self.trials.measure.where,
+        )
+        return plan_of(self.found, taken).model_copy(update={"measured": measured})
+
+
+def _unlike(candidates: Sequence[Candidate], reference: Candidate) -> list[Candidate]:
+    """Those that are like none before them, nor like the one that they are compared with."""
+    found = [reference]
+    for candidate in candidates:
+        if not any(_alike(candidate, other) for other in found):
+            found.append(candidate)
+    return found[1:]
+
+
+def _alike(a: Candidate, b: Candidate) -> bool:
+    near = abs(a.step_time_s - b.step_time_s) <= ALIKE * b.step_time_s
+    return near and len(a.groups) == len(b.groups) and {g.strategy for g in a.groups} == {g.strategy for g in b.groups}
+
+
+def _fit(members: Sequence[Candidate], limits_bytes: Sequence[int], here_bytes: int) -> bool:
+    """Whether each rank's device holds all of these plans at once, and one machine all ranks."""
+    taken = [sum(peaks) for peaks in zip(*(c.estimate.peak_memory_bytes for c in members), strict=True)]
+    fits = all(bytes_ <= limit for bytes_, limit in zip(taken, limits_bytes, strict=True))
+    return fits and sum(taken) <= here_bytes
+
+
+@contextlib.contextmanager
+def _log(path: Path | None) -> Iterator[Callable[[TrialRecord], None]]:
+    """What appends to the file of trials, where there is one."""
+    if path is None:
+        yield lambda record: None
+        return
+    with Lines(path, "file of trials") as lines:
+        yield lambda record: lines.append(record.line())
