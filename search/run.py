@@ -116,7 +116,7 @@ def search_result(
         evaluate = Evaluator(problem, replace(whole, time_s=whole.time_s - kept_s), log, progress)
         if before is not None:
             evaluate.resume(*before)
-        seeds = _seeds(evaluate)
+        seeds, left_out = _seeds(evaluate)
         further = [c for c in (evaluate(start.name, start.groups) for start in starts) if c is not None]
         if context.world_size > 1 and not _hopeless(problem, seeds):
             evaluate.end_of_seeds()
@@ -126,17 +126,19 @@ def search_result(
         leanest = min(evaluate.candidates, key=lambda c: c.order)
         if overflow_bytes(problem, leanest.estimate.peak_memory_bytes, reserved=False):
             raise NoPlanFits(problem, evaluate.candidates)
-        plan = _plan(problem, leanest, seeds)
+        plan = _plan(problem, leanest, seeds, left_out)
         return SearchResult(plan, tuple(evaluate.candidates), problem, seeds, leanest)
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
-    plan = _plan(problem, best, seeds, kept_s)
+    plan = _plan(problem, best, seeds, left_out, kept_s)
     return SearchResult(plan, tuple(evaluate.candidates), problem, seeds, best)
 
 
 def plan_of(found: SearchResult, candidate: Candidate) -> Plan:
     """The plan of another candidate of a search, with its reasons."""
-    return found.plan if candidate is found.chosen else _plan(found.problem, candidate, found.seeds)
+    return (
+        found.plan if candidate is found.chosen else _plan(found.problem, candidate, found.seeds, found.plan.left_out)
+    )
 
 
 def search_again(
@@ -273,19 +275,23 @@ def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> 
     }
 
 
-def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
-    """Every builder's plan that is allowed and can be used here, priced; by name. With one rank they are all one.
+def _seeds(evaluate: Evaluator) -> tuple[dict[str, Candidate], tuple[str, ...]]:
+    """Every builder's plan that is allowed and can be used here, priced, by name; and the names of those left out. With
+    one rank they are all one.
 
     The baseline comes first, and those of many groups last, for they take long; where the time is running out, the rest
-    is left out."""
+    is left out, as it is where none can fit."""
     problem = evaluate.problem
     found = names(problem.allows("rounded"), problem.context.late_parameters)
     if problem.context.world_size == 1:
         found = found[:1]
     seeds: dict[str, Candidate] = {}
-    for name in sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS)):
+    found = sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS))
+    left_out: list[str] = []
+    for place, name in enumerate(found):
         used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
         if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set() or _hopeless(problem, seeds)):
+            left_out = found[place:]
             break
         candidate = evaluate(name, _built(problem, name))
         if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
@@ -294,7 +300,7 @@ def _seeds(evaluate: Evaluator) -> dict[str, Candidate]:
         offered = {strategy: found[0].options for strategy, found in choices(problem).items()}
         candidate = evaluate(SEARCHED, problem.rules.allowed(offered))
         seeds |= {SEARCHED: candidate} if candidate is not None else {}
-    return seeds
+    return seeds, tuple(left_out)
 
 
 def _hopeless(problem: Problem, seeds: dict[str, Candidate]) -> bool:
@@ -302,7 +308,13 @@ def _hopeless(problem: Problem, seeds: dict[str, Candidate]) -> bool:
     return bool(seeds) and min(c.overflow_bytes for c in seeds.values()) > HOPELESS * smallest
 
 
-def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate], explained_s: float = EXPLAINED_S) -> Plan:
+def _plan(
+    problem: Problem,
+    best: Candidate,
+    seeds: dict[str, Candidate],
+    left_out: tuple[str, ...] = (),
+    explained_s: float = EXPLAINED_S,
+) -> Plan:
     ordered = sorted(seeds.items(), key=lambda item: item[1].order)
     made = Plan(
         name=best.name if problem.context.world_size > 1 else "one rank",
@@ -322,6 +334,7 @@ def _plan(problem: Problem, best: Candidate, seeds: dict[str, Candidate], explai
             for name, c in ordered
             if problem.context.world_size > 1
         ),
+        left_out=left_out,
     )
     return made.model_copy(update={"priced": made.basis})
 

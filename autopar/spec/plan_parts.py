@@ -246,6 +246,8 @@ class PlanParts(JsonFile):
     memory: MemoryUse | None = None
     """What the peak memory of the prediction is made of, and what it is measured against."""
     alternatives: tuple[Alternative, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Plans that a person would write which the search had no time to price."""
     measured: Measured | None = None
     """What trials have measured; `None` for a plan that was searched without."""
     priced: str | None = None
@@ -272,10 +274,11 @@ class PlanParts(JsonFile):
         return None if self.was_edited else self.measured
 
     @model_serializer(mode="wrap")
-    def _without_what_was_not_measured(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_what_is_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = write(self)
-        if self.measured is None:
-            found.pop("measured", None)
+        for name in ("measured", "left_out"):
+            if not found.get(name):
+                found.pop(name, None)
         return found
 
     @property

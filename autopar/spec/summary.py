@@ -213,7 +213,15 @@ def label_text(plan: PlanParts, kept: Fidelity) -> str:
 
 
 def verdict(plan: PlanParts) -> str:
-    """One or two sentences: how the plan compares with the baseline, and whether the error bars allow saying so."""
+    """A few sentences: how the plan compares with the baseline, whether the error bars allow saying so, and what it was
+    not compared with."""
+    said = _compared(plan)
+    if plan.left_out and not plan.was_edited:
+        said += f" The search had no time to price {', '.join(plan.left_out)}."
+    return said
+
+
+def _compared(plan: PlanParts) -> str:
     if plan.prediction is None:
         return "This plan carries no prediction: it was not priced by a cost model."
     if plan.was_edited:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -13,6 +14,7 @@ from autopar.search import BUILDERS, Budget, SearchResult, build_plan, search, s
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.lines import read_lines as read
 from autopar.spec.plan import Plan
+from autopar.spec.summary import verdict
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
@@ -95,6 +97,18 @@ def test_a_budget_is_kept() -> None:
     assert len([c for c in result.candidates if c.name == "searched"]) <= 10
     none = run(cpu_hosts(4), budget=Budget(time_s=0.0))
     assert all(c.name in BUILDERS for c in none.candidates)
+
+
+def test_a_plan_names_what_the_search_had_no_time_for() -> None:
+    stopped = Event()
+    stopped.set()
+    plan = run(cpu_hosts(4), budget=Budget(stop=stopped)).plan
+    priced = {a.name for a in plan.alternatives}
+    assert {"ddp", "sharded"} <= priced
+    assert set(plan.left_out) == set(BUILDERS) - priced != set()
+    assert f"no time to price {plan.left_out[0]}, " in verdict(plan)
+    assert Plan.loads(plan.model_dump_json()) == plan
+    assert run(cpu_hosts(4)).plan.left_out == ()
 
 
 def test_fidelity_bounds_what_is_used() -> None:
