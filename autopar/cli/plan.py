@@ -38,6 +38,12 @@ STOPPED = 130
     metavar="SECONDS",
     help="How long the search may take.",
 )
+@click.option(
+    "--trials",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Learn from trials that `autopar search --trials` has run on this cluster.",
+)
 @planning_options
 def command(
     model: str,
@@ -45,6 +51,7 @@ def command(
     strategy: str | None,
     given: str | None,
     time_budget: float,
+    trials: Path | None,
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -74,6 +81,7 @@ def command(
             strategy=strategy,
             given=edited,
             search=SearchOptions(stop=stop),
+            trials=trials,
         )
     tell.ticker.close()
     progress(f"planned in {time.monotonic() - started:.1f} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from autopar.cli.described import load_cluster
 from autopar.cli.interrupt import Interrupts
 from autopar.cli.plan import Telling, show
 from autopar.cli.planning import Asked, planning_options
-from autopar.cli.trial_ranks import measuring
+from autopar.cli.trial_ranks import Where, measuring, under_torchrun
 
 TIME_BUDGET_S = 60.0
 EVALUATIONS = 5000
@@ -82,6 +83,17 @@ def _searcher(context: click.Context, parameter: click.Parameter, value: str | N
     help="How many steps the training will have: run plans only while that is expected to pay.",
 )
 @click.option("--lab", is_flag=True, help="Run them on the cluster emulated on this machine, as root.")
+@click.option(
+    "--launch",
+    metavar="COMMAND",
+    help="Run them on ranks that this starts: 'srun -N 4 --ntasks-per-node 8', 'mpirun -np 4'.",
+)
+@click.option(
+    "--trials-folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="For --launch: a folder that all hosts see. Default: that of -o.",
+)
 @click.option("--trials-log", metavar="FILE", callback=writable, help=TRIALS_LOG)
 @planning_options
 def command(
@@ -96,6 +108,8 @@ def command(
     trials: int | None,
     steps: int | None,
     lab: bool,
+    launch: str | None,
+    trials_folder: Path | None,
     trials_log: Path | None,
     output: Path | None,
     as_json: bool,
@@ -107,7 +121,8 @@ def command(
     would have ended. Ctrl-C ends it with the best plan so far, and exit code 130.
 
     With --trials or --steps, the best plans are run for real, in turns, and the search goes on with what they taught:
-    on ranks of this machine with --cluster local:N, on the emulated cluster with --lab. The plan says whether it rests
+    on the ranks of torchrun's job where it starts this command, on ranks that --launch starts, on the emulated cluster
+    with --lab, or on this machine with --cluster local:N. The plan says whether it rests
     on trials or on its prediction.
     """
     spec, asked = load_cluster(cluster), Asked.of(options)
@@ -129,10 +144,17 @@ def command(
         time_budget = TIME_BUDGET_S if evaluations is None else float("inf")
     stop = threading.Event()
     how = SearchOptions(searcher or DEFAULT, evaluations or EVALUATIONS, journal, resume, stop=stop)
+    if wanted and under_torchrun() and os.environ["RANK"] != "0":
+        from autopar.trials.far import attend_job
+
+        return attend_job()
+    if output is not None:
+        trials_folder = trials_folder or output.resolve().parent
+    where = Where(cluster.startswith("local"), lab, launch, trials_folder)
     with Interrupts(stop) as interrupts, contextlib.ExitStack() as stack:
         started, tell = time.monotonic(), Telling(interrupts)
         if wanted:
-            measure = stack.enter_context(measuring(model, spec, asked, here=cluster.startswith("local"), lab=lab))
+            measure = stack.enter_context(measuring(model, spec, asked, where))
             again = Budget(AGAIN * time_budget, max(1, int(AGAIN * how.evaluations)), stop)
             from autopar.trials import Trials
 

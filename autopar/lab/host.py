@@ -23,7 +23,7 @@ class Host:
     namespace: str | None
     address: str
     interface: str
-    """The one interface that traffic between hosts passes through."""
+    """The one interface that traffic between hosts passes through; empty where gloo is to find its own."""
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """`argv`, to be run on this host."""
@@ -31,7 +31,8 @@ class Host:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment with `extra`, and with gloo bound to the host's interface."""
-        return {**guard.marked_environment(), "GLOO_SOCKET_IFNAME": self.interface, **(extra or {})}
+        bound = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
+        return {**guard.marked_environment(), **bound, **(extra or {})}
 
     def popen(self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Starts a process on this host, in text mode; `options` are those of `subprocess.Popen`."""

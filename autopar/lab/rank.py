@@ -105,7 +105,7 @@ class Rank:
         self._base_bytes = 0
         self._loaded: dict[str, _Loaded] = {}
         self._models, self._graphs, self._pricers = _Cache(), _Cache(), _Cache()
-        self._counters = Host("", None, "", os.environ["GLOO_SOCKET_IFNAME"])
+        self._counters = Host("", None, "", os.environ.get("GLOO_SOCKET_IFNAME", ""))
 
     def answer(self, request: Request) -> dict[str, Any]:
         """Handles `{"do": ...}`; see the methods of these names."""
@@ -258,7 +258,7 @@ def _tables(path: str) -> tuple[TrainingGraph, NodeTimes | None]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # Ranks share the machine's cores, one each at most.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # In a lab, ranks share the machine's cores: one each.
     timeout_s = float(sys.argv[1])
     rank = Rank(join(timeout_s))
     gc.freeze()  # What was imported stays: later collections, before every run, need not look at it.

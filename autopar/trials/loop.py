@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from autopar.cost_models import CorrectedCostModel, Observation
 from autopar.cost_models.base import Lesson
 from autopar.cost_models.own_trials import NOISE
 from autopar.cost_models.trial_log import TrialRecord
-from autopar.formatting import duration
+from autopar.errors import AutoparWarning
+from autopar.formatting import duration, number_of
 from autopar.lab.trial import TrialResult, relative_spread
 from autopar.search import Budget, Candidate, SearchResult, plan_of, search_again
 from autopar.search.base import choose, executed
@@ -32,6 +34,8 @@ WITHIN = 60
 ALIKE = 0.005
 """Plans of the same strategies, in as many groups, whose predictions differ by less than this part count as alike: one
 of them is measured in a round."""
+HOPELESS = 2
+"""Rounds in a row in which every plan failed, after which no more are run: what fails is something else than a plan."""
 START_S = 20.0
 """What the ranks take to start and to capture a model, before it is known. [Guessed]"""
 FIRST_STEPS = 40
@@ -98,6 +102,7 @@ class _Loop:
         self.tried: dict[Hashable, _Tried] = {}
         self.failed: set[Hashable] = set()
         self.spent = self.failures = 0
+        self.last_error = ""
         self.priced = len(found.candidates)
         self.elapsed_s = 0.0
         """Seconds that the rounds took, with the searches after them."""
@@ -105,14 +110,22 @@ class _Loop:
         self.baseline = min(fitting, key=lambda c: c.order, default=None)
 
     def run(self) -> Plan:
-        while members := self._round():
+        empty = 0
+        while empty < HOPELESS and (members := self._round()):
             began = time.monotonic()
-            self._run(members)
+            empty = 0 if self._run(members) else empty + 1
             if not self.trials.stop.is_set():
                 starts = [*(t.candidate for t in self.tried.values()), *self._fastest()]
                 self.found = search_again(self.found, self.model, starts, self.trials.again, seed=self.trials.seed)
                 self.priced += len(self.found.candidates)
             self.elapsed_s += time.monotonic() - began
+        if self.failures and not self.tried:
+            warnings.warn(
+                f"all {number_of(self.failures, 'trial')} failed, so the plan rests on its prediction alone; the last: "
+                f"{self.last_error}",
+                AutoparWarning,
+                stacklevel=2,
+            )
         return self._winner()
 
     def _fastest(self) -> list[Candidate]:
@@ -128,7 +141,9 @@ class _Loop:
         if self.trials.stop.is_set() or left < (1 if is_first else 2) or not fastest:
             return []
         if is_first:
-            reference, best = fastest[0], Time.predicted(fastest[0])
+            chosen = self.found.chosen  # not always the fastest: the simplest of those that are as fast
+            reference = chosen if chosen in fastest else fastest[0]
+            best = Time.predicted(reference)
         else:
             measured = min(self.tried.values(), key=lambda t: t.step_s)
             reference, best = measured.candidate, Time(measured.step_s, NOISE)
@@ -160,8 +175,8 @@ class _Loop:
             return self.elapsed_s / self.spent
         return START_S + FIRST_STEPS * candidate.step_time_s
 
-    def _run(self, members: Sequence[Candidate]) -> None:
-        """Runs a round, puts it down, and learns from it."""
+    def _run(self, members: Sequence[Candidate]) -> bool:
+        """Runs a round, puts it down, and learns from it; whether anything was measured."""
         problem = self.found.problem
         plans = {f"{i} {c.name}": self._bare(c) for i, c in enumerate(members)}
         candidates = dict(zip(plans, members, strict=True))
@@ -183,10 +198,12 @@ class _Loop:
                 if lesson is None:
                     self.failures += 1
                     self.failed.add(key)
+                    self.last_error = f"{result.status}: {result.error}"
                     continue
                 lessons.append(lesson)
                 self.tried.setdefault(key, _Tried(candidate, result.step_time_s / slower, result))
         self.model.fit_lessons([*self.model.lessons_, *lessons])
+        return bool(lessons)
 
     def _bare(self, candidate: Candidate) -> Plan:
         """The candidate as ranks need it."""
@@ -243,21 +260,20 @@ class _Loop:
 
     def _winner(self) -> Plan:
         """The measured best, unless another plan is predicted faster by more than the prediction's interval."""
-        if not self.tried:
-            return self.found.plan
-        best = min(self.tried.values(), key=lambda t: t.step_s)
-        key = executed(best.candidate.groups)
         left = [c for c in self.found.candidates if c.feasible and executed(c.groups) not in self.failed]
-        foremost = choose(left, float("inf")) if left else best.candidate
+        foremost = choose(left, float("inf")) if left else self.found.chosen
+        if not self.tried:
+            return plan_of(self.found, foremost)
+        best = min(self.tried.values(), key=lambda t: t.step_s)
         slowest_s = foremost.step_time_s * (1 + foremost.estimate.relative_error)
         by_trials = executed(foremost.groups) in self.tried or slowest_s >= best.step_s
-        taken = best.candidate if by_trials else foremost
+        groups = executed((best.candidate if by_trials else foremost).groups)
         # Priced with all that was learned, where it was priced again.
-        taken = next((c for c in self.found.candidates if executed(c.groups) == executed(taken.groups)), taken)
+        taken = next((c for c in self.found.candidates if executed(c.groups) == groups), best.candidate)
         base = None if self.baseline is None else self.tried.get(executed(self.baseline.groups))
         measured = Measured(
             rests_on="trials" if by_trials else "prediction",
-            step_time_s=self.tried[key].step_s if by_trials else None,
+            step_time_s=best.step_s if by_trials else None,
             best_step_time_s=best.step_s,
             baseline="" if base is None else base.candidate.name,
             baseline_step_time_s=None if base is None else base.step_s,

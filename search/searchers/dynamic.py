@@ -85,8 +85,8 @@ class Cuts:
         for like in _alike(best.groups, self.near):
             if self.evaluate.spent:
                 break
-            recut = {id(group) for group in like}
-            others = tuple(g for g in best.groups if id(g) not in recut)
+            recut = {member for group in like for member in group.members}
+            others = tuple(g for g in best.groups if g.members[0] not in recut)
             for cut in self._cuts(like):
                 if self.evaluate.spent:
                     break

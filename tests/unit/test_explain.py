@@ -9,7 +9,7 @@ from autopar.formatting import count, duration, mebibytes, name_pattern, size
 from autopar.report.difference import diff, difference
 from autopar.report.parameter import explain_parameter, parameter_rows
 from autopar.spec.explain import WIDTH, explain
-from autopar.spec.plan import Plan, SyncGroup
+from autopar.spec.plan import Measured, Plan, SyncGroup
 from autopar.spec.summary import element_bytes, group_rows, ordered_alternatives, verdict
 from tests.unit.plans import prediction, small_plan, whole
 
@@ -219,3 +219,26 @@ def test_quantities() -> None:
     ]  # fmt: skip
     assert [mebibytes(b) for b in (0, 4, 3072, 2**20)] == ["0.00", "3.8e-06", "0.0029", "1.00"]
     assert [element_bytes(d) for d in ("float32", "bfloat16", "float8_e4m3fn", "bool", "complex64")] == [4, 2, 1, 1, 8]
+
+
+def test_a_plan_says_whether_it_rests_on_trials() -> None:
+    found = Measured(
+        rests_on="trials",
+        step_time_s=0.08,
+        best_step_time_s=0.08,
+        baseline="ddp",
+        baseline_step_time_s=0.1,
+        trials=6,
+        failed=1,
+        where="4 ranks of this machine",
+    )
+    plan = small_plan().model_copy(update={"measured": found})
+    plan = plan.model_copy(update={"priced": plan.basis})
+    said = "Rests on trials: measured 80.0 ms against 100 ms of ddp: 1.25x as fast; 6 trials, 1 of which failed on"
+    assert said in " ".join(explain(plan).split())
+    assert Plan.loads(plan.model_dump_json()) == plan
+    predicted = found.model_copy(update={"rests_on": "prediction", "step_time_s": None})
+    assert "Rests on its prediction" in explain(plan.model_copy(update={"measured": predicted}))
+    edited = plan.model_copy(update={"groups": plan.groups[::-1]})
+    assert edited.was_edited and "Rests on" not in explain(edited)
+    assert "measured" not in small_plan().model_dump_json(), "as it was before there were trials"

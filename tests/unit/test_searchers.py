@@ -152,6 +152,21 @@ def test_random_plans_and_children_hold_every_parameter_once() -> None:
     assert len({len(groups) for groups in plans}) > 3
 
 
+def test_cuts_hold_every_parameter_once_where_they_were_priced_before_in_equal_groups() -> None:
+    of = problem(MLP)
+    evaluate, near = Evaluator(of, WITHOUT_END), Neighbourhood(of)
+    groups = tuple(
+        SyncGroup(strategy="parameter_server" if "bias" in p.spec.name else "all_reduce", members=(whole(p)[0],))
+        for p in of.graph.parameters
+    )
+    start = evaluate("start", groups)
+    assert start is not None and of.pricer is not None
+    cuts = Cuts(evaluate, near, of.pricer)
+    cuts.improve(start)
+    cuts.improve(replace(start, groups=tuple(g.model_copy() for g in groups)))
+    assert [p for c in evaluate.candidates for p in partition_problems(c.groups, of.graph.model.parameters)] == []
+
+
 def test_dynamic_programming_cuts_where_what_is_hidden_ends() -> None:
     """Gradients of one size, ready at even times, on a network that sends one while three become ready: nothing is
     gained by waiting for another one, but at the end."""

@@ -1,0 +1,182 @@
+"""Search, trials, learning, search: with a cluster that is slower than anyone said, and for some strategies more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, cost_model_for
+from autopar.cost_models.base import Lesson
+from autopar.cost_models.trial_log import lessons
+from autopar.errors import AutoparWarning, SpecError
+from autopar.lab.trial import TrialResult
+from autopar.search import Budget, SearchResult, search_result
+from autopar.search.builders import BASELINES
+from autopar.spec.lines import read_lines
+from autopar.spec.plan import Plan
+from autopar.spec.topology import Topology
+from autopar.strategies import Context
+from autopar.strategies.lowering import lower_plan
+from autopar.trials import Trials
+from tests.unit.synthetic import MLP, cpu_hosts, training_graph
+
+GRAPH = training_graph(MLP, rows=["0.weight"])
+CLUSTER = cpu_hosts(2, devices="2 x cpu")
+CONTEXT = Context(4).on(CLUSTER)
+SMALL = Budget(evaluations=25)
+
+
+class Slow:
+    """A cluster on which a step takes twice as long as predicted, and plans that `drags` names three times that."""
+
+    where = "a cluster that is slower than it says"
+
+    def __init__(self, drags: str = "", fails: Callable[[Plan], bool] = lambda plan: False) -> None:
+        self.drags, self.fails = drags, fails
+        self.rounds: list[list[Plan]] = []
+        self.stop_after = 10**9
+        self.stop = threading.Event()
+
+    def step_s(self, plan: Plan) -> float:
+        program = lower_plan(plan.groups, GRAPH, CONTEXT)
+        said = AnalyticCostModel().predict(GRAPH, program, Topology(CLUSTER)).step_time_s
+        return said * (6.0 if self._has(plan, self.drags) else 2.0)
+
+    def _has(self, plan: Plan, strategy: str) -> bool:
+        return any(g.strategy == strategy for g in plan.groups)
+
+    def __call__(
+        self,
+        plans: Mapping[str, Plan],
+        fits: Callable[[int], bool],
+        stopped: Callable[[], bool],
+        tell: Callable[[str], None],
+    ) -> dict[str, TrialResult]:
+        self.rounds.append(list(plans.values()))
+        found = {}
+        for name, plan in plans.items():
+            tell(name)
+            ok = TrialResult("ok", step_s=(self.step_s(plan),) * 5)
+            found[name] = TrialResult("crashed", "rank 1: out of memory") if self.fails(plan) else ok
+        if len(self.rounds) >= self.stop_after:
+            self.stop.set()
+        return found
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.rounds))
+
+
+def searched(taught: Callable[[str], list[Lesson]] = lambda basis: []) -> SearchResult:
+    return search_result(GRAPH, CLUSTER, CONTEXT, budget=SMALL, cost_model=cost_model_for(trials=taught))
+
+
+def first_strategy(plan: Plan) -> str:
+    largest = max(plan.groups, key=lambda g: len(g.members))
+    return largest.strategy
+
+
+def test_the_measured_winner_is_returned_and_says_so() -> None:
+    cluster = Slow()
+    plan = Trials(cluster, most=8, again=SMALL)(searched())
+    assert plan.measured is not None and plan.prediction is not None
+    assert plan.measured.rests_on == "trials"
+    assert plan.measured.step_time_s == pytest.approx(cluster.step_s(plan))
+    assert plan.measured.step_time_s == min(cluster.step_s(p) for of in cluster.rounds for p in of)
+    assert plan.measured.trials == cluster.count <= 8 and plan.measured.failed == 0
+    assert plan.measured.where == Slow.where
+    assert plan.prediction.step_time_s == pytest.approx(cluster.step_s(plan), rel=0.15), "what was learned is said"
+    assert Plan.loads(plan.model_dump_json()).measured == plan.measured
+
+
+def test_the_first_round_holds_the_best_prediction_and_the_best_baseline() -> None:
+    cluster, found = Slow(), searched()
+    baseline = min((c for n, c in found.seeds.items() if n in BASELINES and c.feasible), key=lambda c: c.order)
+    plan = Trials(cluster, most=3, again=SMALL)(found)
+    assert [p.digest for p in cluster.rounds[0][:1]] == [found.plan.digest]
+    assert cluster.rounds[0][1].groups == baseline.groups
+    assert plan.measured is not None and plan.measured.baseline == baseline.name
+
+
+def test_a_strategy_that_is_slower_here_than_predicted_loses() -> None:
+    found = searched()
+    drags = first_strategy(found.plan)
+    cluster = Slow(drags)
+    plan = Trials(cluster, most=12, again=SMALL)(found)
+    assert plan.measured is not None and plan.measured.rests_on == "trials"
+    assert cluster.step_s(plan) < cluster.step_s(found.plan)
+
+
+def test_a_plan_that_fails_is_left_out_and_the_search_goes_on() -> None:
+    found = searched()
+    cluster = Slow(fails=lambda plan: plan.digest == found.plan.digest)
+    plan = Trials(cluster, most=12, again=SMALL)(found)
+    assert plan.measured is not None and plan.measured.failed == 1 and plan.measured.rests_on == "trials"
+    tried = [p.digest for of in cluster.rounds for p in of]
+    assert plan.digest != found.plan.digest and tried.count(found.plan.digest) == 1
+    assert len(cluster.rounds) > 1
+
+
+def test_where_all_fail_it_is_said_and_the_rest_is_not_tried() -> None:
+    cluster, found = Slow(fails=lambda plan: True), searched()
+    with pytest.warns(AutoparWarning, match="all 8 trials failed.*rank 1: out of memory"):
+        plan = Trials(cluster, most=100, again=SMALL)(found)
+    assert plan.measured is None and len(cluster.rounds) == 2
+    assert plan.digest not in [p.digest for of in cluster.rounds for p in of]
+
+
+def test_nothing_is_tried_where_no_trial_pays() -> None:
+    cluster, found = Slow(), searched()
+    assert Trials(cluster, steps=10, again=SMALL)(found) is found.plan
+    assert cluster.rounds == []
+
+
+def test_an_interrupt_keeps_the_best_so_far() -> None:
+    cluster = Slow()
+    cluster.stop_after = 1
+    plan = Trials(cluster, most=100, again=SMALL, stop=cluster.stop)(searched())
+    assert len(cluster.rounds) == 1 and plan.measured is not None and plan.measured.trials == cluster.count
+
+
+def test_what_was_learned_is_kept_for_the_next_search_on_the_cluster(tmp_path: Path) -> None:
+    log, cluster = tmp_path / "trials.jsonl", Slow()
+    Trials(cluster, most=8, again=SMALL, log=log)(searched())
+    assert len(list(read_lines(log))) == cluster.count
+
+    names = CorrectedCostModel(AnalyticCostModel()).correction.features
+    again = searched(lambda basis: lessons(log, CLUSTER.fingerprint, basis, names))
+    assert again.chosen.step_time_s == pytest.approx(cluster.step_s(again.plan), rel=0.15)
+    ignorant = searched()
+    assert ignorant.chosen.step_time_s == pytest.approx(cluster.step_s(ignorant.plan) / 2)
+    assert lessons(log, CLUSTER.fingerprint, "another calibration", names) == []
+
+
+def test_trials_of_another_cluster_are_refused_and_damaged_lines_passed_over(tmp_path: Path) -> None:
+    log, cluster = tmp_path / "trials.jsonl", Slow()
+    Trials(cluster, most=4, again=SMALL, log=log)(searched())
+    names = CorrectedCostModel(AnalyticCostModel()).correction.features
+    whole = log.read_text()
+    count = len(lessons(log, CLUSTER.fingerprint, "data sheets", names))
+    assert count == cluster.count
+    with pytest.raises(SpecError, match=r"trial 1 was run on another cluster \(2 hosts.*keep a file for each"):
+        lessons(log, cpu_hosts(3).fingerprint, "data sheets", names)
+
+    last = whole.splitlines()[-1]
+    for damage in (
+        whole[: -len(last) // 2],
+        whole.replace('"measured_s":', '"measured_s":-', 1),
+        f"[1]\n{{}}\n\0{whole}",
+    ):
+        log.write_text(damage)
+        assert len(lessons(log, CLUSTER.fingerprint, "data sheets", names)) in (count - 1, count)
+    log.write_text(whole.replace('"features":{', '"features":{"x":NaN,', 1))
+    assert len(lessons(log, CLUSTER.fingerprint, "data sheets", names)) == count - 1
+    log.write_text('{"schema_version": 1}\n')
+    with pytest.raises(SpecError, match="no line of it is a trial"):
+        lessons(log, CLUSTER.fingerprint, "data sheets", names)
+    with pytest.raises(SpecError, match="no such file"):
+        lessons(tmp_path / "none", CLUSTER.fingerprint, "data sheets", names)
+    assert lessons(tmp_path / "none", CLUSTER.fingerprint, "data sheets", names, may_be_missing=True) == []
