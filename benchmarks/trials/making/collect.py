@@ -55,9 +55,10 @@ class Collector:
         *,
         one_choice: bool = False,
         budget_s: float = BUDGET_S,
+        new_trials: int = NEW_TRIALS,
     ) -> None:
-        """`one_choice`, `budget_s`: of its cells."""
-        self._one_choice, self._budget_s = one_choice, budget_s
+        """`one_choice`, `budget_s`: of its cells. `new_trials`: of each cell in a visit of a lab."""
+        self._one_choice, self._budget_s, self._new_trials = one_choice, budget_s, new_trials
         self.journal = journal
         self.seed = seed
         self.progress = progress
@@ -121,7 +122,7 @@ class Collector:
 
     def _need(self, cell: Cell, done: Counter[str]) -> float:
         """How far the cell would be after a visit, by its weight; the cell that would be least far is next."""
-        return (done[cell.name] + NEW_TRIALS) / cell.weight
+        return (done[cell.name] + self._new_trials) / cell.weight
 
     def _counts(self) -> Counter[str]:
         known = self.journal.known
@@ -137,7 +138,7 @@ class Collector:
         known = self.journal.known
         for cell in cells:
             first = done[cell.name]
-            new = [cell.draw(self.seed, i) for i in range(first, first + NEW_TRIALS)]
+            new = [cell.draw(self.seed, i) for i in range(first, first + self._new_trials)]
             tried = self._choices(cell)
             for choice in dict.fromkeys([*tried, *(drawn.choice for drawn in new)]):
                 if not tried.get(choice):

@@ -1,0 +1,59 @@
+"""How good the plans are that the search finds.
+
+    python -m benchmarks.search_quality [--check] [--save] [--only PART or PART/CASE] [--journal FILE]
+
+Parts: `optimum`, small random jobs beside the best plan there is; `random`, the suite's workloads beside random search
+of equal budget; `large`, many ranks beside a hundred times the budget; `resume`, searches that are killed; and `lab`,
+measured beside 100 measured plans, which needs root and is run where it is asked for. What was found is kept in the
+journal: a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from benchmarks.harness import Report, options, publish
+from benchmarks.search_quality import against_random, lab, large, optimum, resume
+from benchmarks.search_quality.part import COLUMNS, Kept, Part, asked, version
+
+PARTS: dict[str, Part] = {
+    "optimum": optimum.run,
+    "random": against_random.run,
+    "large": large.run,
+    "resume": resume.run,
+    "lab": lab.run,
+}
+WITHOUT_ROOT = [name for name in PARTS if name != "lab"]
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--only", multiple=True, metavar="PART[/CASE]", help="This part or case alone; may be repeated.")
+@click.option(
+    "--journal", default="out/search_quality.jsonl", type=click.Path(path_type=Path), help="Where figures are kept."
+)
+@options
+def main(
+    only: tuple[str, ...],
+    journal: Path,
+    check: bool,
+    json_file: str | None,
+    save: bool,
+) -> None:
+    """Compares what the search finds with the best there is, with random plans, and with far larger budgets."""
+    try:
+        wanted = asked(only, list(PARTS), WITHOUT_ROOT)
+    except KeyError as e:
+        raise click.UsageError(e.args[0]) from e
+    report = Report("search-quality", "The plans that the search finds", COLUMNS)
+    kept = Kept(journal, version(), lambda line: click.echo(line, err=True))
+    for name, cases in wanted.items():
+        PARTS[name](report, kept, cases)
+    command = " ".join(["python -m benchmarks.search_quality", *(f"--only {word}" for word in only)])
+    sys.exit(publish(report, command=command, check=check, json_file=json_file, save=save))
+
+
+if __name__ == "__main__":
+    main()
