@@ -14,6 +14,7 @@ from autopar.errors import CaptureError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
 from autopar.runtime.eager_gradient_program import EagerGradientProgram
+from autopar.runtime.evaluated import as_it_is
 from autopar.runtime.module import SyncedModule
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
@@ -59,7 +60,7 @@ class DropIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
-            return self.module(*args, **kwargs)
+            return as_it_is(self.module, args, kwargs)
         args, kwargs = by_keyword(self.module, args, kwargs)
         self.capture(args, kwargs)
         return self._synced[0](*args, **kwargs)

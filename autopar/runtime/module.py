@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.errors import CaptureError
 from autopar.runtime.checkpoint_checks import check_module
 from autopar.runtime.eager_gradient_program import EagerGradientProgram
+from autopar.runtime.evaluated import as_it_is
 from autopar.runtime.gradient_program import GradientProgram
 from autopar.spec.plan import Plan
 
@@ -23,8 +24,9 @@ class SyncedModule(nn.Module):
     Used like the model, and like `DistributedDataParallel`: `output = module(...)`, `loss.backward()`, and any
     optimizer. The module does not see the loss, so each rank's counts by the samples in its batch (dimension 0 of its
     first tensor), or as `weight` says: that is one process's gradient where the loss is a mean over samples. A batch of
-    no samples counts as nothing. Outside training mode, or without autograd, it is the model itself. Its state dict is
-    the model's.
+    no samples counts as nothing. Outside training mode, or without autograd, it is the model itself; on several
+    ranks, a backward pass that gives its parameters gradients then raises `CaptureError`. Its state dict is the
+    model's.
     """
 
     def __init__(self, program: GradientProgram | EagerGradientProgram) -> None:
@@ -38,7 +40,7 @@ class SyncedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
-            return self.module(*args, **kwargs)
+            return as_it_is(self.module, args, kwargs)
         if DistributedDataParallel._active_ddp_module is not None:
             raise CaptureError(
                 "the module runs within DistributedDataParallel, which would send every gradient a second time: use "

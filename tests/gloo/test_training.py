@@ -20,6 +20,12 @@ def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-10 for r in ranks), [r[what] for r in ranks]
 
 
+def test_a_backward_pass_that_would_leave_each_rank_its_own_gradients_says_so(ranks: list[dict[str, Any]]) -> None:
+    for said in (said for r in ranks for said in r["evaluated"]):
+        assert len(said) == 2
+        assert all("in evaluation mode gave 'weight' a gradient that is this rank's own" in one for one in said)
+
+
 @pytest.mark.parametrize(("wire", "roundoff"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12)])
 def test_sixteen_bits_on_the_wire_err_by_a_few_roundoffs_and_not_by_none(
     ranks: list[dict[str, Any]], wire: str, roundoff: float

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.errors import CaptureError
 from autopar.runtime.program import Program
 
 SIZES = (3, 1, 2, 2)
@@ -145,6 +146,26 @@ def drop_in_module(rank: int, n: int) -> float:
     return distance(model, eager)
 
 
+def drop_in_module_in_evaluation_mode(rank: int, n: int, by_itself: bool) -> list[str]:
+    """What a backward pass says that would leave each rank its own gradients; and that gradients of inputs are none of
+    these. `by_itself`: whether the model is put into evaluation mode without the module."""
+    model = nn.Linear(3, 2)
+    module = autopar.optimize(model, example_inputs=torch.randn(4, 3))
+    (model if by_itself else module).eval()
+    x = torch.randn(4, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(module(x).square().sum(), x)
+    assert bool(gradient.any())
+    said = []
+    for _ in range(2):
+        try:
+            module(x).square().sum().backward()
+        except CaptureError as e:
+            said.append(str(e))
+    model.requires_grad_(False)
+    module(x).square().sum().backward()
+    return said
+
+
 def rounded_gradient(rank: int, n: int, wire: str) -> float:
     """How far a gradient that was summed in 16 bits is from the exact one, relative to its largest element."""
     model, eager = net(), net()
@@ -194,6 +215,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "micro-batches": different_micro_batches(rank, n),
         "resumed": resumed_under_another_plan(rank, n),
         "module": drop_in_module(rank, n),
+        "evaluated": [drop_in_module_in_evaluation_mode(rank, n, by_itself) for by_itself in (False, True)],
         "bfloat16": rounded_gradient(rank, n, "bfloat16"),
         "float16": rounded_gradient(rank, n, "float16"),
         "dropout": [dropout_losses(rank, seed) for seed in (1, 1, 2)],
