@@ -48,8 +48,8 @@ class _Watch:
             raise CaptureError(
                 f"a backward pass in evaluation mode gave '{changed[0]}' a gradient that is this rank's own: models "
                 "are synchronized in training mode. To train with layers in evaluation mode, call .train() on the "
-                "module, then .eval() on those layers. Where its gradients are not to be used, freeze the parameters, or call "
-                "the model itself (module.module)"
+                "module, then .eval() on those layers. Where its gradients are not to be used, freeze the parameters, "
+                "or call the model itself (module.module)"
             )
 
     def _gradients(self) -> dict[str, tuple[int, int]]:
