@@ -142,7 +142,13 @@ def plan_of(found: SearchResult, candidate: Candidate) -> Plan:
 
 
 def search_again(
-    found: SearchResult, cost_model: CostModel, starts: Sequence[Candidate], budget: Budget, *, seed: int = 0
+    found: SearchResult,
+    cost_model: CostModel,
+    starts: Sequence[Candidate],
+    budget: Budget,
+    *,
+    searcher: Searcher | None = None,
+    seed: int = 0,
 ) -> SearchResult:
     """Searches the same problem with what the cost model has learned since, from other plans as well. Plans are named
     as before."""
@@ -156,6 +162,7 @@ def search_again(
         budget=budget,
         seed=seed,
         cost_model=cost_model,
+        searcher=searcher,
         starts=starts,
     )
 

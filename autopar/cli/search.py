@@ -121,9 +121,9 @@ def command(
     would have ended. Ctrl-C ends it with the best plan so far, and exit code 130.
 
     With --trials or --steps, the best plans are run for real, in turns, and the search goes on with what they taught:
-    on the ranks of torchrun's job where it starts this command, on ranks that --launch starts, on the emulated cluster
-    with --lab, or on this machine with --cluster local:N. The plan says whether it rests
-    on trials or on its prediction.
+    on the ranks of torchrun's job where it starts this command, on ranks that --launch starts, on the emulated
+    cluster with --lab, or on this machine with --cluster local:N. The plan says whether it rests on trials or on its
+    prediction.
     """
     spec, asked = load_cluster(cluster), Asked.of(options)
     if journal is None and output is not None:
@@ -158,7 +158,7 @@ def command(
             again = Budget(AGAIN * time_budget, max(1, int(AGAIN * how.evaluations)), stop)
             from autopar.trials import Trials
 
-            finalists = Trials(measure, trials, steps, trials_log, again, tell, seed, stop)
+            finalists = Trials(measure, trials, steps, trials_log, again, how.searcher, tell, seed, stop)
             how = replace(how, finalists=finalists)
         plan = asked.plan(
             model,
@@ -167,11 +167,11 @@ def command(
             tell=tell,
             seed=seed,
             search=how,
-            trials=trials_log if wanted else None,
+            trials=trials_log,
         )
     tell.ticker.close()
     if wanted and plan.measured is None:
-        progress("no trial was expected to pay: the plan rests on its prediction")
+        progress("the plan rests on its prediction: no trial was expected to pay, or none ended well")
     if wanted and trials_log is not None and trials_log.exists():
         progress(f"the trials are kept in {trials_log}")
     progress(f"{tell.priced} plans priced in {time.monotonic() - started:.1f} s")

@@ -13,14 +13,15 @@ from typing import Protocol
 
 from autopar.cost_models import CorrectedCostModel, Observation
 from autopar.cost_models.base import Lesson
-from autopar.cost_models.own_trials import NOISE
+from autopar.cost_models.own_trials import NOISE, NOISY
 from autopar.cost_models.trial_log import TrialRecord
 from autopar.errors import AutoparWarning
 from autopar.formatting import duration, number_of
 from autopar.lab.trial import TrialResult, relative_spread
-from autopar.search import Budget, Candidate, SearchResult, plan_of, search_again
+from autopar.search import Budget, Candidate, SearchResult, plan_of, search_again, searcher_named
 from autopar.search.base import choose, executed
 from autopar.search.builders import BASELINES
+from autopar.search.searchers import DEFAULT
 from autopar.spec.lines import Lines
 from autopar.spec.plan import Measured, Plan
 from autopar.strategies.lowering import lower_plan
@@ -73,6 +74,8 @@ class Trials:
     """A file to which every trial is appended, for the next search on this cluster."""
     again: Budget = field(default_factory=Budget)
     """What each further search may spend."""
+    searcher: str = DEFAULT
+    """Of the further searches; a name of `autopar.search.SEARCHERS`."""
     tell: Tell = lambda what, priced, best_s: None
     seed: int = 0
     stop: Event = field(default_factory=Event, compare=False)
@@ -116,7 +119,14 @@ class _Loop:
             empty = 0 if self._run(members) else empty + 1
             if not self.trials.stop.is_set():
                 starts = [*(t.candidate for t in self.tried.values()), *self._fastest()]
-                self.found = search_again(self.found, self.model, starts, self.trials.again, seed=self.trials.seed)
+                self.found = search_again(
+                    self.found,
+                    self.model,
+                    starts,
+                    self.trials.again,
+                    searcher=searcher_named(self.trials.searcher),
+                    seed=self.trials.seed,
+                )
                 self.priced += len(self.found.candidates)
             self.elapsed_s += time.monotonic() - began
         if self.failures and not self.tried:
@@ -146,7 +156,7 @@ class _Loop:
             best = Time.predicted(reference)
         else:
             measured = min(self.tried.values(), key=lambda t: t.step_s)
-            reference, best = measured.candidate, Time(measured.step_s, NOISE)
+            reference, best = measured.candidate, Time(measured.step_s, NOISY if measured.result.noise else NOISE)
         others = _unlike([c for c in fastest if executed(c.groups) not in self.tried], reference)
         times = [Time.predicted(c) for c in others]
         paying = worth_trying(best, times, self.trials.steps, self._trial_s(reference))
@@ -180,9 +190,12 @@ class _Loop:
         problem = self.found.problem
         plans = {f"{i} {c.name}": self._bare(c) for i, c in enumerate(members)}
         candidates = dict(zip(plans, members, strict=True))
-        self._say("starting")
+        self._say("a round begins")
         results = self.trials.measure(
-            plans, lambda here: _fit(members, problem.memory_limits, here), self.trials.stop.is_set, self._say
+            plans,
+            lambda here: _fit(members, problem.memory_limits, here),
+            self.trials.stop.is_set,
+            lambda name: self._say(f"running {name}"),
         )
         reference, again = self.tried.get(executed(members[0].groups)), results.get(next(iter(plans)))
         slower = 1.0
@@ -248,10 +261,10 @@ class _Loop:
             features=dict(lesson.features),
         )
 
-    def _say(self, name: str) -> None:
-        """Tells which trial runs, and how the best measured plan stands beside the baseline."""
+    def _say(self, what: str) -> None:
+        """Tells what is done, and how the best measured plan stands beside the baseline."""
         most = "" if self.trials.most is None else f" of at most {self.trials.most}"
-        said = f"{self.spent} trials{most} done, running {name}"
+        said = f"{self.spent} trials{most} done, {what}"
         if self.tried:
             said += f", best measured {duration(min(t.step_s for t in self.tried.values()))}"
             base = None if self.baseline is None else self.tried.get(executed(self.baseline.groups))
