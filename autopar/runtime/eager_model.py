@@ -193,7 +193,7 @@ class EagerModel:
         if hooked or loss.dtype.itemsize < tangent.dtype.itemsize:
             # Hooks are given what DDP gives them, and a share in few bits would scale every gradient by its rounding.
             share, tangent = tangent, torch.ones_like(tangent)
-            self._take = lambda name, gradient: take(name, gradient * share)
+            self._take = lambda name, gradient: take(name, (gradient * share).to(gradient.dtype))
         else:
             self._take = take
         try:

@@ -304,6 +304,28 @@ def test_hooks_on_gradients_are_given_gradients_in_full() -> None:
     assert other.last.bias.grad is not None and torch.allclose(seen[0], other.last.bias.grad, rtol=1e-12)
 
 
+def test_a_parameter_of_one_number_in_16_bits_keeps_its_dtype_beside_hooks() -> None:
+    """A share in 32 bits times a gradient without dimensions has 32 bits, which such a parameter does not take."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.last = nn.Linear(X.shape[1], Y.shape[1], dtype=X.dtype)
+            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.bfloat16))
+            self.last.weight.register_hook(lambda g: None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(x) * self.scale
+
+    net, other = Scaled(), Scaled()
+    program(net, torch.optim.SGD(net.parameters(), lr=0.1)).step((X, Y))
+    F.mse_loss(other(X), Y).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    for name, value in other.named_parameters():
+        torch.testing.assert_close(net.get_parameter(name), value)
+
+
 def test_a_plan_that_recomputes_runs_eagerly_without() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
