@@ -316,7 +316,7 @@ def test_a_parameter_of_one_number_in_16_bits_keeps_its_dtype_beside_hooks() -> 
             self.last.weight.register_hook(lambda g: None)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(x) * self.scale
+            return torch.mul(self.last(x), self.scale)
 
     net, other = Scaled(), Scaled()
     program(net, torch.optim.SGD(net.parameters(), lr=0.1)).step((X, Y))
