@@ -217,14 +217,18 @@ def _with_readers(
     parameter = {p.name: p for p in parameters}
     nodes = {n: names[key] for n, key in read.items() if key in names and not _is_complex(parameter[names[key]].spec)}
     by_name = {n.name: n for n in joint.module.graph.nodes}
-    heads = {h.weight: h for h in find_heads(joint.module.graph, nodes, position)}
+    # What is handed back to a parameter itself comes too late to be sent as its gradient.
+    gradients = {p.gradient for p in parameters}
+    found = find_heads(joint.module.graph, nodes, position)
+    heads = {h.weight: h for h in found if h.hidden_gradient not in gradients}
     table_of: dict[str, Table] = {}
     layer_of: dict[str, Layer | None] = {}
     # A loss in 16 bits is scaled behind the backward pass, each rank's by its own share; layers would add up before.
     narrow = any(n.meta["val"].dtype.itemsize < EXACT_BYTES for (kind, _), n in inputs.items() if kind == "tangent")
     for node, name in nodes.items():
         p, head, own = parameter[name], heads.get(name), ()
-        layer_of[name] = None if narrow else find_layer(node, p.parts, position, by_name)
+        layer = None if narrow else find_layer(node, p.parts, position, by_name)
+        layer_of[name] = None if layer is None or layer.given_gradient in gradients else layer
         parts = p.parts
         if head is not None:
             own = tuple(by_name[n] for n in head.replaced)

@@ -55,12 +55,13 @@ class Pack(Operation):
 
     def write(self, site: Site, call: Call) -> Any:
         group = call.owner_group
-        members = [cut(site, m) for m in group.members if m.elements]
+        held = [m for m in group.members if m.elements]
+        members = [cut(site, m) for m in held]
         if site.world_size == 1 or not members:
             return members if site.world_size == 1 else site.empty(call)
         if len(members) == 1 and group.dtype == call.dtype and site.scale is None:
             # One element wide, a slice stays strided as it is flattened, and gloo would sum it wrongly.
-            own = torch.Tensor.contiguous if site.owns(group.members[0].slice.name) else torch.clone
+            own = torch.Tensor.contiguous if site.owns(held[0].slice.name) else torch.clone
             return site.call(own, (site.call(torch.Tensor.reshape, (members[0], (-1,))),))
         return site.call(pack, (members, call.torch_dtype, site.scale))
 

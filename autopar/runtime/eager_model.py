@@ -94,6 +94,8 @@ class EagerModel:
         self._strays: set[str] = set()
         """Parameters that have got a gradient within the forward pass."""
         self._take: See | None = None
+        self._share: torch.Tensor | None = None
+        """What complete gradients are multiplied with, where the backward pass under way has not begun with it."""
         self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
         """What autograd adds each gradient up in; they live, with hooks on them, for as long as they are held."""
         for name, node in self.accumulators.items():
@@ -192,14 +194,12 @@ class EagerModel:
         hooked = any(p._backward_hooks for p in self.parameters.values())
         if hooked or loss.dtype.itemsize < tangent.dtype.itemsize:
             # Hooks are given what DDP gives them, and a share in few bits would scale every gradient by its rounding.
-            share, tangent = tangent, torch.ones_like(tangent)
-            self._take = lambda name, gradient: take(name, (gradient * share).to(gradient.dtype))
-        else:
-            self._take = take
+            self._share, tangent = tangent, torch.ones_like(tangent)
+        self._take = take
         try:
             loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
         finally:
-            self._take = None
+            self._take = self._share = None
             for p, gradient in zip(self._everything, before, strict=True):
                 p.grad = gradient
 
@@ -247,6 +247,8 @@ class EagerModel:
             return
         gradient = self.own_gradient(name)  # a backward pass that nobody goes back through records nothing
         assert gradient is not None
+        if self._share is not None:
+            gradient = (gradient * self._share).to(gradient.dtype)
         if self._see is not None:
             self._see(name, gradient)
         take(name, gradient)

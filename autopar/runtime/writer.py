@@ -255,6 +255,8 @@ class Writer(Site):
         node = self.gradient_source(name)
         if self.training.eager:
             return False  # autograd may have left it in memory that another gradient lies in, too
+        if sum(n is node for n in self.joint.module.graph.output_node().args[0]) > 1:  # type: ignore[union-attr]
+            return False  # it is another parameter's gradient, too, as those of terms of one sum are, or an input's
         if repeats_memory(node.meta.get("val")):
             return False  # slices of it lie in one memory, and the sum of one would be added to the next
         while node.op == "call_function" and len(node.users) == 1:

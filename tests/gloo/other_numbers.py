@@ -62,11 +62,38 @@ def program_of(net: nn.Module, rank: int, lr: float = 0.1, size: int | None = 3,
 
 def one_wide_column_slices(rank: int, n: int) -> float:
     """Each column in a group of its own, which gloo is not to be given as strided memory."""
-    net, eager = Net().double(), Net().double()
-    graph = training_graph(net, flatten(batch(rank)), F.mse_loss)
     slices = [{"name": "first.weight", "dim": 1, "start": i, "stop": i + 1} for i in range(4)]
-    rest = [{"name": p.name} for p in graph.parameters if p.name != "first.weight"]
-    groups = [{"strategy": "all_reduce", "members": [m]} for m in [*slices, *rest]]
+    return difference(Net, [[m] for m in slices], rank, n)
+
+
+class Shifted(Net):
+    """Two parameters whose gradients lie in one memory, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.one, self.other = (nn.Parameter(torch.zeros(n)) for n in (0, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (self.one + self.other) + (2 * self.none).sum()
+
+
+def gradients_in_one_memory(rank: int, n: int) -> float:
+    """Which each group would sum where it lies, the second group the first one's sum."""
+    return difference(Shifted, [[{"name": "one"}], [{"name": "other"}]], rank, n)
+
+
+def no_elements_first(rank: int, n: int) -> float:
+    """Whether a gradient may be summed where it lies is asked of the one member that has elements."""
+    return difference(Shifted, [[{"name": "none"}, {"name": "one"}], [{"name": "other"}]], rank, n)
+
+
+def difference(model: Callable[[], nn.Module], members: list[list[dict[str, Any]]], rank: int, n: int) -> float:
+    """By how much a step differs from one in one process. `members`: of the first groups; others are alone."""
+    net, eager = model().double(), model().double()
+    graph = training_graph(net, flatten(batch(rank)), F.mse_loss)
+    named = {m["name"] for some in members for m in some}
+    rest = [[{"name": p.name}] for p in graph.parameters if p.name not in named]
+    groups = [{"strategy": "all_reduce", "members": some} for some in [*members, *rest]]
     plan = autopar.Plan.model_validate(
         {"model": graph.model, "cluster": autopar.ClusterSpec.local(n).fingerprint, "groups": groups}
     )
@@ -74,7 +101,7 @@ def one_wide_column_slices(rank: int, n: int) -> float:
     parts = [batch(r) for r in range(n)]
     F.mse_loss(eager(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
     torch.optim.SGD(eager.parameters(), lr=0.1).step()
-    return max(float((a - b).detach().abs().max()) for a, b in zip(net.parameters(), eager.parameters(), strict=True))
+    return max(float((a - b).detach().norm()) for a, b in zip(net.parameters(), eager.parameters(), strict=True))
 
 
 def gradients_of_inputs(rank: int, n: int) -> float:
@@ -240,6 +267,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     """All of the above, on this rank."""
     return {
         "column slices": one_wide_column_slices(rank, n),
+        "gradients in one memory": gradients_in_one_memory(rank, n),
+        "no elements first": no_elements_first(rank, n),
         "gradients of inputs": gradients_of_inputs(rank, n),
         "nothing saved": nothing_saved(rank, n),
         "shared buffers": shared_buffers(rank, n),

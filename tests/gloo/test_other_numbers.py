@@ -16,7 +16,15 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "what", ["column slices", "gradients of inputs", "nothing saved", "a sum over uneven micro-batches"]
+    "what",
+    [
+        "column slices",
+        "gradients in one memory",
+        "no elements first",
+        "gradients of inputs",
+        "nothing saved",
+        "a sum over uneven micro-batches",
+    ],
 )
 def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-10 for r in ranks), [r[what] for r in ranks]

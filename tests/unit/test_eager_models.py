@@ -304,6 +304,19 @@ def test_hooks_on_gradients_are_given_gradients_in_full() -> None:
     assert other.last.bias.grad is not None and torch.allclose(seen[0], other.last.bias.grad, rtol=1e-12)
 
 
+def test_steps_with_hooks_and_clipping_are_proved_by_gradients_as_they_count() -> None:
+    net, other = Net(), Net()
+    for model in (net, other):
+        model.last.bias.register_hook(lambda g: 2 * g)
+    step = program(net, torch.optim.SGD(net.parameters(), lr=0.1), clip_grad_norm=0.1)
+    step.step(micro_batches=[(X[:1], Y[:1]), (X[1:], Y[1:])])
+    F.mse_loss(other(X), Y).backward()
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    for name, value in other.named_parameters():
+        torch.testing.assert_close(net.get_parameter(name), value)
+
+
 def test_a_parameter_of_one_number_in_16_bits_keeps_its_dtype_beside_hooks() -> None:
     """A share in 32 bits times a gradient without dimensions has 32 bits, which such a parameter does not take."""
 

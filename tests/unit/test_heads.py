@@ -126,6 +126,22 @@ def test_a_weight_that_is_frozen_or_also_read_makes_it_none() -> None:
     assert heads_of(graph_of(read, lambda s, t: flat(s, t) + read.table.weight.square().sum())) == set()
 
 
+class Given(nn.Module):
+    """Scores of what is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Parameter(torch.zeros(15, 6)), nn.Linear(6, CLASSES)
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.hidden)
+        return scores
+
+
+def test_a_head_that_is_given_a_parameter_is_none() -> None:
+    assert not heads_of(graph_of(Given()))
+
+
 def test_a_head_is_shared_out_with_its_bias_or_not_at_all() -> None:
     graph = graph_of(Model())
     rest = tuple(ParameterSlice(name=n) for n in ("table.weight", "head.bias"))

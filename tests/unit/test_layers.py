@@ -73,6 +73,23 @@ def test_a_weight_that_is_read_otherwise_is_none(use: Callable[[nn.Linear, torch
     assert set(layers_of(graph_of(Two(use)))) == {"first.weight"}
 
 
+class Given(nn.Module):
+    """A layer that is given a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.layer = nn.Parameter(torch.zeros(4, 7)), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: torch.Tensor = self.layer(self.queries)
+        return given + x.sum()
+
+
+def test_a_layer_that_is_given_a_parameter_is_none() -> None:
+    """What is handed back to it would be the parameter's gradient, which is sent as soon as it is complete."""
+    assert not layers_of(graph_of(Given()))
+
+
 def test_a_loss_in_sixteen_bits_has_none() -> None:
     batch = (torch.randn(4, 5, dtype=torch.bfloat16), torch.randn(4, 7, dtype=torch.bfloat16))
     graph = training_graph(Two(lambda layer, x: layer(x)).bfloat16(), flatten(batch), F.mse_loss)
