@@ -69,6 +69,12 @@ class Case:
         return len(self.samples)
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether batches count by their samples: all that is known of a model that runs eagerly."""
+        counted = "t" in dict(self.targets) or "m" in dict(self.targets)
+        return sum(map(len, self.samples)) == 1 or not (counted or self.sums or "parameters()" in self.loss)
+
+    @property
     def unfused(self) -> bool:
         """Whether autopar does not follow `fused=True`, where PyTorch's implementation on CPUs is wrong."""
         narrow = "SGD" in self.optimizer and self.dtype in ("bfloat16", "float16")

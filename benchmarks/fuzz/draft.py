@@ -36,6 +36,11 @@ class Rejected(Exception):
     """What was drawn cannot be used; another draw may."""
 
 
+class Unrepeatable(Rejected):
+    """What was kept fails when all of it runs again: what was looked at between statements has decided whether autograd
+    allows them. There is no model to be made of it."""
+
+
 @dataclass(frozen=True)
 class Variable:
     """A value of the model."""
@@ -149,7 +154,8 @@ class Draft:
         self.variables[name] = Variable(name, (None, *value.shape[1:]), value.is_floating_point())
 
     def replay(self, seed: int = 0, last: int = SAMPLES[1]) -> None:
-        """Begins anew with what was kept, on the inputs of a seed, and on the last so many of their samples."""
+        """Begins anew with what was kept, on the inputs of a seed, and on the `last` of their samples. Raises
+        `Unrepeatable`."""
         self._spaces = []
         whole: Tree = {}
         for samples in (SAMPLES[0], last):
@@ -161,7 +167,10 @@ class Draft:
                 space[name] = whole[name][-samples:].clone() if name in whole else drawn
             whole = whole or {n: space[n].clone() for n, _ in self.inputs}
             for line in [*self.init, *self.lines]:
-                exec(line, space)
+                try:
+                    exec(line, space)
+                except (RuntimeError, IndexError, ValueError) as e:
+                    raise Unrepeatable(f"{line}: {e}") from e
             self._spaces.append(space)
 
     def shape(self, expression: str) -> Shape:
@@ -209,10 +218,7 @@ class Draft:
         """Raises `Rejected` where samples that must not be mixed are mixed on other inputs, or on fewer, than those
         that statements were tried on: a maximum, or as many columns, may hide there what reads one sample for all."""
         for seed, last in enumerate(_CONFIRMED) if self.rowwise else ():
-            try:
-                self.replay(1000 * (seed + 1), last)
-            except (RuntimeError, IndexError, ValueError) as e:
-                raise Rejected(str(e)) from e
+            self.replay(1000 * (seed + 1), last)
             for name in [n for n, v in self.variables.items() if v.floating]:
                 first, second = (s[name] for s in self._spaces)
                 if not _rowwise(first, second, self._shape(first, second), last):

@@ -11,7 +11,7 @@ from typing import cast
 
 from autopar.spec.plan import Recompute
 from benchmarks.fuzz.case import Case, Entry, Form
-from benchmarks.fuzz.draft import Draft, Rejected, Variable
+from benchmarks.fuzz.draft import Draft, Rejected, Unrepeatable, Variable
 from benchmarks.fuzz.families import FAMILIES
 from benchmarks.fuzz.operators import able
 from benchmarks.fuzz.source import renamed
@@ -36,15 +36,15 @@ def generate(name: str) -> Case:
             with contextlib.suppress(Rejected):
                 case = _model(name, rng, rowwise)
                 case = _planned(case, rng) if plan else _alone(case, rng, rowwise)
-                return twisted(case, rng) if rng.random() < _TWISTED else _run_eagerly(case, rng)
+                case = twisted(case, rng) if rng.random() < _TWISTED else _run_eagerly(case, rng)
+                if "register_hook" not in " ".join(case.init) or case.counts_samples:
+                    return case  # with a hook on a gradient, a model runs eagerly
     raise Rejected(f"no case for {name}")
 
 
 def _run_eagerly(case: Case, rng: random.Random) -> Case:
-    """Some cases, by samples of which their batches count: the loss of what runs eagerly is not read."""
-    counted = "t" in dict(case.targets) or "m" in dict(case.targets)
-    several = sum(map(len, case.samples)) > 1
-    if rng.random() >= _EAGER or (several and (counted or case.sums or "parameters()" in case.loss)):
+    """Some cases, as they are where nothing but the loss, which is not read, says what their batches count by."""
+    if rng.random() >= _EAGER or not case.counts_samples:
         return case
     return replace(case, eager=True, recompute="none")
 
@@ -64,6 +64,8 @@ def _model(name: str, rng: random.Random, rowwise: bool) -> Case:
             break
         try:
             d.keep(rng.choices(families, weights)[0](d))
+        except Unrepeatable:
+            raise
         except Rejected:
             d.drop_pending()
     output, columns = _output(d)

@@ -19,7 +19,7 @@ from autopar.runtime.process_group import Group
 from benchmarks.faults import FAULTS, LEADS_TO
 from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.compare import _unmoved, judge
-from benchmarks.fuzz.draft import Draft, Rejected
+from benchmarks.fuzz.draft import Draft, Rejected, Unrepeatable
 from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome, merged
 from benchmarks.fuzz.plans import as_text, groups_of
@@ -251,6 +251,16 @@ def test_a_draft_rejects_a_write_behind_which_views_may_not_be_looked_at() -> No
     with pytest.raises(Rejected):
         draft.keep(["h1.mul_(2)"])
     assert draft.shape("h1 + 1") == (None, 4)
+
+
+def test_a_draft_that_fails_when_it_runs_again_is_given_up() -> None:
+    """Autograd allows some statements only because of what was looked at between them, as they were tried."""
+    draft = Draft(random.Random(0), rowwise=False, dtype="float64")
+    draft.input("x", "values((n, 3), seed)")
+    draft.keep(["h1 = x * 2"])
+    draft.lines.append("torch.ones(3, requires_grad=True).mul_(2)")
+    with pytest.raises(Unrepeatable, match="a leaf"):
+        draft.keep(["h2 = x + torch.ones(9)"])
 
 
 @pytest.mark.parametrize("mixing", ["h2 = x + h1[0]", "h2 = x * 0 + (x * 0 + torch.arange(3)).diagonal()"])
