@@ -113,6 +113,8 @@ class Draft:
         turned = [n for n, s in self.parameters.items() if s == wanted[::-1] and len(s) == 2]
         if turned and self.rng.random() < reuse:
             return f"self.{self.rng.choice(turned)}.T"
+        if same and self.rng.random() < 0.04:  # whose gradients are one
+            return f"({self.parameter(shape, scale, reuse=0.0)} + self.{self.rng.choice(same)})"
         name, draw = self.new("p"), self.rng.random()
         layout = ""
         if draw < 0.08 and len(wanted) > 1:
