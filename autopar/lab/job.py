@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import selectors
 import signal
@@ -33,7 +34,7 @@ from autopar.lab.processes import kill_all
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"
 _POLL_S = 0.02
-_GRACE_S = 2.0
+GRACE_S = 2.0
 """How long to wait, once a rank has failed, for the one that may have caused it: ranks end slower than sockets."""
 _REAP_S = 5.0
 """How long to wait for the exit status of a process that was killed."""
@@ -43,12 +44,16 @@ _ports = itertools.count(29500)
 class JobFailed(RuntimeError):
     """A rank ended with an error; the message ends with what it wrote to stderr."""
 
-    def __init__(self, message: str, rank: int | None = None, exit_status: int | None = None) -> None:
+    def __init__(
+        self, message: str, rank: int | None = None, exit_status: int | None = None, wrote_s: float = math.inf
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         """The rank that failed first; None where all ended well, but one without an answer."""
         self.exit_status = exit_status
         """Negative for a signal."""
+        self.wrote_s = wrote_s
+        """When that rank last wrote to stderr, in seconds since the epoch: whoever lost it as a peer did so later."""
 
 
 class JobTimeout(RuntimeError):
@@ -224,20 +229,22 @@ class Job:
 
     def _blame(self) -> NoReturn:
         """Ends all ranks, and raises `JobFailed` for the one that failed first."""
-        patience = time.monotonic() + _GRACE_S
+        patience = time.monotonic() + GRACE_S
         while time.monotonic() < patience and any(process.poll() is None for process in self._ranks):
             time.sleep(_POLL_S)
         codes = [process.poll() for process in self._ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         self.kill()
         # Those that complain of a lost peer do so after the peer's own last words.
-        first = min(failed, key=lambda rank: self.output(rank, "stderr").stat().st_mtime_ns)
+        wrote_s = {rank: self.output(rank, "stderr").stat().st_mtime for rank in failed}
+        first = min(failed, key=lambda rank: wrote_s[rank])
         others = [rank for rank in failed if rank != first]
         raise JobFailed(
             f"rank {first}{f' (and ranks {others})' if others else ''} ended with exit status {codes[first]}:\n"
             f"{self._stderr(first)}",
             first,
             codes[first],
+            wrote_s[first],
         )
 
     def _give_up(self, late: list[int], timeout_s: float) -> None:

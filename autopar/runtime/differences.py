@@ -167,12 +167,8 @@ class Comparison:
         gradients: Mapping[str, torch.Tensor],
     ) -> list[Difference]:
         """What differs in the sampled elements' values from what the optimizer makes of the gradients that were updated
-        with, which were compared for themselves. Values may be those of PyTorch's fused implementation or of the other
-        one, as a program follows `fused=True` only where memory is dense: in 16 bits the two differ by far."""
+        with, which were compared for themselves."""
         off = _off(stepped_elements(self.of, before, gradients, states), before, after)
-        if any(t > 1 for t in off.values()) and any(g.get("fused") for g in self.of.optimizer.param_groups):
-            other = _off(stepped_elements(self.of, before, gradients, states, fused=False), before, after)
-            off = {n: min(t, other[n]) for n, t in off.items()}
         return [Difference(f"the updated '{n}'", t) for n, t in off.items()]
 
 
@@ -246,14 +242,10 @@ def stepped_elements(
     values: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
     states: Mapping[str, dict[str, Any]],
-    fused: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """The sampled elements as a copy of the optimizer, in the user's own settings, updates them, where the optimizer's
-    state is known. `fused`: goes before the user's setting of that name; the states are left as they are."""
+    state is known; the states are left as they are."""
     optimizer, states = bare_copy(of.optimizer), copy.deepcopy({n: states[n] for n in states})
-    if fused is not None:
-        for group in optimizer.param_groups:
-            group["fused"] = fused
     place = {p: i for i, g in enumerate(of.optimizer.param_groups) for p in g["params"]}
     # Of complex gradients no elements are kept.
     leaves = {n: nn.Parameter(v.clone()) for n, v in values.items() if n in states and not v.is_complex()}

@@ -224,6 +224,7 @@ class OptimizerPart:
     def _apply(self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if not leaves:
             return
+        strided = self._made_dense(leaves)
         for leaf, gradient in zip(leaves, gradients, strict=True):
             # Fused kernels read gradients in the parameter's layout, as autograd would leave them.
             fits = gradient.is_sparse or gradient.stride() == leaf.stride()
@@ -231,6 +232,18 @@ class OptimizerPart:
         self._part.step()
         for leaf in leaves:
             leaf.grad = None
+        for leaf, memory in strided:
+            memory.copy_(leaf.data)
+            leaf.data = memory
+
+    def _made_dense(self, leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Gives dense memory to the leaves that the user's `fused=True` is for, until they are updated: PyTorch's fused
+        kernels walk over strided memory as if it were dense. Returns these leaves, each with its own memory."""
+        fused = {id(p) for g in self._part.param_groups if g.get("fused") for p in g["params"]}
+        found = [(leaf, leaf.data) for leaf in leaves if id(leaf) in fused and not _is_dense(leaf)]
+        for leaf, memory in found:
+            leaf.data = memory.contiguous()
+        return found
 
     def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
         """The optimizer state of each fragment."""
@@ -362,10 +375,9 @@ def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 def _fuses_wrongly(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether PyTorch's fused implementation on CPUs would compute something else. [Empirical, torch 2.13: SGD leaves
-    the vectorized part of 16-bit parameters as it is; all walk over strided memory as if it were dense]"""
-    on_cpu = [p for p in group["params"] if p.device.type == "cpu"]
-    narrow = type(optimizer) is torch.optim.SGD and any(p.dtype.itemsize < EXACT_BYTES for p in on_cpu)
-    return narrow or any(not _is_dense(p) for p in on_cpu)
+    the vectorized part of 16-bit parameters as it is]"""
+    narrow = (p.device.type == "cpu" and p.dtype.itemsize < EXACT_BYTES for p in group["params"])
+    return type(optimizer) is torch.optim.SGD and any(narrow)
 
 
 def _is_dense(p: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from autopar.errors import SpecError
@@ -94,7 +95,8 @@ class _Child:
             return {"answer": waited.result()[0]} if waited.is_done(limit_s) else {"failed": "it was stopped"}
         except (JobFailed, JobTimeout, SpecError, OSError) as e:
             self.end()
-            return {"failed": str(e), "late": isinstance(e, JobTimeout)}
+            wrote_s = e.wrote_s if isinstance(e, JobFailed) and isfinite(e.wrote_s) else time.time()
+            return {"failed": str(e), "late": isinstance(e, JobTimeout), "wrote_s": wrote_s}
 
     def end(self) -> None:
         if self._job is not None:

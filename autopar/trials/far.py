@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shlex
@@ -20,7 +21,7 @@ from typing import Any
 
 from autopar.errors import SpecError
 from autopar.lab.host import Host
-from autopar.lab.job import JobFailed, JobTimeout
+from autopar.lab.job import GRACE_S, JobFailed, JobTimeout
 from autopar.lab.pool import Answers, Limits, Pool
 from autopar.runtime.meeting import meet
 from autopar.trials.attend import Seat, attend
@@ -76,28 +77,38 @@ class Started:
         of.number += 1
         of.board.put(f"ask/{number}", json.dumps(asked))
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline, patience = time.monotonic() + timeout_s, math.inf
         while late := [rank for rank in range(of.world_size) if rank not in answers]:
             for rank in late:
                 text = of.board.get(f"answer/{number}/{rank}")
                 if text is None:
                     continue
-                said = json.loads(text)
-                if "failed" in said:
-                    kind = JobTimeout if said.get("late") else JobFailed
-                    raise kind(f"rank {rank}: {said['failed']}")
-                answers[rank] = said["answer"]
+                answers[rank] = json.loads(text)
+                if "failed" in answers[rank]:
+                    patience = min(patience, time.monotonic() + GRACE_S)
+            if time.monotonic() > patience:
+                break
             if gone := of.is_gone():
                 raise JobFailed(gone)
             if time.monotonic() > deadline:
                 raise JobTimeout(f"ranks {late} did not answer within {timeout_s:g} s")
             time.sleep(POLL_S)
-        return [_own_clock(answers[rank]) for rank in range(of.world_size)]
+        _raise_first(answers)
+        return [_own_clock(answers[rank]["answer"]) for rank in range(of.world_size)]
 
     def __exit__(self, *raised: Any) -> None:
         if not self.ended:
             self.ended = True
             self.asking.board.put(f"stop/{self.start}", "")
+
+
+def _raise_first(answers: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises for the rank that failed first: those that complain of a lost peer do so after its own last words."""
+    failed = {rank: said for rank, said in answers.items() if "failed" in said}
+    if failed:
+        first = min(failed, key=lambda rank: failed[rank].get("wrote_s", math.inf))
+        kind = JobTimeout if failed[first].get("late") else JobFailed
+        raise kind(f"rank {first}: {failed[first]['failed']}")
 
 
 def _own_clock(answer: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from autopar import ClusterSpec, Plan
 from autopar.errors import SpecError
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
+from autopar.lab.job import JobFailed
 from autopar.lab.trial import RealCompute, TrialSpec
 from autopar.search import build_plan
 from autopar.spec.lines import read_lines
 from autopar.strategies import Context
 from autopar.trials.attend import Seat
-from autopar.trials.far import launched
+from autopar.trials.board import FolderBoard
+from autopar.trials.far import Asking, launched
 from tests.lab.pool_workloads import workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +98,21 @@ def test_ranks_outlive_a_plan_that_fails_on_one_of_them(tmp_path: Path, monkeypa
     }
     assert len(found["well"].step_s) == 4 and min(found["well"].step_s) > 0
     assert "the data ran out" in found["raises"].error and "rank 1" in found["raises"].error
+
+
+def test_the_rank_that_failed_first_is_told_though_it_ends_later(tmp_path: Path) -> None:
+    """A rank that lost its peer may answer before the peer's process has ended."""
+    board = FolderBoard(tmp_path)
+
+    def answer(rank: int, said: str, wrote_s: float) -> None:
+        board.put(f"answer/0/{rank}", json.dumps({"failed": said, "late": False, "wrote_s": wrote_s}))
+
+    answer(0, "the connection was closed", 1000.5)
+    later = threading.Timer(0.3, answer, (1, "the data ran out", 1000.0))
+    later.start()
+    with pytest.raises(JobFailed, match="rank 1: the data ran out"):
+        Asking(board, 2).start(60).ask({"do": "run"}, 60)
+    later.join()
 
 
 def test_a_command_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, OptimizerError, PlanMismatchError
-from autopar.ir.batch import flatten
-from autopar.ir.build import training_graph
 
 FACTOR = 1.0
 
@@ -320,48 +318,6 @@ def test_memory_shared_by_two_parameters_is_refused() -> None:
         )
     module = autopar.optimize(net, example_inputs=X)
     module(X).sum().backward()
-
-
-@pytest.mark.parametrize("fused", [None, True])
-def test_sixteen_bit_parameters_are_updated_by_sgd(fused: bool | None) -> None:
-    """Also where PyTorch's fused implementation is asked for, which leaves them as they are; the proof knows."""
-    torch.manual_seed(0)
-    net = nn.Linear(70, 3).bfloat16()
-    eager = copy.deepcopy(net)
-    x, y = torch.randn(4, 70).bfloat16(), torch.randn(4, 3).bfloat16()
-    program = autopar.optimize(
-        net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, fused=fused), loss_fn=F.mse_loss, example_inputs=(x, y)
-    )
-    program.step((x, y))
-    F.mse_loss(eager(x), y).backward()
-    torch.optim.SGD(eager.parameters(), lr=0.1).step()
-    assert torch.allclose(net.weight, eager.weight, atol=1e-3)
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_optimizers_are_not_given_strided_memory(make: Any) -> None:
-    """PyTorch's fused implementations on CPUs walk over it as if it were dense."""
-    torch.manual_seed(0)
-    net = nn.Linear(4, 8, bias=False).double()
-    eager = copy.deepcopy(net)
-    x, y = torch.randn(5, 4).double(), torch.randn(5, 8).double()
-    graph = training_graph(net, flatten((x, y)), F.mse_loss)
-    groups = [
-        {"strategy": "all_reduce", "members": [{"name": "weight", "dim": 1, "start": a, "stop": a + 2}]} for a in (0, 2)
-    ]
-    plan = autopar.Plan.model_validate(
-        {"model": graph.model, "cluster": autopar.ClusterSpec.local(1).fingerprint, "groups": groups}
-    )
-    program = autopar.optimize(
-        net, optimizer=make(net.parameters(), lr=0.1, fused=True), loss_fn=F.mse_loss, example_inputs=(x, y), plan=plan
-    )
-    other = make(eager.parameters(), lr=0.1, fused=True)
-    for _ in range(2):
-        program.step((x, y))
-        other.zero_grad()
-        F.mse_loss(eager(x), y).backward()
-        other.step()
-    assert torch.allclose(net.weight, eager.weight, rtol=1e-12)
 
 
 def test_float16_autocast_without_loss_scaling_is_said() -> None:
