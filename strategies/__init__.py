@@ -17,11 +17,15 @@ from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.qsgd import Qsgd
+from autopar.strategies.quantized import Quantized
 from autopar.strategies.row_sharded_table import RowShardedTable
+from autopar.strategies.scaled_sign import ScaledSign
 from autopar.strategies.sharded_parameters import ShardedParameters
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
 from autopar.strategies.summation_servers import SummationServers
+from autopar.strategies.terngrad import TernGrad
 
 __all__ = [
     "STRATEGIES",
@@ -37,12 +41,16 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "Qsgd",
+    "Quantized",
     "RowShardedTable",
+    "ScaledSign",
     "ShardedParameters",
     "SparseRows",
     "Strategy",
     "SufficientFactors",
     "SummationServers",
+    "TernGrad",
     "register",
     "strategy_named",
 ]
@@ -56,11 +64,15 @@ STRATEGIES: dict[str, Strategy] = {
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),
+        Qsgd(),
+        Quantized(),
         RowShardedTable(),
+        ScaledSign(),
         ShardedParameters(),
         SparseRows(),
         SufficientFactors(),
         SummationServers(),
+        TernGrad(),
     )
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -32,6 +32,11 @@ def _not_negative(shares: tuple[float, ...]) -> tuple[float, ...]:
 
 Shares = Annotated[tuple[float, ...], AfterValidator(_not_negative)]
 """Parts of a whole, in any unit; empty where that is left open."""
+
+
+Remainder = Literal["kept", "none in the mean", "lost"]
+"""Kept for the next step, as error feedback does it; none in the mean over random draws, as an unbiased compressor has
+it; or lost."""
 
 
 class Options(BaseModel):
@@ -55,6 +60,10 @@ class Strategy(ABC):
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""
         return "exact" if getattr(options, "wire", "same") == "same" else "rounded"
+
+    def remainder(self, options: Options) -> Remainder:
+        """What becomes of what is not sent, where the strategy compresses with these options."""
+        return "kept"
 
     def applies(self, member: Member, context: Context) -> str | None:
         """`None` where the parameter can use this strategy, else the reason why not."""

@@ -33,6 +33,7 @@ from autopar.testing.deadline import Deadline
 from autopar.testing.declared import memory_differences, traffic_differences, work_differences
 from autopar.testing.findings import Finding, Kind
 from autopar.testing.load import load
+from autopar.testing.mean import Mean
 from autopar.testing.recorder import Recorder
 from autopar.testing.tasks import TASKS, Task
 from autopar.testing.training import (
@@ -152,12 +153,12 @@ class Rank:
         self._see("rounding", case, look)
 
     def _feedback(self, task: Task, use: Use, case: str) -> None:
-        """A step of SGD is what was sent, times its rate; states hold what was not."""
+        """A step of SGD is what was sent, times its rate; states hold what was not, or it is nothing in the mean."""
 
         def look() -> str | None:
             n, rank = self.group.world_size, self.group.rank
             program = self._program(task, use, "plain", SAMPLES["unequal"][rank])
-            alike, kept = Rendezvous(self.group), dict[str, torch.Tensor]()
+            alike, kept, mean = Rendezvous(self.group), dict[str, torch.Tensor](), Mean()
             for step in range(STEPS):
                 with program.gathered():
                     before = {k: p.detach().clone() for k, p in program.model.named_parameters()}
@@ -169,6 +170,9 @@ class Rank:
                     sent = (p - state["model"][name]) / LEARNING_RATE
                     given = expected[name] + earlier.get(name, 0.0)
                     some |= bool(sent.any()) or not bool(given.any())
+                    if use.remainder != "kept":
+                        mean.add(sent, given)
+                        continue
                     off = float((sent + kept[name] - given).abs().max())
                     if off > KEPT * max(1.0, float(given.abs().max())):
                         return f"step {step}, '{name}': what was sent and what is kept are {off:.1e} off the gradient"
@@ -177,7 +181,7 @@ class Rank:
                 bits = digest_of(state["model"])
                 if len(set(alike.exchange(f"parameters of step {step}", bits))) > 1:
                     return f"step {step}: ranks have different parameters"
-            return None
+            return mean.biased() if use.remainder == "none in the mean" else None
 
         self._see("feedback", case, look)
 

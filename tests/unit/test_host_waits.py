@@ -29,10 +29,12 @@ TASK = TASKS["classes"]  # has a table, a linear layer and a head
 WAITS = {
     "class_sharded_head": "samples of each rank",
     "column_parallel_linear": "samples of each rank",
+    "qsgd": "how often it has drawn at random",
     "row_sharded_table": "rows that are looked up",
     "sharded_parameters": "whether all ranks are at their last micro-batch",
     "sparse_rows": "rows that are looked up",
     "sufficient_factors": "rows of each rank's factors",
+    "terngrad": "how often it has drawn at random",
 }
 """Strategies whose steps read something on the host, and what. To be shorter."""
 ON_THE_HOST = {"summation_servers"}
