@@ -272,6 +272,8 @@ class BaseProgram:
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         """A capture that was lowered, before its graphs are written."""
         assert graph.joint is not None
+        for name in (key for kind, key in graph.joint.inputs if kind == "buffer" and key not in self._buffers):
+            self._unchanged.know_buffer(str(name))
         return Compiled(graph, program, shared_buffers(graph.joint, self._group))
 
     def _target(self) -> Target:
