@@ -17,11 +17,13 @@ from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.random_k import RandomK
 from autopar.strategies.row_sharded_table import RowShardedTable
 from autopar.strategies.sharded_parameters import ShardedParameters
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
 from autopar.strategies.summation_servers import SummationServers
+from autopar.strategies.top_k import TopK
 
 __all__ = [
     "STRATEGIES",
@@ -37,12 +39,14 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "RandomK",
     "RowShardedTable",
     "ShardedParameters",
     "SparseRows",
     "Strategy",
     "SufficientFactors",
     "SummationServers",
+    "TopK",
     "register",
     "strategy_named",
 ]
@@ -56,11 +60,13 @@ STRATEGIES: dict[str, Strategy] = {
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),
+        RandomK(),
         RowShardedTable(),
         ShardedParameters(),
         SparseRows(),
         SufficientFactors(),
         SummationServers(),
+        TopK(),
     )
 }
 
