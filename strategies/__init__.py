@@ -13,6 +13,7 @@ from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.column_parallel_linear import ColumnParallelLinear
+from autopar.strategies.dgc import DGC
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
@@ -26,6 +27,7 @@ from autopar.strategies.summation_servers import SummationServers
 from autopar.strategies.top_k import TopK
 
 __all__ = [
+    "DGC",
     "STRATEGIES",
     "AllReduce",
     "Call",
@@ -57,6 +59,7 @@ STRATEGIES: dict[str, Strategy] = {
         AllReduce(),
         ClassShardedHead(),
         ColumnParallelLinear(),
+        DGC(),
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),

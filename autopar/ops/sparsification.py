@@ -6,6 +6,7 @@ behind it. Which are chosen is known to all ranks, so that their values are summ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
+from autopar.ops.gradients import MEMBER_START
 from autopar.ops.layouts import REPLICATE, unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 
@@ -44,7 +46,36 @@ class Accumulate(Operation):
         return call.bytes if call.inputs[1].dtype != call.dtype else 0
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(accumulate, (*map(site.value_of, call.inputs), self.decay)[: len(call.inputs) + 1])
+        return site.call(accumulate, (*map(site.value_of, call.inputs), *([self.decay] if call.inputs[2:] else ())))
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum(Operation):
+    """Multiplies a state, its first input, with `decay`, and adds the gradients, its second, of one rank alone; its
+    value is that."""
+
+    name = "momentum"
+    reads_members = False
+    decay: float
+
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype)
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        state = call.inputs[0].bytes
+        return copied(4 * state + (1 + 2 * self._is_narrow(call)) * call.bytes, 2 + MEMBER_START * len(call.members))
+
+    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
+        return call.bytes if self._is_narrow(call) else None
+
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        return call.inputs[0].bytes if self._is_narrow(call) else 0
+
+    def write(self, site: Site, call: Call) -> Any:
+        return site.call(with_momentum, (*map(site.value_of, call.inputs), self.decay))
+
+    def _is_narrow(self, call: Call) -> bool:
+        return call.dtype != call.inputs[0].dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +204,22 @@ def chunks_of(elements: int, chunk: int) -> int:
 
 
 def accumulate(
-    state: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | float = 0.0, decay: float = 0.0
+    state: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | None = None, decay: float = 0.0
 ) -> torch.Tensor:
     """Changes `state`, and `momentum` where there is one, in place."""
-    if isinstance(momentum, torch.Tensor):
+    if momentum is not None:
         value = momentum.mul_(decay).add_(value)
     return state.add_(value)
+
+
+def with_momentum(momentum: torch.Tensor, gradients: Sequence[torch.Tensor], decay: float) -> list[torch.Tensor]:
+    """Changes `momentum` in place."""
+    if not gradients:
+        return []
+    parts = momentum.mul_(decay).split([g.numel() for g in gradients])
+    views = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
+    torch._foreach_add_(views, list(gradients))
+    return [view.to(g.dtype) for view, g in zip(views, gradients, strict=True)]
 
 
 def chunk_norms(flat: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -188,7 +188,9 @@ class _Place:
 def _places(call: Call, parameters: Mapping[str, nn.Parameter]) -> list[_Place]:
     group, found = call.owner_group, list[_Place]()
     if call.elements != group.elements:
-        return [_Place(", ".join(str(m.slice) for m in group.members), 0, call.elements, (call.elements,))]
+        # With a comma behind one name alone: it is not what there is of that parameter.
+        name = ", ".join(str(m.slice) for m in group.members) + "," * (len(group.members) == 1)
+        return [_Place(name, 0, call.elements, (call.elements,))]
     for member in group.members:
         begin, shape = found[-1].end if found else 0, tuple(parameters[member.slice.name].shape)
         found.append(_Place(member.slice.name, begin, begin + member.elements, shape, member.slice))

@@ -22,6 +22,8 @@ class Use:
     plan: Plan
     fidelity: Fidelity
     wire: str
+    training: str = "sgd"
+    """Of the trainings with SGD, the name of the first that the strategy takes."""
 
 
 SERVERS = ("server-0", "server-1")
