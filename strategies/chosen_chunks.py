@@ -1,10 +1,10 @@
 """What sparsification has in common: all ranks send the same few chunks of their gradients, and keep the rest.
 
 Each rank adds its gradients to its residual. All ranks choose the same `density` of its chunks, so that an all-reduce
-sums their values as they are; what is not sent stays in the residual, in float32 or wider, and is looked at again in the
-next step (error feedback: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018). Whatever chooses, the chunks that
-are left behind have at most (1 - density) of the squared norm over all ranks, or have in the mean: that is what error
-feedback needs.
+sums their values as they are; what is not sent stays in the residual, in float32 or wider, and may be sent in a later
+step (error feedback: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018). The chunks that are left behind have at
+most (1 - density) of the squared norm, summed over ranks, where they are chosen by norm, and have it in the mean where
+they are drawn: choosing is contractive, which error feedback needs.
 """
 
 from __future__ import annotations

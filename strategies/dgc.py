@@ -1,14 +1,14 @@
 """Deep Gradient Compression: top-k of what momentum has made of the gradients, accumulated on each rank.
 
 Each rank keeps a momentum u and a sum v, and sends the chunks of v that are largest over all ranks, as `top_k` does:
-u = m u + g, v = v + u (momentum correction), and both become zero where v was sent (momentum factor masking): Lin et al.,
-"Deep Gradient Compression", ICLR 2018. An optimizer's own momentum would go on with what was sent late, so it must have
-none: `torch.optim.SGD` without momentum, and the coefficient here. On one rank, which sends nothing, this is SGD with
-momentum. Their other means are the plan's: warm-up is `from_step`, before which gradients are summed whole and updated with
-as the optimizer does it, without momentum; clipping is of the sum that is updated with, where theirs is of each rank's
-gradients, by the norm over sqrt(n).
+u = m u + g, v = v + u (momentum correction), and both become zero where v was sent (momentum factor masking; Lin et
+al., "Deep Gradient Compression", ICLR 2018). An optimizer's own momentum would go on with what was sent late, so it must
+have none: `torch.optim.SGD` without momentum, and the coefficient here. On one rank, which sends nothing, this is SGD
+with momentum. The paper's other means are the plan's: warm-up is `from_step`, before which gradients are summed whole,
+and the optimizer has no momentum; clipping is of the sum that is updated with, where the paper's is of each rank's
+gradients, to the norm over sqrt(n).
 
-Bytes and passes are those of `top_k`, with one more pass, and twice the memory. It wins where `top_k` does, under SGD with
+It sends what `top_k` sends, computes one more pass, and keeps twice as much. It wins where `top_k` does, under SGD with
 momentum, at densities so small that an element waits for as long as momentum lasts.
 """
 

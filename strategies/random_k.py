@@ -1,9 +1,9 @@
 """Random-k: all ranks send the same chunks of their gradients, drawn at random; an all-reduce.
 
-Ranks draw from the count of their steps, so that they agree without a word, and a run that is resumed goes on as it would
-have. What is drawn is sent as it is, and what is not stays in each rank's own residual (Stich et al., "Sparsified SGD
-with Memory", NeurIPS 2018): multiplied with 1/density, as it would be to be unbiased, it has a variance with which
-error feedback diverges.
+Ranks draw from the count of their steps, so that they agree without a word, and a run that is resumed goes on as it
+would have. What is drawn is sent as it is, and what is not stays in each rank's own residual (Stich et al., "Sparsified
+SGD with Memory", NeurIPS 2018). Multiplied with 1/density it would be unbiased, and of a variance with which error
+feedback diverges.
 
 Each rank sends 2 (n-1)/n w density E bytes, of E elements of w bytes: at 1 %, 1/100 of an all-reduce. It is the
 cheapest to compute of what sends so little, and each element waits 1/density steps in the mean: it wins where the

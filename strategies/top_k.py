@@ -1,14 +1,13 @@
-"""Top-k: all ranks send the chunks of their gradients that are largest, by the sum of their squared norms; an all-reduce.
+"""Top-k: all ranks send the chunks of their gradients that are largest, by their squared norms, summed over ranks.
 
-Which these are, an all-reduce of one float32 a chunk finds out; values are then summed where all ranks have them, so
-that no indices are sent, and the union does not grow with the number of ranks, as it does where each rank chooses for
-itself. What is not sent stays in each rank's own residual (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018;
-chunks: Shi et al., "A Convergence Analysis of Distributed SGD with Communication-Efficient Gradient Sparsification",
-IJCAI 2019, choose for all ranks alike, too).
+Which these are, an all-reduce of one float32 a chunk finds out; another one sums their values, which all ranks have in
+the same places. So no indices are sent, and the union does not grow with the number of ranks, as it does where each
+rank chooses for itself. What is not sent stays in each rank's own residual (Stich et al., "Sparsified SGD with Memory",
+NeurIPS 2018; chunks that all ranks choose alike: "Beyond Throughput and Compression Ratios", arXiv:2407.01378).
 
-Each rank sends 2 (n-1)/n (4 E/chunk + w density E) bytes, of E elements of w bytes: at the defaults, for float32, 1/39 of
-an all-reduce. It costs two passes over the gradients, and a residual of their size; two collectives follow one another.
-It wins where the network is slow and gradients are large and concentrated: large layers, 1 Gbit/s or less.
+Each rank sends 2 (n-1)/n (4 E/chunk + w density E) bytes, of E elements of w bytes: at the defaults, for float32, 1/39
+of an all-reduce. It costs two passes over the gradients, and a residual of their size; two collectives follow one
+another. It wins where the network is slow and gradients are large and concentrated: large layers, 1 Gbit/s or less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operations of sparsification: few chunks of what ranks keep are sent, the same on all ranks, and nothing of the rest.
+"""The operations of sparsification: few chunks of what ranks keep are sent, the same on all ranks.
 
 A chunk is `chunk` consecutive elements of the group's flat value; the last one may have fewer, and is sent with zeros
 behind it. Which are chosen is known to all ranks, so that their values are summed as they are, without indices.
@@ -24,8 +24,8 @@ INDEX = "int64"
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Operation):
-    """Adds a value, its second input, to a state, its first; with a momentum, its third, that is multiplied with `decay`
-    and grows by the value before, and is what is added. Its value is the state."""
+    """Adds a value, its second input, to a state, its first, which is its own value. A momentum, its third, is first
+    multiplied with `decay`, the value is added to it, and the sum is added to the state."""
 
     name = "accumulate"
     reads_members = False
@@ -216,7 +216,7 @@ def with_momentum(momentum: torch.Tensor, gradients: Sequence[torch.Tensor], dec
     """Changes `momentum` in place."""
     if not gradients:
         return []
-    parts = momentum.mul_(decay).split([g.numel() for g in gradients])
+    parts = torch.split(momentum.mul_(decay), [g.numel() for g in gradients])
     views = [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
     torch._foreach_add_(views, list(gradients))
     return [view.to(g.dtype) for view, g in zip(views, gradients, strict=True)]
@@ -225,7 +225,7 @@ def with_momentum(momentum: torch.Tensor, gradients: Sequence[torch.Tensor], dec
 def chunk_norms(flat: torch.Tensor, chunk: int) -> torch.Tensor:
     """float32 [chunks]."""
     body, rest = _rows(flat, chunk)
-    found = torch.linalg.vector_norm(body, dim=1)
+    found: torch.Tensor = torch.linalg.vector_norm(body, dim=1)
     if len(rest):
         found = torch.cat([found, torch.linalg.vector_norm(rest).view(1)])
     return found.square_().float()
@@ -248,8 +248,8 @@ def random_chunks(step_count: torch.Tensor, chunks: int, count: int) -> torch.Te
 
 
 def mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers of 32 bits, hashed: a permutation of them in which they are in no order (Mueller's hash, of multiplications
-    and shifts; its constant is below 2^31, so that products of 63 bits hold them)."""
+    """Numbers of 32 bits, hashed: a permutation of all of them (Mueller's hash, of shifts and of products that 63 bits
+    hold)."""
     for _ in range(2):
         numbers = ((numbers >> 16) ^ numbers) * 0x45D9F3B & 0xFFFFFFFF
     return (numbers >> 16) ^ numbers
@@ -275,7 +275,8 @@ def spread_chunks(flat: torch.Tensor, values: torch.Tensor, chosen: torch.Tensor
 
 
 def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Of numbers of 32 bits, where the largest are; of equal ones the first, as no two keys are equal that are looked at."""
+    """Where the largest of some numbers of 32 bits are, ascending; of equal ones the first: their places tell them
+    apart."""
     places = torch.arange(len(keys) - 1, -1, -1, device=keys.device)
     return torch.topk((keys << 31) | places, count, sorted=False).indices.sort().values
 

@@ -25,8 +25,7 @@ class State(Operation):
     replicated, sharded or owned stays the value that it is. Of `Partial` only the sum means something: it is kept, and
     each rank begins with an equal part of it. What is `Varying` begins again with zeros.
 
-    With a `momentum`, it is one: that part of it joins the gradients in each step, beside which it is nothing that is kept
-    for later.
+    With `momentum`, it is one: that part of it joins the gradients in each step, and none of it is kept for later.
     """
 
     name = "state"

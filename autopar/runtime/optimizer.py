@@ -349,7 +349,11 @@ def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
 def is_plain_sgd(optimizer: Optimizer | None) -> bool | None:
     """Whether the optimizer is SGD without momentum, by its settings now; `None` where there is none yet."""
     each = () if optimizer is None else each_of(optimizer)
-    return all(type(o) is torch.optim.SGD and not any(g["momentum"] for g in o.param_groups) for o in each) if each else None
+    return (
+        all(type(o) is torch.optim.SGD and not any(g["momentum"] for g in o.param_groups) for o in each)
+        if each
+        else None
+    )
 
 
 def without_wrong_kernels(optimizer: Optimizer) -> None:
