@@ -1,12 +1,12 @@
 """Deep Gradient Compression: top-k of what momentum has made of the gradients, accumulated on each rank.
 
 Each rank keeps a momentum u and a sum v, and sends the chunks of v that are largest over all ranks, as `top_k` does:
-u = m u + g, v = v + u (momentum correction), and both become zero where v was sent (momentum factor masking; Lin et
-al., "Deep Gradient Compression", ICLR 2018). An optimizer's own momentum would go on with what was sent late, so it must
-have none: `torch.optim.SGD` without momentum, and the coefficient here. On one rank, which sends nothing, this is SGD
-with momentum. The paper's other means are the plan's: warm-up is `from_step`, before which gradients are summed whole,
-and the optimizer has no momentum; clipping is of the sum that is updated with, where the paper's is of each rank's
-gradients, to the norm over sqrt(n).
+u = m u + g, v = v + u (momentum correction), and both become zero where v was sent (momentum factor masking;
+Lin et al., "Deep Gradient Compression", ICLR 2018). An optimizer's own momentum would go on with what was sent late, so
+it must have none: `torch.optim.SGD` without momentum, and the coefficient here. On one rank, which sends nothing, this
+is SGD with momentum, and so it is before the plan's `from_step`, the warm-up: all ranks' u are summed whole, and each
+rank goes on from its own. Clipping is of the sum that is updated with, where the paper's is of each rank's gradients,
+to the norm over sqrt(n).
 
 It sends what `top_k` sends, computes one more pass, and keeps twice as much. It wins where `top_k` does, under SGD with
 momentum, at densities so small that an element waits for as long as momentum lasts.
@@ -22,6 +22,7 @@ from autopar.ops.base import Call
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.sparsification import Accumulate, Momentum
+from autopar.ops.state import Recall
 from autopar.strategies.base import Options
 from autopar.strategies.chosen_chunks import ChunkOptions, wide
 from autopar.strategies.emitter import Emitter
@@ -37,6 +38,7 @@ class DGC(TopK):
     name = "dgc"
     summary = "accumulate momentum on each rank, and sum its largest chunks over all ranks (Deep Gradient Compression)"
     options_type = DGCOptions
+    warms_up = True
 
     def applies(self, member: Member, context: Context) -> str | None:
         if context.has_optimizer and context.plain_sgd is False:
@@ -49,11 +51,15 @@ class DGC(TopK):
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, DGCOptions)
-        if emit.world_size > 1:
+        if emit.world_size == 1:
+            momentum = self._momentum(group, options, emit)
+            emit.update(emit.emit(Momentum(options.momentum), group, [momentum, emit.pack(group)]), group)
+        elif group.moment.doing == "plain":
+            momentum = self._momentum(group, options, emit)
+            grown = emit.emit(Accumulate(options.momentum), group, [momentum, emit.pack(group)])
+            emit.update(emit.wait(emit.all_reduce(emit.emit(Recall(group.dtype), group, [grown]))), group)
+        else:
             super().lower(group, options, emit)
-            return
-        momentum = self._momentum(group, options, emit)
-        emit.update(emit.emit(Momentum(options.momentum), group, [momentum, emit.pack(group)]), group)
 
     def states(self, group: Group, options: ChunkOptions, emit: Emitter) -> list[Call]:
         return [*super().states(group, options, emit), self._momentum(group, options, emit)]
@@ -61,7 +67,8 @@ class DGC(TopK):
     def accumulated(self, gradients: Call, kept: Sequence[Call], options: ChunkOptions, emit: Emitter) -> Call:
         assert isinstance(options, DGCOptions)
         residual, momentum = kept
-        return emit.emit(Accumulate(options.momentum), gradients.owner_group, [residual, gradients, momentum])
+        grown = emit.emit(Accumulate(options.momentum), gradients.owner_group, [momentum, gradients])
+        return emit.emit(Accumulate(), gradients.owner_group, [residual, grown])
 
     def _momentum(self, group: Group, options: ChunkOptions, emit: Emitter) -> Call:
         assert isinstance(options, DGCOptions)

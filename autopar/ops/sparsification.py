@@ -24,20 +24,19 @@ INDEX = "int64"
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Operation):
-    """Adds a value, its second input, to a state, its first, which is its own value. A momentum, its third, is first
-    multiplied with `decay`, the value is added to it, and the sum is added to the state."""
+    """Multiplies a state, its first input, with `decay`, and adds its second; its value is the state."""
 
     name = "accumulate"
     reads_members = False
-    decay: float = 0.0
+    decay: float = 1.0
 
     def value(self, at: Emission) -> Value:
         state = at.inputs[0].made
         return Value(state.elements, state.dtype, unsummed(at.world_size))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        state, value, *momentum = call.inputs
-        return copied(2 * state.bytes + value.bytes + 5 * sum(m.bytes for m in momentum), 1 + 2 * len(momentum))
+        decays = self.decay != 1
+        return copied(2 * (1 + decays) * call.bytes + call.inputs[1].bytes, 1 + decays)
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return None
@@ -46,13 +45,12 @@ class Accumulate(Operation):
         return call.bytes if call.inputs[1].dtype != call.dtype else 0
 
     def write(self, site: Site, call: Call) -> Any:
-        return site.call(accumulate, (*map(site.value_of, call.inputs), *([self.decay] if call.inputs[2:] else ())))
+        return site.call(accumulate, (*map(site.value_of, call.inputs), self.decay))
 
 
 @dataclass(frozen=True, slots=True)
 class Momentum(Operation):
-    """Multiplies a state, its first input, with `decay`, and adds the gradients, its second, of one rank alone; its
-    value is that."""
+    """The same on one rank, where gradients are not packed: its value is updated with."""
 
     name = "momentum"
     reads_members = False
@@ -203,13 +201,9 @@ def chunks_of(elements: int, chunk: int) -> int:
     return -(-elements // chunk)
 
 
-def accumulate(
-    state: torch.Tensor, value: torch.Tensor, momentum: torch.Tensor | None = None, decay: float = 0.0
-) -> torch.Tensor:
-    """Changes `state`, and `momentum` where there is one, in place."""
-    if momentum is not None:
-        value = momentum.mul_(decay).add_(value)
-    return state.add_(value)
+def accumulate(state: torch.Tensor, value: torch.Tensor, decay: float) -> torch.Tensor:
+    """Changes `state` in place."""
+    return (state if decay == 1 else state.mul_(decay)).add_(value)
 
 
 def with_momentum(momentum: torch.Tensor, gradients: Sequence[torch.Tensor], decay: float) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ _TRIED = 4
 def adds_up(group: Group) -> bool:
     """Whether a group's own gradients must be found again in what it updates with and keeps, in this step."""
     doing = group.moment.doing
-    return doing == "delayed" or (doing == "synchronize" and group.label not in ("exact", "rounded"))
+    return doing == "delayed" or (doing in ("synchronize", "plain") and group.label not in ("exact", "rounded"))
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,13 @@ class _Kept:
     """Of what this rank holds of it."""
 
     @property
+    def is_momentum(self) -> bool:
+        return self.call.op.momentum is not None
+
+    @property
     def is_residual(self) -> bool:
         """Whether each rank has its own part of a sum, which is what a residual is, unless it is a momentum."""
-        return isinstance(self.call.layout, Partial) and self.call.op.momentum is None
+        return isinstance(self.call.layout, Partial) and not self.is_momentum
 
     @property
     def is_own_residual(self) -> bool:
@@ -104,7 +108,7 @@ class Feedback:
         ]
         best = min(tried, key=lambda off: max(off.values(), default=0.0))
         loses = group.label not in ("exact", "rounded")
-        if max(best.values(), default=0.0) > 1 and loses and not any(k.is_own_residual for k in kept):
+        if max(best.values(), default=0.0) > 1 and loses and not any(k.is_own_residual or k.is_momentum for k in kept):
             return self._unseen(
                 group, "it keeps no residual, a state of its elements of which ranks have parts of a sum"
             )
@@ -229,7 +233,7 @@ def _size(row: Row, value: torch.Tensor, held: float) -> float:
 def _choices(kept: Sequence[_Kept]) -> Iterator[tuple[Call, ...]]:
     """Which states are what was not sent: all of which ranks have parts of a sum, and of the others none, some or all,
     for a strategy may also keep what is not (a momentum that it does not say it is, say)."""
-    kept = [k for k in kept if k.call.op.momentum is None]
+    kept = [k for k in kept if not k.is_momentum]
     residuals, others = [k.call for k in kept if k.is_residual], [k.call for k in kept if not k.is_residual]
     counts = range(len(others) + 1) if len(others) <= _TRIED else (0, len(others))
     for some in chain.from_iterable(combinations(others, n) for n in counts):
