@@ -66,7 +66,8 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in trained(model).values() if p.dim() > 1]
     rest = [p for p in trained(model).values() if p.dim() <= 1]
-    return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}], lr=1e-3)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, lr=1e-3)
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,8 @@ def wrong(rank: int, n: int) -> dict[str, str]:
         return accumulate(state, value, decay if decay == 1 else decay + 0.1)
 
     said, inside = {}, vars(sparsification)
-    take, accumulate = inside["take_chunks"], inside["accumulate"]
+    take: Callable[..., torch.Tensor] = inside["take_chunks"]
+    accumulate: Callable[..., torch.Tensor] = inside["accumulate"]
     faults = {"more": ("take_chunks", more), "twice": ("take_chunks", twice), "another": ("accumulate", another)}
     for fault, (name, function) in faults.items():
         for method in ("dgc",) if name == "accumulate" else ("top_k", "dgc"):

@@ -174,7 +174,7 @@ def _program(optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> autopar
     [
         lambda m: torch.optim.AdamW(m.parameters()),
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
-        lambda m: torch.optim.SGD([{"params": [m.weight]}, {"params": [m.bias], "momentum": 0.5}], lr=0.1),
+        lambda m: torch.optim.SGD([{"params": [m.weight], "momentum": 0.5}, {"params": [m.bias], "lr": 1.0}], lr=0.1),
     ],
 )
 def test_dgc_refuses_momentum_beside_its_own(optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
