@@ -307,6 +307,57 @@ def losses(rank: int, n: int, method: str) -> list[float]:
     return [float(program.step(batch(step % 2, rank, 4))) for step in range(60)]
 
 
+class Sometimes(nn.Module):
+    """With a part that is used as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.always, self.once = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.uses = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.always(x)
+        return found + self.once(x) if self.uses else found
+
+
+def unused_later(rank: int, n: int, method: str) -> float:
+    """How far what is kept of gradients that came once is from arriving, of a model that runs eagerly: what all ranks
+    have moved by, and keep, is the first gradient."""
+    model, eager = Sometimes().double(), Sometimes().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    draws = [torch.Generator().manual_seed(r) for r in range(n)]
+    data = [torch.randn(4, 6, generator=draw, dtype=torch.float64) for draw in draws]
+    plan = autopar.plan(
+        model,
+        autopar.ClusterSpec.local(n),
+        strategy=method,
+        fidelity="compressed",
+        example_inputs=(data[rank], data[rank]),
+        loss_fn=F.mse_loss,
+        capture="never",
+    )
+    options = {"density": 0.2, "chunk": CHUNK}
+    plan = plan.model_copy(update={"groups": tuple(g.model_copy(update={"options": options}) for g in plan.groups)})
+    program = autopar.optimize(
+        model,
+        plan=plan,
+        optimizer=optimizer,
+        example_inputs=(data[rank], data[rank]),
+        loss_fn=F.mse_loss,
+        capture="never",
+        check="always",
+    )
+    expected = torch.autograd.grad(F.mse_loss(eager(torch.cat(data)), torch.cat(data)), eager.once.weight)[0]
+    for step in range(6):
+        model.uses = step == 0
+        program.step((data[rank], data[rank]))
+    kept = program.state_dict()["state"]["residual"]["once.weight"]
+    moved = eager.once.weight.detach() - model.once.weight.detach()
+    assert bool((moved != 0).sum() > 36 * 0.4), "nothing has arrived later"
+    return float((moved + kept - expected).abs().max())
+
+
 def wrong(rank: int, n: int) -> dict[str, str]:
     """What the proof says where a tenth too much is sent, where what is sent is kept as well, and where momentum is
     another than is said."""
@@ -350,5 +401,6 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
             found[f"loaded {method}"] = loaded(rank, n, folder, method)
     if n == 2:
         found["wrong"] = wrong(rank, n)
+        found["unused"] = [unused_later(rank, n, method) for method in ("top_k", "random_k")]
         found["losses"] = {method: losses(rank, n, method) for method in ("all_reduce", *METHODS)}
     return found

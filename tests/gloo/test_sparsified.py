@@ -39,6 +39,11 @@ def test_a_run_goes_on_from_what_it_has_saved(method: str, found: Mapping[int, l
         assert of_rank[f"loaded {method}"] == pytest.approx(before, rel=1e-9, abs=1e-12)
 
 
+def test_what_is_kept_arrives_where_a_step_has_no_gradient(found: Mapping[int, list[dict[str, Any]]]) -> None:
+    for of_rank in found[2]:
+        assert max(of_rank["unused"]) < 1e-12
+
+
 def test_faults_are_found(found: Mapping[int, list[dict[str, Any]]]) -> None:
     for of_rank in found[2]:
         said = of_rank["wrong"]
