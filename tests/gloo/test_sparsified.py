@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.gloo.chosen_chunks import METHODS, cases
 from tests.gloo.ranks import run_worlds
-from tests.gloo.sparsified import METHODS, cases, everything
+from tests.gloo.sparsified import everything
 
 LAST = {"top_k": 0.44111524, "random_k": 0.61872655, "dgc": 0.46183245}
 """The loss of step 60, on two ranks."""
@@ -37,6 +38,10 @@ def test_a_run_goes_on_from_what_it_has_saved(method: str, found: Mapping[int, l
     assert before == found[2][1][f"saved {method}"] and any(before.values())
     for of_rank in found[3]:
         assert of_rank[f"loaded {method}"] == pytest.approx(before, rel=1e-9, abs=1e-12)
+
+
+def test_odd_parameters(found: Mapping[int, list[dict[str, Any]]]) -> None:
+    assert found[2][0]["odd"] == found[2][1]["odd"]
 
 
 def test_what_is_kept_arrives_where_a_step_has_no_gradient(found: Mapping[int, list[dict[str, Any]]]) -> None:
