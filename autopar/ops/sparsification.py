@@ -206,8 +206,12 @@ def accumulate(state: torch.Tensor, value: torch.Tensor, decay: float) -> torch.
     return (state if decay == 1 else state.mul_(decay)).add_(value)
 
 
-def with_momentum(momentum: torch.Tensor, gradients: Sequence[torch.Tensor], decay: float) -> list[torch.Tensor]:
-    """Changes `momentum` in place."""
+def with_momentum(
+    momentum: torch.Tensor, gradients: torch.Tensor | Sequence[torch.Tensor], decay: float
+) -> torch.Tensor | list[torch.Tensor]:
+    """Changes `momentum` in place. `gradients`: of each parameter, or, where they were held back, flat."""
+    if isinstance(gradients, torch.Tensor):
+        return accumulate(momentum, gradients, decay).to(gradients.dtype)
     if not gradients:
         return []
     parts = torch.split(momentum.mul_(decay), [g.numel() for g in gradients])

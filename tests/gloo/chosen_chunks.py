@@ -86,7 +86,7 @@ def cases(method: str, n: int) -> list[Case]:
     scheduled = Case(method, sgd if plain else adamw, sizes=(2, 2, 2, 2), schedules=True)
     warmed = Case(method, sgd if plain else momentum, micro=True, timing=(("from_step", 3),))
     late = Case(method, sgd, timing=(("delay", 1), ("from_step", 2)))
-    return {1: [warmed], 2: [clipped, warmed], 3: [clipped, late], 4: [scheduled]}[n]
+    return {1: [warmed, clipped, late], 2: [clipped, warmed], 3: [clipped, late], 4: [scheduled]}[n]
 
 
 def parts(names: Sequence[str]) -> list[list[str]]:

@@ -155,6 +155,7 @@ def test_momentum_on_one_rank() -> None:
     again = with_momentum(kept, gradients, 0.5)
     assert [g.tolist() for g in again] == [[[1.5, 1.5], [1.5, 1.5]], [3.0, 3.0, 3.0]]
     assert with_momentum(torch.zeros(0), [], 0.5) == []
+    assert torch.equal(with_momentum(kept, torch.ones(7), 0.0), torch.ones(7))  # type: ignore[arg-type]
 
 
 BATCH = torch.ones(2, 4), torch.zeros(2, 3)
