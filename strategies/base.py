@@ -56,6 +56,9 @@ class Strategy(ABC):
     """Its settings."""
     spreads: ClassVar[bool] = False
     """Whether parameters live on one rank each between steps, so that the model cannot run by itself then."""
+    warms_up: ClassVar[bool] = False
+    """Whether it also lowers a group whose `from_step` has not come, as `group.moment.doing == "plain"` says; else a
+    plain all-reduce stands in for it."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""

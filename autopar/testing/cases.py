@@ -24,6 +24,8 @@ class Use:
     fidelity: Fidelity
     wire: str
     remainder: Remainder
+    training: str = "sgd"
+    """Of the trainings with SGD, the name of the first that the strategy takes."""
 
 
 SERVERS = ("server-0", "server-1")

@@ -29,6 +29,11 @@ PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
         ("partitioned_parameter_server", ("inner.bias",), {}),
     ],
     "gathered": [("sharded_parameters", NAMES, {})],
+    "sparsified": [
+        ("top_k", ("table.weight", "inner.bias"), {"density": 0.1}),
+        ("random_k", ("inner.weight",), {"density": 0.1, "chunk": 7}),
+        ("dgc", ("head.weight", "head.bias"), {"chunk": 10}),
+    ],
     "timed": [
         ("all_reduce", ("table.weight", "inner.bias"), {"every": 2}),
         ("partitioned_parameter_server", ("inner.weight",), {"delay": 2}),
