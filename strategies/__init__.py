@@ -17,6 +17,7 @@ from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.power_sgd import PowerSGD
 from autopar.strategies.row_sharded_table import RowShardedTable
 from autopar.strategies.sharded_parameters import ShardedParameters
 from autopar.strategies.sparse_rows import SparseRows
@@ -37,6 +38,7 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "PowerSGD",
     "RowShardedTable",
     "ShardedParameters",
     "SparseRows",
@@ -56,6 +58,7 @@ STRATEGIES: dict[str, Strategy] = {
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),
+        PowerSGD(),
         RowShardedTable(),
         ShardedParameters(),
         SparseRows(),
