@@ -11,7 +11,7 @@ the global batch, plus its residual.
 3. Every rank updates its replica with P Q^T, the sum of what each has taken off its M_r.
 4. In the next step left and right change places: P is orthonormalised, Q_r = M_r^T P is summed, and so on.
 
-Factors begin as a matrix that is drawn with a fixed seed. Whenever one is orthonormalised, 1e-6 of that matrix is added
+Factors begin as a matrix that is drawn with a fixed seed. Whenever one is orthonormalised, 1e-4 of that matrix is added
 to it, relative to its largest element, so that no column stays empty for ever (`autopar.ops.power_iteration`). Factors
 and residuals are float32, or float64 as the parameters. Members whose larger factor is not at least `min_compression`
 times smaller than they are, as all that have less than two dimensions, are sent whole, beside the factors. Replicas are

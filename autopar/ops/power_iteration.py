@@ -20,10 +20,10 @@ from torch import nn
 
 START_SEED = 2008_01425
 """Of the matrix that factors begin with; any number does."""
-START_SHARE = 1e-6
+START_SHARE = 1e-4
 """How much of the start matrix is added to a factor, relative to its largest element, before it is orthonormalised: a
-column that is empty, or depends on the others, becomes one that no gradient is orthogonal to. Far above the rounding
-of float32, far below what changes an approximation."""
+column that is empty, or depends on the others, becomes one that no gradient is orthogonal to. That is far above the
+rounding of float32, so that rounding does not choose a column, and far below what changes an approximation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,17 @@ def start_matrix(length: int, rank: int) -> torch.Tensor:
 
 def orthonormal(factors: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """[..., length, rank]: orthonormal columns that span nearly what the factors' columns do, and something wherever
-    these are zero. Equal for equal input, on machines of one kind. What is not finite comes out as NaN."""
+    these are zero, as Gram and Schmidt find them. Equal for equal input, on machines of one kind. What is not finite
+    comes out as NaN."""
     tiny = torch.finfo(factors.dtype).tiny
     scaled = factors / factors.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     scaled += START_SHARE * start
     if scaled.shape[-1] == 1:
         return F.normalize(scaled, dim=-2, eps=0.0)
-    found: torch.Tensor = torch.linalg.qr(scaled).Q
+    q, r = torch.linalg.qr(scaled)
+    found: torch.Tensor = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1, 1).unsqueeze(
+        -2
+    )  # libraries' signs vary
     return found
 
 
