@@ -188,7 +188,7 @@ class PowerIteration(nn.Module):
         for matrix, given, made in self._sides(factors, sent, turn):
             own = matrix.of(residual).t() if matrix.gives_left(turn) else matrix.of(residual)
             torch.mm(own, given, out=made)
-            own.addmm_(made, given.t(), alpha=-1)
+            torch.addmm(own, made, given.t(), alpha=-1, out=own)
         rest = [residual[start:stop] for start, stop in of.whole]
         if rest:
             torch._foreach_copy_(self._whole(sent), rest)

@@ -29,6 +29,10 @@ PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
         ("partitioned_parameter_server", ("inner.bias",), {}),
     ],
     "gathered": [("sharded_parameters", NAMES, {})],
+    "compressed": [
+        ("power_sgd", ("table.weight", "inner.bias", "head.weight"), {"rank": 2}),
+        ("power_sgd", ("inner.weight", "head.bias"), {}),
+    ],
     "timed": [
         ("all_reduce", ("table.weight", "inner.bias"), {"every": 2}),
         ("partitioned_parameter_server", ("inner.weight",), {"delay": 2}),

@@ -9,7 +9,7 @@ import pytest
 from tests.gloo import power_sgd
 from tests.gloo.ranks import run_ranks, run_worlds
 
-PINNED = 0.0
+PINNED = 0.0210726632
 """The last loss of a tiny training on two ranks."""
 
 
