@@ -63,7 +63,8 @@ Groups = Sequence[tuple[int, tuple[Member, ...]]]
 """The rank of each group, and its members."""
 GROUPS: Groups = (
     (2, whole("scale", "hidden.weight", "embed.weight", "idle", "none")),
-    (1, whole("conv.weight", "conv.bias", "back.weight", "hidden.bias")),
+    (1, whole("conv.weight", "conv.bias", "hidden.bias")),
+    (1, whole("back.weight")),
 )
 SLICES: Groups = (
     (1, (("hidden.weight", 1, 0, 3), ("embed.weight", 0, 0, 4), *whole("scale", "idle", "none"))),
