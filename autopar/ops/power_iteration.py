@@ -63,8 +63,8 @@ class Factor:
     length: int
 
     def of(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """[length, rank]: its elements."""
-        return flat[self.start : self.start + self.length * rank].view(self.length, rank)
+        """[rank, length], a column in each row, for BLAS is quicker so: its elements."""
+        return flat[self.start : self.start + rank * self.length].view(rank, self.length)
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,16 @@ def start_matrix(length: int, rank: int) -> torch.Tensor:
 
 
 def orthonormal(factors: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """[..., length, rank]: orthonormal columns that span nearly what the factors' columns do, and something wherever
-    these are zero, as Gram and Schmidt find them. Equal for equal input, on machines of one kind. What is not finite
-    comes out as NaN."""
+    """[..., rank, length]: orthonormal rows that span nearly what the factors' rows do, and something wherever these
+    are zero, as Gram and Schmidt find them. They are equal for equal input, on machines of one kind. What is not finite
+    comes out as NaN. `start`: [rank, length]."""
     tiny = torch.finfo(factors.dtype).tiny
     scaled = factors / factors.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
     scaled += START_SHARE * start
-    if scaled.shape[-1] == 1:
-        return F.normalize(scaled, dim=-2, eps=0.0)
-    q, r = torch.linalg.qr(scaled)
-    found: torch.Tensor = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1, 1).unsqueeze(
-        -2
-    )  # libraries' signs vary
+    if scaled.shape[-2] == 1:
+        return F.normalize(scaled, dim=-1, eps=0.0)
+    q, r = torch.linalg.qr(scaled.mT)
+    found: torch.Tensor = q.mT * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1, 1).unsqueeze(-1)  # signs vary
     return found
 
 
@@ -171,7 +169,7 @@ class PowerIteration(nn.Module):
         super().__init__()
         self.of = of
         longest = max(f.length for factors in of.factors for f in factors)
-        self._start = start_matrix(longest, of.rank).to(device, dtype)
+        self._start = start_matrix(longest, of.rank).t().contiguous().to(device, dtype)
         self._turn, self._version = 0, -1
 
     def encode(
@@ -186,9 +184,10 @@ class PowerIteration(nn.Module):
         sent = residual.new_empty(of.factor_elements + of.whole_elements)
         sent[of.used_elements(turn + 1) : of.factor_elements].zero_()
         for matrix, given, made in self._sides(factors, sent, turn):
-            own = matrix.of(residual).t() if matrix.gives_left(turn) else matrix.of(residual)
-            torch.mm(own, given, out=made)
-            torch.addmm(own, made, given.t(), alpha=-1, out=own)
+            own, from_left = matrix.of(residual), matrix.gives_left(turn)
+            torch.mm(given, own if from_left else own.t(), out=made)
+            left, right = (given, made) if from_left else (made, given)
+            torch.addmm(own, left.t(), right, alpha=-1, out=own)
         rest = [residual[start:stop] for start, stop in of.whole]
         if rest:
             torch._foreach_copy_(self._whole(sent), rest)
@@ -205,9 +204,9 @@ class PowerIteration(nn.Module):
         for matrix, given, made in self._sides(factors, summed, turn):
             left, right = (given, made) if matrix.gives_left(turn) else (made, given)
             if found.dtype == summed.dtype:
-                torch.mm(left, right.t(), out=matrix.of(found))
+                torch.mm(left.t(), right, out=matrix.of(found))
             else:
-                matrix.of(found).copy_(torch.mm(left, right.t()))
+                matrix.of(found).copy_(torch.mm(left.t(), right))
         if of.whole:
             torch._foreach_copy_([found[start:stop] for start, stop in of.whole], self._whole(summed))
         factors.copy_(summed[: of.factor_elements])
@@ -225,8 +224,8 @@ class PowerIteration(nn.Module):
     def _orthonormalise(self, factors: torch.Tensor, turn: int) -> None:
         rank = self.of.rank
         for start, count, length in self.of.alike(turn):
-            some = factors[start : start + count * length * rank].view(count, length, rank)
-            some.copy_(orthonormal(some, self._start[:length]))
+            some = factors[start : start + count * length * rank].view(count, rank, length)
+            some.copy_(orthonormal(some, self._start[:, :length]))
 
     def _sides(
         self, given: torch.Tensor, summed: torch.Tensor, turn: int

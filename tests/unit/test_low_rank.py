@@ -109,8 +109,8 @@ def test_zeros_give_zeros_and_no_factor_stays_at_zero() -> None:
 def test_a_factor_of_too_few_directions_becomes_orthonormal() -> None:
     one = torch.randn(9, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for factors in (torch.zeros(9, 3, dtype=torch.float64), one.expand(9, 3), one * torch.tensor([1.0, 0.0, 1e-200])):
-        q = orthonormal(factors.clone()[None], start_matrix(9, 3))[0]
-        assert torch.allclose(q.t() @ q, torch.eye(3, dtype=torch.float64), atol=1e-12)
+        q = orthonormal(factors.t()[None], start_matrix(9, 3).t())[0]
+        assert torch.allclose(q @ q.t(), torch.eye(3, dtype=torch.float64), atol=1e-12)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
