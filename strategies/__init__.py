@@ -18,6 +18,7 @@ from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.power_sgd import PowerSGD
 from autopar.strategies.qsgd import Qsgd
 from autopar.strategies.quantized import Quantized
 from autopar.strategies.random_k import RandomK
@@ -45,6 +46,7 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "PowerSGD",
     "Qsgd",
     "Quantized",
     "RandomK",
@@ -74,6 +76,7 @@ STRATEGIES: dict[str, Strategy] = {
         Qsgd(),
         Quantized(),
         RandomK(),
+        PowerSGD(),
         RowShardedTable(),
         ScaledSign(),
         ShardedParameters(),

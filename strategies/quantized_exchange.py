@@ -17,7 +17,7 @@ from autopar.ops.group import Group, Member
 from autopar.ops.layouts import REPLICATE, Shard
 from autopar.ops.quantized import DecodeSum, EncodeGradients, SumAndEncode, part_elements, wide_dtype
 from autopar.ops.quantizers import Quantizer
-from autopar.ops.rounds import ROUNDS, CountRounds
+from autopar.ops.step_count import STEP_COUNT, CountSteps
 from autopar.spec.plan import Fidelity
 from autopar.strategies.base import Options, Remainder, Strategy
 from autopar.strategies.emitter import Emitter
@@ -52,7 +52,7 @@ class QuantizedExchange(Strategy):
             return
         quantizer, in_parts = self.quantizer(options), self.exchange(options) == "parts"
         wide, kept = wide_dtype(group.dtype), quantizer.is_contractive
-        also = [_rounds(group, emit)] if quantizer.stochastic else []
+        also = [_step_count(group, emit)] if quantizer.stochastic else []
         residual = [emit.state(group, "residual", dtype=wide)] if kept else []
         inputs = [emit.pack(group), *also, *residual]
         messages = emit.emit(EncodeGradients(quantizer, kept, in_parts), group, inputs)
@@ -65,7 +65,7 @@ class QuantizedExchange(Strategy):
         emit.update(emit.emit(DecodeSum(quantizer, in_parts, wide), group, [gathered]), group)
 
 
-def _rounds(group: Group, emit: Emitter) -> Call:
+def _step_count(group: Group, emit: Emitter) -> Call:
     """How often the group has synchronized."""
-    state = emit.state(group, ROUNDS, layout=REPLICATE, elements=1, dtype="int64")
-    return emit.emit(CountRounds(), group, [state])
+    state = emit.state(group, STEP_COUNT, layout=REPLICATE, elements=1, dtype="int64")
+    return emit.emit(CountSteps(), group, [state])

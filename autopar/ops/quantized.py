@@ -13,7 +13,7 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group
 from autopar.ops.layouts import Shard
 from autopar.ops.quantizers import Quantizer
-from autopar.ops.rounds import generator_of
+from autopar.ops.step_count import generator_of
 from autopar.ops.values import Setting, Value, Work
 
 Fields = tuple[Any, ...]
@@ -35,7 +35,7 @@ def part_elements(elements: int, ranks: int, block: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Coded(Operation):
-    """Codes numbers: of a rank's gradients, or of a part of the sum. `inputs` ends with the number of rounds where
+    """Codes numbers: of a rank's gradients, or of a part of the sum. `inputs` ends with the number of steps where
     rounding is stochastic, and with the residual where what is lost is kept: it is overwritten."""
 
     quantizer: Quantizer
@@ -53,7 +53,7 @@ class _Coded(Operation):
         return blocks * q.block * width + q.passing_bytes(blocks, width)
 
     def _extras(self, site: Site, inputs: Sequence[Call]) -> tuple[Any, Any]:
-        """The residual and the rounds; `None` for what is not there."""
+        """The residual and the number of steps; `None` for what is not there."""
         values = [site.value_of(i) for i in inputs]
         residual = values.pop() if self.keeps_lost else None
         return residual, values.pop() if values else None
@@ -87,10 +87,10 @@ class EncodeGradients(_Coded):
 
     def write(self, site: Site, call: Call) -> Any:
         n, stream = site.world_size, _stream(call.owner_group, site.rank, 0)
-        residual, rounds = self._extras(site, call.inputs[1:])
+        residual, step_count = self._extras(site, call.inputs[1:])
         blocks = self.blocks(call.inputs[0].elements, n)
         found = site.call(
-            encode, (site.value_of(call.inputs[0]), residual, rounds, astuple(self.quantizer), blocks, stream)
+            encode, (site.value_of(call.inputs[0]), residual, step_count, astuple(self.quantizer), blocks, stream)
         )
         each = blocks // n * self.quantizer.row_bytes
         return [found, [each] * n, [each] * n] if self.in_parts else found
@@ -127,12 +127,14 @@ class SumAndEncode(_Coded):
         return 2 * blocks * self.quantizer.block * width + self._coding_bytes(blocks, width)
 
     def write(self, site: Site, call: Call) -> Any:
-        residual, rounds = self._extras(site, call.inputs[1:])
+        residual, step_count = self._extras(site, call.inputs[1:])
         elements, n = call.owner_group.elements, site.world_size
         own = part_elements(elements, n, self.quantizer.block)[site.rank]
         stream, dtype = _stream(call.owner_group, site.rank, 1), getattr(torch, self.wide)
         messages = site.value_of(call.inputs[0])
-        return site.call(sum_and_encode, (messages, residual, rounds, astuple(self.quantizer), n, own, stream, dtype))
+        return site.call(
+            sum_and_encode, (messages, residual, step_count, astuple(self.quantizer), n, own, stream, dtype)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class DecodeSum(Operation):
 def encode(
     gradient: torch.Tensor,
     residual: torch.Tensor | None,
-    rounds: torch.Tensor | None,
+    step_count: torch.Tensor | None,
     quantizer: Fields,
     blocks: int,
     stream: int,
@@ -182,13 +184,13 @@ def encode(
         x = residual.add_(gradient)
     else:
         x = gradient.to(getattr(torch, wide_dtype(str(gradient.dtype).removeprefix("torch."))))
-    return _encode(x, residual, rounds, Quantizer(*quantizer), blocks, stream)
+    return _encode(x, residual, step_count, Quantizer(*quantizer), blocks, stream)
 
 
 def sum_and_encode(
     messages: torch.Tensor,
     residual: torch.Tensor | None,
-    rounds: torch.Tensor | None,
+    step_count: torch.Tensor | None,
     quantizer: Fields,
     ranks: int,
     elements: int,
@@ -200,7 +202,7 @@ def sum_and_encode(
     x = total.view(-1)[:elements]
     if residual is not None:
         x = residual.add_(x)
-    return _encode(x, residual, rounds, Quantizer(*quantizer), len(total), stream)
+    return _encode(x, residual, step_count, Quantizer(*quantizer), len(total), stream)
 
 
 def decode_sum(
@@ -213,13 +215,13 @@ def decode_sum(
 def _encode(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    rounds: torch.Tensor | None,
+    step_count: torch.Tensor | None,
     quantizer: Quantizer,
     blocks: int,
     stream: int,
 ) -> torch.Tensor:
     filled = torch.nn.functional.pad(x, (0, blocks * quantizer.block - len(x))).view(blocks, quantizer.block)
-    generator = None if rounds is None else generator_of(rounds, stream, x.device)
+    generator = None if step_count is None else generator_of(step_count, stream, x.device)
     message = quantizer.encode(filled, len(x), generator)
     if residual is not None:
         residual -= quantizer.decode(message, x.dtype).view(-1)[: len(x)]

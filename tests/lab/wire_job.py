@@ -81,7 +81,7 @@ def bytes_of_plans(n: int, graph: TrainingGraph) -> dict[str, dict[str, int]]:
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.01)
         program = Program(mine, plan, group, optimizer, Settings(WIDE.loss_fn), context)
         program.adopt(graph, batch)
-        seen, declared, _ = seen_and_declared(program, batch)
+        seen, declared = seen_and_declared(program, batch)
         found[name] = {"seen": seen, "declared": declared}
     return found
 

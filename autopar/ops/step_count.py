@@ -11,15 +11,15 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group
 from autopar.ops.values import Bytes, Setting, Value
 
-ROUNDS = "rounds"
+STEP_COUNT = "step_count"
 """What the state is called."""
 
 
 @dataclass(frozen=True, slots=True)
-class CountRounds(Operation):
+class CountSteps(Operation):
     """Adds one to a state, its input, which is its value."""
 
-    name = "count_rounds"
+    name = "count_steps"
     reads_members = False
 
     def behind(self, group: Group) -> int:
@@ -35,13 +35,13 @@ class CountRounds(Operation):
         return site.call(count, (site.value_of(call.inputs[0]),))
 
 
-def count(rounds: torch.Tensor) -> torch.Tensor:
+def count(steps: torch.Tensor) -> torch.Tensor:
     """Counts one more, in place."""
-    return rounds.add_(1)
+    return steps.add_(1)
 
 
-def generator_of(rounds: torch.Tensor, stream: int, device: torch.device) -> torch.Generator:
-    """Draws what is drawn in this round. `stream`: ranks and groups that are to draw other numbers have others."""
+def generator_of(steps: torch.Tensor, stream: int, device: torch.device) -> torch.Generator:
+    """Draws what is drawn in this step. `stream`: ranks and groups that are to draw other numbers have others."""
     # The multiplier is that of SplitMix64: seeds that are near each other lie far apart.
-    mixed = (int(rounds) * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9) % 2**63
+    mixed = (int(steps) * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9) % 2**63
     return torch.Generator(device).manual_seed(mixed)
