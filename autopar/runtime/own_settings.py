@@ -100,6 +100,14 @@ class OwnSettings:
                     _set(vars(self._of) if kind == "attributes" else self._of.state, name, value)
         self.begin()
 
+    def check_saved(self) -> None:
+        """Raises `OptimizerError` where a checkpoint would leave out what the optimizer keeps in its state."""
+        for key in _own_keys(self._of.state):
+            raise OptimizerError(
+                f"{self._name} keeps {key!r} in its state, which belongs to no parameter: a checkpoint does not hold "
+                "it. Keep it in the parameter groups (group['name'])"
+            )
+
     @property
     def _name(self) -> str:
         return type(self._of).__name__

@@ -41,6 +41,8 @@ class Parts:
         self._own = {one: OwnSettings(one) for one in each_of(optimizer)}
         self._users = [_UsersState(one) for one in self._own]
         self._parts: dict[int, Part] = {}
+        self._single: list[OptimizerPart] = []
+        """The same, of each of several optimizers."""
         self._places: dict[nn.Parameter, list[tuple[OptimizerPart, int, Fragment]]] = {}
         """Of each parameter of which this rank updates something: by what, and where it stands there."""
         self._is_ours = object()
@@ -55,6 +57,7 @@ class Parts:
                 state = self._optimizer.state.get(parameter)
                 if not isinstance(state, Elsewhere):
                     _give(one, place, fragment, state, parameter.shape)
+            self._single = list(dict.fromkeys(p for places in self._places.values() for p, _, _ in places))
             for users in self._users:
                 users.forget()
         return self._parts[index]
@@ -85,24 +88,30 @@ class Parts:
     def settle(self, loaded: bool = False) -> None:
         """Behind a step, and behind what has `loaded` state into the parts: has something stand in the user's optimizer
         for each state that is not whole on this rank."""
-        parts = {id(part): part for places in self._places.values() for part, _, _ in places}.values()
+        parts = self._single
         if not loaded and not any(p.has_written for p in parts) and not any(u.is_open for u in self._users):
             return
-        has_state = any(state for part in self._parts.values() for _, state in part.state())
+        states = {id(part): [bool(state) for _, state in part.state()] for part in parts}
+        has_any = any(map(any, states.values()))
         for users in self._users:
             for parameter in users.parameters:
-                if self._is_elsewhere(parameter):
-                    if has_state and not isinstance(users.of.state.get(parameter), Elsewhere):
-                        users.of.state[parameter] = Elsewhere(self._names[parameter], self._is_ours)
-                    elif loaded and not has_state:
-                        users.of.state.pop(parameter, None)
+                if not self._is_elsewhere(parameter):
+                    continue
+                places = self._places.get(parameter)
+                has_state = any(states[id(p)][i] for p, i, _ in places) if places else has_any
+                if has_state and not isinstance(users.of.state.get(parameter), Elsewhere):
+                    users.of.state[parameter] = Elsewhere(self._names[parameter], self._is_ours)
+                elif loaded and not has_state:
+                    users.of.state.pop(parameter, None)
             users.know(users.now())
             users.is_open = False
         for part in parts:
             part.has_written = False
 
     def catch_up(self) -> None:
-        """Between steps: takes over, and settles."""
+        """Before a checkpoint: takes over, and settles. Raises `OptimizerError` where something would be left out."""
+        for own in self._own.values():
+            own.check_saved()
         self.take_over()
         self.settle()
 
