@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from autopar.errors import OptimizerError
 from autopar.ops.fragments import Fragment
 from autopar.runtime.elsewhere import Elsewhere
+from autopar.runtime.initial_state import initial_state
 from autopar.runtime.joint_optimizer import each_of
 from autopar.runtime.joint_part import Part, part_of
 from autopar.runtime.optimizer import OptimizerPart
@@ -92,13 +93,13 @@ class Parts:
         if not loaded and not any(p.has_written for p in parts) and not any(u.is_open for u in self._users):
             return
         states = {id(part): [bool(state) for _, state in part.state()] for part in parts}
-        has_any = any(map(any, states.values()))
         for users in self._users:
-            for parameter in users.parameters:
-                if not self._is_elsewhere(parameter):
-                    continue
-                places = self._places.get(parameter)
-                has_state = any(states[id(p)][i] for p, i, _ in places) if places else has_any
+            settings = {p: group for group in users.of.param_groups for p in group["params"]}
+            for parameter in filter(self._is_elsewhere, users.parameters):
+                if places := self._places.get(parameter):
+                    has_state = any(states[id(part)][place] for part, place, _ in places)
+                else:  # on other ranks, if the optimizer keeps any
+                    has_state = initial_state(users.of, settings[parameter], parameter) != {}
                 if has_state and not isinstance(users.of.state.get(parameter), Elsewhere):
                     users.of.state[parameter] = Elsewhere(self._names[parameter], self._is_ours)
                 elif loaded and not has_state:
