@@ -55,10 +55,15 @@ class OwnSettings:
         of the group's parameters has."""
         self._in_place: str | None = None
         self._runs = 0
+        self._given: Changes = {}
+        """The user's optimizer's settings that belong to no group."""
+        self.begin()
 
     def begin(self) -> None:
         """Before a step of the program."""
         self._found, self._in_place, self._runs = {}, None, 0
+        if not self._changes_nothing:
+            self._given = _settings(self._of)
 
     def step(self, part: Optimizer) -> None:
         """Runs `part`, a copy of the optimizer, on its parameters that have a gradient. Raises `OptimizerError` where
@@ -73,13 +78,13 @@ class OwnSettings:
             )
         self._give(part)
         updates = [any(p.grad is not None for p in g["params"]) for g in part.param_groups]
-        inside = {name: _inside(v) for name, v in self._in_hand(part).items()}
+        inside = [(name, value, _inside(value)) for name, value in self._in_hand()]
         part.step()
         self._runs += 1
-        for name, value in self._in_hand(part).items():
-            if name in inside and inside[name][0] != _inside(value)[0]:
+        for name, value, before in inside:
+            if _inside(value)[0] != before[0]:
                 self._in_place = name
-        self._vote(-1, True, _changes(_settings(self._of), _settings(part)))
+        self._vote(-1, True, _changes(self._given, _settings(part)))
         for i, (mine, group) in enumerate(zip(part.param_groups, self._of.param_groups, strict=True)):
             self._vote(i, updates[i], _changes(_of_group(group), _of_group(mine)))
 
@@ -117,17 +122,15 @@ class OwnSettings:
         _make_alike(vars(part), vars(self._of), _MANAGED)
         for mine, group in zip(part.param_groups, self._of.param_groups, strict=True):
             _make_alike(mine, group, frozenset(["params"]))
-        own = _own_keys(self._of.state)
-        for key in _own_keys(part.state).keys() - own.keys():
+        for key in _own_keys(part.state):
             del part.state[key]
-        part.state.update(own)
+        part.state.update((key, value) for (kind, key), value in self._given.items() if kind == "state")
 
-    def _in_hand(self, part: Optimizer) -> dict[str, Any]:
-        """The settings that may change in place."""
-        found = {f"'{key}' of its {kind}": v for (kind, key), v in _settings(part).items() if not _is_constant(v)}
-        for group in part.param_groups:
-            found |= {f"'{k}' of a parameter group": v for k, v in _of_group(group).items() if not _is_constant(v)}
-        return found
+    def _in_hand(self) -> list[tuple[str, Any]]:
+        """The settings that may change in place, and what they are called."""
+        found = [(f"'{key}' of its {kind}", v) for (kind, key), v in self._given.items() if not _is_constant(v)]
+        groups = (_of_group(group) for group in self._of.param_groups)
+        return found + [(f"'{k}' of a parameter group", v) for g in groups for k, v in g.items() if not _is_constant(v)]
 
     def _vote(self, i: int, updates: bool, changed: Changes) -> None:
         before = self._found.get(i)

@@ -46,7 +46,7 @@ class Parts:
         """The same, of each of several optimizers."""
         self._places: dict[nn.Parameter, list[tuple[OptimizerPart, int, Fragment]]] = {}
         """Of each parameter of which this rank updates something: by what, and where it stands there."""
-        self._is_ours = object()
+        self._token = object()
 
     def of(self, index: int, fragments: tuple[Fragment, ...], unused: Callable[[], frozenset[str]]) -> Part:
         """The part of a sync group, by its index."""
@@ -75,7 +75,7 @@ class Parts:
             for parameter, state in users.others(now):
                 name = self._names.get(parameter)
                 if isinstance(state, Elsewhere):
-                    if name is not None and state.owner is not self._is_ours:
+                    if name is not None and not self._is_own(state):
                         raise OptimizerError(
                             f"the optimizer's state of '{name}' is with another program that was made of this "
                             "optimizer, in parts: load program.state_dict() of that one into this one, or drop the "
@@ -100,8 +100,8 @@ class Parts:
                     has_state = any(states[id(part)][place] for part, place, _ in places)
                 else:  # on other ranks, if the optimizer keeps any
                     has_state = initial_state(users.of, settings[parameter], parameter) != {}
-                if has_state and not isinstance(users.of.state.get(parameter), Elsewhere):
-                    users.of.state[parameter] = Elsewhere(self._names[parameter], self._is_ours)
+                if has_state and not self._is_own(users.of.state.get(parameter)):
+                    users.of.state[parameter] = Elsewhere(self._names[parameter], self._token)
                 elif loaded and not has_state:
                     users.of.state.pop(parameter, None)
             users.know(users.now())
@@ -125,6 +125,9 @@ class Parts:
         """Behind a run of a step. Raises `OptimizerError` as `OwnSettings.step` does."""
         for own in self._own.values():
             own.end(not was_skipped and not self._is_timed)
+
+    def _is_own(self, state: Any) -> bool:
+        return isinstance(state, Elsewhere) and state.owner is self._token
 
     def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has the state of a parameter in parts, or not at all. In a plan whose groups do not all
