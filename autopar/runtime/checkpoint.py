@@ -30,7 +30,7 @@ from autopar.errors import AutoparWarning, SpecError
 from autopar.runtime.checkpoint_checks import check_module, check_scale, check_settings, checked_state, digest
 from autopar.runtime.initial_state import initial_state, placeholder
 from autopar.runtime.joint_optimizer import apart, group_counts, of_group, of_parameter, together
-from autopar.runtime.optimizer import JointPart, OptimizerPart
+from autopar.runtime.joint_part import Part
 from autopar.runtime.pieces import Piece
 from autopar.runtime.process_group import Group, average, average_buffers
 from autopar.runtime.random import RandomStream
@@ -59,7 +59,7 @@ class Owner:
     """Whether the optimizer updates each element by itself."""
     random: RandomStream
     group: Group
-    parts: Sequence[OptimizerPart | JointPart]
+    parts: Sequence[Part]
     parameters: dict[str, nn.Parameter]
     buffers: Sequence[torch.Tensor]
     sharded: ShardedRows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import nn
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
 from autopar.ops.group import Group
-from autopar.runtime.optimizer import bare_copy, without_wrong_kernels
+from autopar.runtime.optimizer import without_wrong_kernels
+from autopar.runtime.own_settings import bare_copy, kept_settings
 from autopar.runtime.probes import PROJECTIONS, Probe, Seen
 from autopar.runtime.subject import Subject, summed
 
@@ -165,10 +166,17 @@ class Comparison:
         after: Mapping[str, torch.Tensor],
         states: Mapping[str, dict[str, Any]],
         gradients: Mapping[str, torch.Tensor],
+        settings: Callable[[], None],
     ) -> list[Difference]:
         """What differs in the sampled elements' values from what the optimizer makes of the gradients that were updated
-        with, which were compared for themselves."""
-        off = _off(stepped_elements(self.of, before, gradients, states), before, after)
+        with, which were compared for themselves. `settings` sets the optimizer's to those before the step."""
+        now = kept_settings(self.of.optimizer)
+        try:
+            settings()
+            stepped = stepped_elements(self.of, before, gradients, states)
+        finally:
+            now()
+        off = _off(stepped, before, after)
         return [Difference(f"the updated '{n}'", t) for n, t in off.items()]
 
 

@@ -2,7 +2,8 @@
 
 Each sync group gets a part of the optimizer: the same class and settings, over the group's fragments. Settings are
 read from the user's optimizer at every step, so learning-rate schedulers work on it as on any optimizer. Where this
-rank updates whole parameters, the state lives in the user's optimizer itself.
+rank updates whole parameters, the state lives in the user's optimizer itself; `autopar.runtime.parts` sees to it that
+what the user does to it there is done.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,8 @@ from autopar.errors import OptimizerError
 from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.context import Context
 from autopar.ops.fragments import Formed, Fragment
-from autopar.runtime.joint_optimizer import JointOptimizer, each_of, of_parameter
+from autopar.runtime.joint_optimizer import JointOptimizer, each_of
+from autopar.runtime.own_settings import OwnSettings, bare_copy
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, n)
@@ -136,21 +138,6 @@ def shown(setting: Any) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(setting))
 
 
-def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with its settings and groups, but without parameters or state."""
-    if isinstance(optimizer, JointOptimizer):
-        return JointOptimizer([bare_copy(o) for o in optimizer.each])
-    found = object.__new__(type(optimizer))
-    vars(found).update(vars(optimizer))  # copy.copy would leave out what a subclass has of its own
-    # What a learning-rate scheduler or a hook hung on the user's optimizer must not run once per copy.
-    found.__dict__.pop("step", None)
-    found._optimizer_step_pre_hooks = OrderedDict()
-    found._optimizer_step_post_hooks = OrderedDict()
-    found.state = defaultdict(dict)
-    found.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
-    return found
-
-
 class OptimizerPart:
     """The optimizer over some fragments: `step(gradients)` updates them in place."""
 
@@ -160,9 +147,12 @@ class OptimizerPart:
         parts: Sequence[Fragment],
         parameters: dict[str, nn.Parameter],
         unused: Callable[[], frozenset[str]] = frozenset,
+        own: OwnSettings | None = None,
     ) -> None:
-        """`unused`: parameters that have no gradient in this step, and are left as they are."""
+        """`unused`: parameters that have no gradient in this step, and are left as they are. `own`: what all parts of
+        this optimizer share."""
         self._unused = unused
+        self._own = OwnSettings(optimizer) if own is None else own
         self.fragments = tuple(parts)
         self._whole = optimizer
         self._looked = False
@@ -171,8 +161,18 @@ class OptimizerPart:
         of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
             self._part.param_groups[of[parameters[fragment.name]]]["params"].append(leaf)
-            if fragment.whole and leaf in optimizer.state:
-                self._part.state[leaf] = optimizer.state[leaf]
+        self._wholes = [leaf for leaf, fragment in zip(self._leaves, parts, strict=True) if fragment.whole]
+        self._known: list[Any] = []
+        """The state of each of these, as the user's optimizer has it."""
+        self._count = 0
+        """Of states that are there."""
+        self.has_written = True
+        """Whether there are other states, as objects, since this was set to be false."""
+
+    @property
+    def each(self) -> list[tuple[OptimizerPart, int]]:
+        """Of each fragment, its part and its place there."""
+        return [(self, i) for i in range(len(self.fragments))]
 
     def step(self, gradients: Sequence[Formed | None]) -> None:
         """Updates the fragments from gradients in their shapes: all at once, but those that are still to be formed one
@@ -195,14 +195,17 @@ class OptimizerPart:
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
             if not isinstance(gradient, torch.Tensor) and gradient is not None:
                 self._apply([leaf], [gradient()])
-        for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
-            if fragment.name in unused:
-                continue
-            if fragment.whole:
-                self._whole.state[leaf] = self._part.state[leaf]
-            elif not self._looked:
-                self._check_elementwise(leaf)
+        if not self._looked:
+            for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
+                if not fragment.whole:
+                    self._check_elementwise(leaf)
         self._looked = True
+        if not self._knows(now := self._now()):
+            for leaf, state in zip(self._wholes, now, strict=True):
+                _set(self._whole.state, leaf, state)
+            self._known, self.has_written = now, True
+        if len(self._part.state) != self._count:
+            self._count, self.has_written = len(self._part.state), True
 
     def _begins_late(self, group: dict[str, Any], formed: Sequence[bool]) -> bool:
         """Whether some parameters of a group get their first gradient after others did, for which PyTorch's fused SGD
@@ -215,7 +218,7 @@ class OptimizerPart:
 
     def _check_elementwise(self, leaf: torch.Tensor) -> None:
         """Raises `OptimizerError` where the state of a part of a parameter shows that elements depend on each other."""
-        for key, value in self._part.state[leaf].items():
+        for key, value in self._part.state.get(leaf, {}).items():
             if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
                 raise OptimizerError(
                     f"{type(self._whole).__name__} keeps '{key}' as {type(value).__name__}, which quantizes elements "
@@ -230,7 +233,7 @@ class OptimizerPart:
             # Fused kernels read gradients in the parameter's layout, as autograd would leave them.
             fits = gradient.is_sparse or gradient.stride() == leaf.stride()
             leaf.grad = gradient if fits else torch.empty_like(leaf).copy_(gradient)
-        self._part.step()
+        self._own.step(self._part)
         for leaf in leaves:
             leaf.grad = None
         for leaf, memory in strided:
@@ -248,92 +251,65 @@ class OptimizerPart:
 
     def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
         """The optimizer state of each fragment."""
-        return [(f, self._part.state[leaf]) for f, leaf in zip(self.fragments, self._leaves, strict=True)]
+        return [(f, self._part.state.get(leaf, {})) for f, leaf in zip(self.fragments, self._leaves, strict=True)]
 
     def kept_state(self) -> Callable[[], None]:
-        """Keeps the state as it is; what is returned puts it back."""
-        state = self._part.state
-        kept = [(leaf, copy.deepcopy(dict(state[leaf]))) for leaf in self._leaves if leaf in state]
+        """Keeps the state as it is; what is returned puts it back, into the memory where it was."""
+        kept = [_kept(self._part.state.get(leaf)) for leaf in self._leaves]
 
         def put_back() -> None:
-            for fragment, leaf in zip(self.fragments, self._leaves, strict=True):
-                for held in (self._part.state, *([self._whole.state] if fragment.whole else [])):
-                    held.pop(leaf, None)
-            for index, leaf in enumerate(self._leaves):
-                for of, state in kept:
-                    if of is leaf:
-                        self.load_state(index, copy.deepcopy(state))
+            for index, state in enumerate(kept):
+                self._set(index, state())
 
         return put_back
 
+    def take_state(self, index: int, state: dict[str, Any] | None) -> None:
+        """Sets the state of one fragment, `None` where it has none, which the user's optimizer has for it."""
+        _set(self._part.state, self._leaves[index], state)
+        self._known = []
+
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         """Sets the optimizer state of one fragment."""
-        leaf = self._leaves[index]
-        self._part.state[leaf] = state
+        self._set(index, state)
+
+    def _set(self, index: int, state: dict[str, Any] | None) -> None:
+        _set(self._part.state, leaf := self._leaves[index], state)
         if self.fragments[index].whole:
-            self._whole.state[leaf] = state
+            _set(self._whole.state, leaf, state)
+            self._known, self.has_written = [], True
+
+    def _now(self) -> list[Any]:
+        return list(map(self._part.state.get, self._wholes))
+
+    def _knows(self, states: Sequence[Any]) -> bool:
+        return len(states) == len(self._known) and all(map(is_, states, self._known))
 
 
-class JointPart:
-    """Several optimizers over some fragments: each is updated by the optimizer that holds its parameter."""
-
-    def __init__(
-        self,
-        optimizer: JointOptimizer,
-        parts: Sequence[Fragment],
-        parameters: dict[str, nn.Parameter],
-        unused: Callable[[], frozenset[str]] = frozenset,
-    ) -> None:
-        """`unused`: as of `OptimizerPart`."""
-        self.fragments = tuple(parts)
-        holders = [of_parameter(optimizer, parameters[f.name]) for f in parts]
-        self._places = [[i for i, h in enumerate(holders) if h is one] for one in optimizer.each]
-        self._parts = [
-            OptimizerPart(one, [parts[i] for i in places], parameters, unused)
-            for one, places in zip(optimizer.each, self._places, strict=True)
-        ]
-        self._at: dict[int, tuple[OptimizerPart, int]] = {}
-        """Of each fragment, its part and its place there."""
-        for part, places in zip(self._parts, self._places, strict=True):
-            self._at |= {i: (part, place) for place, i in enumerate(places)}
-
-    def step(self, gradients: Sequence[Formed]) -> None:
-        """Updates the fragments, as `OptimizerPart` does."""
-        for part, places in zip(self._parts, self._places, strict=True):
-            if places:
-                part.step([gradients[i] for i in places])
-
-    def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
-        """The optimizer state of each fragment."""
-        each = {part: part.state() for part in self._parts}
-        return [each[part][place] for part, place in (self._at[i] for i in range(len(self.fragments)))]
-
-    def kept_state(self) -> Callable[[], None]:
-        """Keeps the state as it is; what is returned puts it back."""
-        each = [part.kept_state() for part in self._parts]
-
-        def put_back() -> None:
-            for one in each:
-                one()
-
-        return put_back
-
-    def load_state(self, index: int, state: dict[str, Any]) -> None:
-        """Sets the optimizer state of one fragment."""
-        part, place = self._at[index]
-        part.load_state(place, state)
+def _set(of: Any, leaf: torch.Tensor, state: dict[str, Any] | None) -> None:
+    if state is None:
+        of.pop(leaf, None)
+    else:
+        of[leaf] = state
 
 
-def part_of(
-    optimizer: Optimizer,
-    parts: Sequence[Fragment],
-    parameters: dict[str, nn.Parameter],
-    unused: Callable[[], frozenset[str]] = frozenset,
-) -> OptimizerPart | JointPart:
-    """The optimizer, or each of several, over some fragments."""
-    if isinstance(optimizer, JointOptimizer):
-        return JointPart(optimizer, parts, parameters, unused)
-    return OptimizerPart(optimizer, parts, parameters, unused)
+def _kept(state: dict[str, Any] | None) -> Callable[[], dict[str, Any] | None]:
+    """Keeps a parameter's state; what is returned is the same object, with what it held then. Tensors hold it where
+    they are, as the user may have hold of them."""
+    if state is None:
+        return lambda: None
+    values = {k: (v, copy.deepcopy(v)) for k, v in state.items()}
+
+    def put_back() -> dict[str, Any]:
+        state.clear()
+        for key, (value, before) in values.items():
+            if type(value) is torch.Tensor:
+                with torch.no_grad():
+                    state[key] = value.copy_(before)
+            else:
+                state[key] = copy.deepcopy(before)
+        return state
+
+    return put_back
 
 
 def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:

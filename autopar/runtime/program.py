@@ -31,19 +31,19 @@ from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.gathering import gathered_sizes, gathering
 from autopar.runtime.gradient_norm import GradientNorms
 from autopar.runtime.joint_optimizer import each_of
+from autopar.runtime.joint_part import Part
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
 from autopar.runtime.loss_shares import LossShares
-from autopar.runtime.optimizer import JointPart, OptimizerPart, part_of
 from autopar.runtime.outputs import output_template
 from autopar.runtime.parameter_groups import ParameterGroups
+from autopar.runtime.parts import Parts
 from autopar.runtime.process_group import Group
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import Memory
 from autopar.runtime.snapshots import evaluated, snapshot
-from autopar.runtime.state import scatter_state
 from autopar.runtime.states import States
 from autopar.runtime.step_proof import StepProofs
 from autopar.runtime.step_result import Asked, StepResult
@@ -86,9 +86,9 @@ class Program(BaseProgram):
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
-        self._parts: dict[int, OptimizerPart | JointPart] = {}
+        self._is_timed = any(g.timing for g in plan.groups)
+        self._parts = Parts(optimizer, self._parameters, plan.groups, self._is_timed)
         self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._steps, self._since))
-        self._resumed = {n: dict(optimizer.state[p]) for p, n in self._names().items() if p in optimizer.state}
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
             check_scaled(self._parameters, plan, self._context)
@@ -131,7 +131,6 @@ class Program(BaseProgram):
             state=self._states.of,
         )
         self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
-        self._is_timed = any(g.timing for g in plan.groups)
         self._times = StepTimes(plan.own_prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
@@ -191,6 +190,7 @@ class Program(BaseProgram):
         self._sharded.check("step")
         self._memory.check(self._sharded.shards)
         self._unchanged.check()
+        self._parts.take_over()
         batches = [self._flat(b) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
         sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
@@ -215,6 +215,7 @@ class Program(BaseProgram):
             shares, is_first = partial(self._shares_of, compiled, batches, given), not self._has_stepped
             timed = compiled[-1].program.groups if self._is_timed else ()
             loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, is_first, timed)
+        self._parts.settle()
         if self._scale is not None:
             self._scale.update()
         self._steps, self._has_stepped = self._steps + 1, True
@@ -256,6 +257,7 @@ class Program(BaseProgram):
         """
         self.synchronize()
         self._same_settings.arrive()
+        self._parts.catch_up()
         return checkpoint.save(self._owner())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,6 +278,7 @@ class Program(BaseProgram):
         another one does not call it.
         """
         self.synchronize()
+        self._parts.catch_up()
         checkpoint_save.save(self._owner(), folder)
 
     def load(self, folder: str | Path) -> None:
@@ -290,8 +293,8 @@ class Program(BaseProgram):
         """Goes on behind a checkpoint that was loaded."""
         found, names = self._states.found, self._states.names
         there = [all(n in found for n in names(i) if n[0].startswith(HELD)) for i in range(len(self.plan.groups))]
-        self._steps, self._since = steps, [0 if complete else steps for complete in there]
-        self._resumed, self._loaded = {}, True
+        self._steps, self._since, self._loaded = steps, [0 if complete else steps for complete in there], True
+        self._parts.settle(loaded=True)
 
     def _owner(self) -> checkpoint.Owner:
         groups = zip(self.plan.groups, self._since, strict=True)
@@ -302,11 +305,11 @@ class Program(BaseProgram):
             loss_fn,
             self.optimizer,
             self._names(),
-            frozenset(m.name for g in self.plan.groups for m in g.members),
+            self._parts.updated,
             self._context.elementwise_update,
             self._random,
             self._group,
-            tuple(self._parts.values()),
+            self._parts.every(),
             self._parameters,
             tuple(self._buffers.values()),
             self._sharded,
@@ -364,25 +367,22 @@ class Program(BaseProgram):
         with self._sharded.traceable(), self._deferred.traceable():
             yield
 
-    def _part(self, index: int, parts: tuple[Fragment, ...]) -> OptimizerPart | JointPart:
-        if index not in self._parts:
-            unused = partial(self._unused.of, index)
-            self._parts[index] = part_of(self.optimizer, parts, self._parameters, unused)
-            if self._resumed:  # the optimizer came with state
-                scatter_state([self._parts[index]], self._resumed, self._parameters)
-        return self._parts[index]
+    def _part(self, index: int, parts: tuple[Fragment, ...]) -> Part:
+        return self._parts.of(index, parts, partial(self._unused.of, index))
 
     def _prove(self, compiled: Compiled, batch: Batch) -> None:
         self._proofs.capture(compiled, batch)
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
+            self._parts.begin()
             if self._eager is not None:
                 self._eager.begin()
             if len(batches) == 1:
                 loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
                 loss = self._runs.many(compiled, batches, originals)
+        self._parts.end(self._scale is not None and self._scale.skipped)
         self._unused.note()
         self._share_buffers(compiled[-1], f"step {self._steps}")
         return loss
@@ -397,4 +397,4 @@ class Program(BaseProgram):
     def _snapshot(self) -> Callable[[], None]:
         whole = [p.detach() for n, p in self._parameters.items() if n not in self._sharded.shards]
         tensors = [*self._buffers.values(), *self._sharded.shards.values(), *whole]
-        return snapshot(tensors, self._parts.values(), self._random, self._states, self.synchronize)
+        return snapshot(tensors, self.optimizer, self._parts.every(), self._random, self._states, self.synchronize)

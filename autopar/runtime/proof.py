@@ -30,10 +30,12 @@ from autopar.runtime.blame import blame, blame_feedback, blame_tracing, first_di
 from autopar.runtime.differences import Comparison, Difference, Expected, difference, times, tolerance_of
 from autopar.runtime.eager import backward, loss_of, without_trace
 from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.elsewhere import Elsewhere
 from autopar.runtime.feedback import KIND, Feedback
 from autopar.runtime.looks import Observers
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
+from autopar.runtime.own_settings import kept_settings
 from autopar.runtime.probes import Probe, Seen
 from autopar.runtime.subject import Subject, largest, summed
 from autopar.runtime.tracing import tracing_fault
@@ -86,7 +88,7 @@ class Proof:
         with of.gathered():
             expected = None if of.eager else self._eagerly()
             before, states = self._values(), self._states()
-        begin = of.snapshot()
+        begin, settings = of.snapshot(), kept_settings(of.optimizer)
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         own: list[tuple[Fragment, torch.Tensor, Seen]] = []
         feedback = Feedback(of)
@@ -117,7 +119,7 @@ class Proof:
                 compared -= {*still, *(n for n in compared if of.probes[n].piece.name in of.eager.written)}
                 found += [Difference(f"the updated '{n}'", math.inf) for n in still if not before[n].equal(after[n])]
             known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}
-            found += comparison.updates(before, after, known, gradients)
+            found += comparison.updates(before, after, known, gradients, settings)
         self._judge(found, comparison, how, begin)
         return loss
 
@@ -216,7 +218,8 @@ class Proof:
             return None
         for n, probe in of.probes.items():
             p = of.parameters[probe.piece.name]
-            found[n] = {k: _sampled(k, v, p, probe) for k, v in of.optimizer.state.get(p, {}).items()}
+            if not isinstance(state := of.optimizer.state.get(p, {}), Elsewhere):
+                found[n] = {k: _sampled(k, v, p, probe) for k, v in state.items()}
         return found
 
     def _judge(self, found: Sequence[Difference], comparison: Comparison, how: str, begin: Callable[[], None]) -> None:

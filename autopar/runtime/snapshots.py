@@ -7,24 +7,33 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from autopar.runtime.joint_part import Part
 from autopar.runtime.local_proof import copies
-from autopar.runtime.optimizer import JointPart, OptimizerPart
+from autopar.runtime.own_settings import kept_settings
 from autopar.runtime.random import RandomStream
 from autopar.runtime.states import States
 
 
 def snapshot(
     tensors: Iterable[torch.Tensor],
-    parts: Iterable[OptimizerPart | JointPart],
+    optimizer: Optimizer,
+    parts: Iterable[Part],
     random: RandomStream,
     states: States,
     synchronize: Callable[[], None],
 ) -> Callable[[], None]:
-    """Copies what a step changes: parameters and buffers, the optimizer's state, random numbers, what strategies keep;
-    what is returned puts that back. `synchronize`: receives parameters that are on their way."""
+    """Copies what a step changes: parameters and buffers, the optimizer's state and settings, random numbers, what
+    strategies keep; what is returned puts that back. `synchronize`: receives parameters that are on their way."""
     synchronize()
-    put_back = [copies(tensors), *(part.kept_state() for part in parts), random.kept(), states.kept()]
+    put_back = [
+        copies(tensors),
+        *(part.kept_state() for part in parts),
+        kept_settings(optimizer),
+        random.kept(),
+        states.kept(),
+    ]
 
     def back() -> None:
         synchronize()

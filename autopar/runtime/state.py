@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autopar.backends.collectives import may_fail
 from autopar.errors import OptimizerError
 from autopar.ops.fragments import Fragment
-from autopar.runtime.optimizer import JointPart, OptimizerPart
+from autopar.runtime.joint_part import Part
 from autopar.runtime.process_group import Group, Rendezvous, average
 
 State = dict[str, dict[str, Any]]
@@ -29,7 +29,7 @@ def cut_out(fragment: Fragment, key: str, value: torch.Tensor, into: torch.Tenso
 
 
 def gather_state(
-    parts: Iterable[OptimizerPart | JointPart],
+    parts: Iterable[Part],
     parameters: dict[str, torch.nn.Parameter],
     group: Group,
     local: Collection[str] = (),
@@ -149,7 +149,7 @@ def _from_all_ranks(
 
 
 def scatter_state(
-    parts: Iterable[OptimizerPart | JointPart],
+    parts: Iterable[Part],
     state: State,
     parameters: dict[str, torch.nn.Parameter],
     take: Take = cut_out,
@@ -158,14 +158,19 @@ def scatter_state(
     for part in parts:
         for index, fragment in enumerate(part.fragments):
             shape = parameters[fragment.name].shape
-            cut = {}
-            for key, value in state.get(fragment.name, {}).items():
-                if per_element(value, shape):  # as the fragment lies, which is how its first step would make it
-                    cut[key] = torch.empty_like(fragment.tensor, dtype=value.dtype)
-                    take(fragment, key, value, cut[key])
-                else:
-                    cut[key] = copy.deepcopy(value)
-            part.load_state(index, cut)
+            part.load_state(index, cut_state(fragment, state.get(fragment.name, {}), shape, take))
+
+
+def cut_state(fragment: Fragment, state: Mapping[str, Any], shape: torch.Size, take: Take = cut_out) -> dict[str, Any]:
+    """A fragment's part of the state of its whole parameter, which has this shape."""
+    cut = {}
+    for key, value in state.items():
+        if per_element(value, shape):  # as the fragment lies, which is how its first step would make it
+            cut[key] = torch.empty_like(fragment.tensor, dtype=value.dtype)
+            take(fragment, key, value, cut[key])
+        else:
+            cut[key] = copy.deepcopy(value)
+    return cut
 
 
 def differs_by_rank(value: Any) -> bool:
