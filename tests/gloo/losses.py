@@ -57,6 +57,11 @@ def squares(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(s[..., 0], t.double())
 
 
+def squeezed(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Of one sample, its graph shows a mean over elements."""
+    return (s[..., 0] - t.double()).squeeze().square().mean(-1).mean()
+
+
 CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "its mean": (lambda s, t: entropy(s, t).mean(), (2, 6)),
     "masked": (masked, (2, 6)),
@@ -67,6 +72,7 @@ CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "empty, cross-entropy": (entropy, (4, 0)),
     "empty, mse": (squares, (0, 3)),
     "contrastive": (contrastive, (2, 6)),
+    "units differ": (squeezed, (1, 5)),
     "two counts": (lambda s, t: entropy(s, t) + entropy(s, t, ignore_index=3), (2, 6)),
 }
 
