@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparWarning
 from autopar.ir.batch import Batch, inputs_and_target
 from autopar.ir.batch_weight import BatchWeight, UnreadWeight
+from autopar.runtime.compiled import Compiled
 from autopar.runtime.loss_findings import (
     ADVICE,
     Finding,
@@ -29,6 +30,7 @@ from autopar.runtime.loss_findings import (
     conclude,
     counts_differ,
     has_no_weight,
+    misfit,
     not_known,
     units_differ,
 )
@@ -90,15 +92,23 @@ class LossMeaning:
             count = torch.tensor(float(targets), dtype=torch.float64)
         return self._as_agreed(weight, batch, count).to(self._device)
 
-    def settle(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> None:
-        """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Later calls do
-        nothing. Warns on rank 0 where one weight a batch does not give the gradient of one process."""
+    def settle(self, captures: Sequence[Compiled], batches: Sequence[Batch], arrive: Callable[[], None]) -> None:
+        """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Warns on rank 0
+        where one weight a batch does not give the gradient of one process. Later calls look at what was captured since,
+        and ask no other rank. `arrive`: receives parameters that are on their way."""
+        new = [(c, b) for c, b in zip(captures, batches, strict=True) if not c.looked]
+        for c in captures:
+            c.looked = True
         if self._settled:
+            for c, b in new:
+                if not self._said and not c.joint.sums_over_ranks:
+                    arrive()
+                    self._look_again(c.weight, b)
             return
         self._settled = True
         # Of the batch with the most samples, a graph shows the most.
-        weight, batch = max(zip(weights, batches, strict=True), key=lambda each: each[1].size or 0)
-        mine = json.dumps(asdict(self.find(weight, batch)))
+        largest, batch = max(zip(captures, batches, strict=True), key=lambda each: each[1].size or 0)
+        mine = json.dumps(asdict(self.find(largest.weight, batch)))
         theirs = self._rendezvous.exchange("loss", mine)
         everyone = [Finding(**json.loads(text)) for text in theirs]
         found = [f for f in everyone if f.samples]
@@ -121,6 +131,16 @@ class LossMeaning:
         self._said = problem is not None
         if problem is not None and self._rendezvous.group.rank == 0:
             warnings.warn(problem, AutoparWarning, stacklevel=4)
+
+    def _look_again(self, weight: BatchWeight, batch: Batch) -> None:
+        """Looks at a batch for which the model was captured again, for something other than its sizes: a term of the
+        loss may have come since. Warns, on whichever rank sees it, where the loss is not what it counts as."""
+        if not self._fits(weight):
+            return  # said as it is weighed
+        problem = misfit([self.find(weight, batch)], self.is_sum, self.given is not None)
+        if problem is not None:
+            self._said = True
+            warnings.warn(problem, AutoparWarning, stacklevel=5)
 
     def find(self, weight: BatchWeight, batch: Batch) -> Finding:
         """Looks at a batch and its loss; asks no other rank."""

@@ -1,5 +1,5 @@
-"""Batches that count as others did, of whose shapes a graph shows less. Micro-batches of one process are weighed as those
-of several ranks are."""
+"""Batches that count as others did, of whose shapes a graph shows less; and losses that become others as training goes
+on. Micro-batches of one process are weighed as those of several ranks are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.ir.batch import Batch
+from autopar.ir.batch_weight import BatchWeight
 from autopar.runtime.loss_findings import Finding, PerSample, units_differ
+from autopar.runtime.loss_meaning import LossMeaning
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -70,6 +73,35 @@ def test_a_batch_of_one_sample_counts_as_one(loss: Loss, sizes: list[tuple[int, 
 def test_batches_of_one_size_are_as_before() -> None:
     distance, said = trained(F.mse_loss, [(1, 5), (3, 3), (1, 1)])
     assert distance <= 1e-12 and said == []
+
+
+class Warmup:
+    factor = 0.0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(output, target)
+        if self.factor:
+            loss = loss + self.factor * F.cosine_similarity(output[:, None], output[None], dim=-1).mean()
+        return loss
+
+
+def test_a_term_across_samples_is_seen_when_it_is_switched_on() -> None:
+    loss = Warmup()
+    distance, said = trained(loss, [(3, 3)] * 4, lambda step: setattr(loss, "factor", 1.0 if step >= 2 else 0.0))
+    assert distance > 1e-5 and len(said) == 1 and "is not the mean of what its parts lose" in said[0]
+
+
+def test_batches_of_other_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int | None] = []
+    find = LossMeaning.find
+
+    def counted(meaning: LossMeaning, weight: BatchWeight, batch: Batch) -> Finding:
+        looked.append(batch.size)
+        return find(meaning, weight, batch)
+
+    monkeypatch.setattr(LossMeaning, "find", counted)
+    trained(F.mse_loss, [(3, 3), (4, 2), (5, 1)])
+    assert looked == [3]
 
 
 def test_units_that_differ_are_named_with_their_ranks() -> None:
