@@ -118,6 +118,17 @@ def units_differ(everyone: Sequence[Finding]) -> str | None:
     )
 
 
+def units_differ_since(units: Sequence[str]) -> str:
+    """What is said where ranks have counted a step's batches in different units. `units`: by rank."""
+    (rank, unit), *others = ((r, u) for r, u in enumerate(units) if u)
+    other, another = next((r, u) for r, u in others if u != unit)
+    return (
+        f"the loss of this step is a mean over {unit} on rank {rank}, and over {another} on rank {other}, as far as "
+        "their graphs show: its gradient is not that of one process on the global batch. From the next step on, each "
+        f"rank's batch counts by its samples. {PASS_WEIGHT}"
+    )
+
+
 def agreed_ratios(found: Sequence[tuple[float | None, ...]]) -> tuple[float | None, ...] | None:
     """The ratios that all have; `None` where two differ."""
     if len({len(f) for f in found}) > 1:

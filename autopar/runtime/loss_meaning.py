@@ -33,6 +33,7 @@ from autopar.runtime.loss_findings import (
     misfit,
     not_known,
     units_differ,
+    units_differ_since,
 )
 from autopar.runtime.loss_probe import FEW, PartLosses, part_losses, part_of, samples_of, side_by_side
 from autopar.runtime.process_group import Rendezvous
@@ -67,6 +68,8 @@ class LossMeaning:
         """What ranks have agreed on, of a sum of means."""
         self._per_sample: PerSample | None = None
         self._said_per_sample = False
+        self._units = ""
+        """In which batches have counted last."""
 
     def take_as_sum(self) -> None:
         """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
@@ -132,6 +135,27 @@ class LossMeaning:
         if problem is not None and self._rendezvous.group.rank == 0:
             warnings.warn(problem, AutoparWarning, stacklevel=4)
 
+    def units(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> tuple[str, str]:
+        """In which units batches count, in words, for ranks to compare: on all ranks, as far as this one knows, and
+        those of a step; both are empty where units do not matter."""
+        if not self._settled or self._by_samples or self.is_sum or self.given is not None:
+            return "", ""
+        here = " and ".join(sorted({w.unit for w, b in zip(weights, batches, strict=True) if b.size}))
+        self._units = here or self._units
+        return self._units, here
+
+    def agree_again(self, units: Sequence[str]) -> None:
+        """Has batches count by their samples from the next step on, where ranks have counted in these units, and warns
+        on rank 0. By all ranks together; `units`: by rank, empty where its batches were."""
+        found = {u for u in units if u}
+        if len(found) == 1:
+            (self._units,) = found
+        if self._by_samples or len(found) < 2:
+            return
+        self._by_samples = self._said = True
+        if self._rendezvous.group.rank == 0:
+            warnings.warn(units_differ_since(units), AutoparWarning, stacklevel=2)
+
     def _look_again(self, weight: BatchWeight, batch: Batch) -> None:
         """Looks at a batch for which the model was captured again, for something other than its sizes: a term of the
         loss may have come since. Warns, on whichever rank sees it, where the loss is not what it counts as."""
@@ -184,9 +208,7 @@ class LossMeaning:
 
     def _per_sample_of(self, weight: BatchWeight, batch: Batch) -> float | None:
         """How many units a sample has, where a graph has shown it and the shapes of a batch give it."""
-        if isinstance(weight, UnreadWeight) or weight.counted is not None or batch.listed is not None:
-            return None
-        return float(self._of(weight, batch.tensors)) / (batch.size or 1)
+        return float(self._of(weight, batch.tensors)) / (batch.size or 1) if _by_shapes(weight, batch) else None
 
     def _unknown(self, weight: BatchWeight, batch: Batch, mean: bool | None, seen: str) -> str:
         """Why it is not known what a loss is a mean over that no graph shows; empty where a batch has shown it, or has
@@ -234,7 +256,7 @@ class LossMeaning:
     def _as_agreed(self, weight: BatchWeight, batch: Batch, count: torch.Tensor) -> torch.Tensor:
         """How much a batch counts, of which a graph has shown `count`: where it has shown too little, as the batches
         did on which ranks have agreed."""
-        if self._per_sample is None or self._per_sample_of(weight, batch) is None or not batch.size:
+        if self._per_sample is None or not _by_shapes(weight, batch) or not batch.size:
             return count
         agreed = self._per_sample.of(float(count), batch.size)
         if agreed == float(count):
@@ -272,6 +294,11 @@ class LossMeaning:
 def _is_unread(weight: BatchWeight) -> bool:
     """Whether the graph does not say what the loss is a mean over."""
     return isinstance(weight, UnreadWeight) or weight.problem is not None
+
+
+def _by_shapes(weight: BatchWeight, batch: Batch) -> bool:
+    """Whether a graph shows how much a batch counts, by its shapes alone."""
+    return not isinstance(weight, UnreadWeight) and weight.counted is None and batch.listed is None
 
 
 def _of_many_sizes(batch: Batch) -> str:

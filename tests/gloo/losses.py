@@ -141,6 +141,30 @@ def drop_in_module(rank: int, dtype: torch.dtype) -> float:
     return max(apart)
 
 
+class Switches:
+    """A mean over all words, and later over some."""
+
+    masked = False
+
+    def __call__(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return masked(s, t) if self.masked else entropy(s, t)
+
+
+def switched(rank: int, ranks: tuple[int, ...], sizes: tuple[int, int]) -> list[str]:
+    """What is said where the loss becomes another one on these ranks, in a step in which batches have these sizes."""
+    mine, loss = model(), Switches()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", autopar.AutoparWarning)
+        program = autopar.optimize(
+            mine, example_inputs=batch(rank, 6), loss_fn=loss, strategy="ddp", optimizer=optimizer
+        )
+        for step in range(4):
+            loss.masked = step >= 1 and rank in ranks
+            program.step(batch(rank, sizes[rank] if step == 1 else 6))
+    return [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
+
+
 def nothing_counts_in_16_bits(rank: int) -> bool:
     """Whether all parameters are finite after a step in bfloat16 to which one rank has nothing to add."""
     mine = model().bfloat16()
@@ -163,4 +187,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         ],
         "module": [drop_in_module(rank, torch.float64), drop_in_module(rank, torch.bfloat16)],
         "16 bits": nothing_counts_in_16_bits(rank),
+        "switched": [switched(rank, (0,), (6, 6)), switched(rank, (0, 1), (6, 6)), switched(rank, (0, 1), (0, 6))],
     }

@@ -39,6 +39,12 @@ def test_what_one_weight_cannot_say_is_said_once_on_rank_0(ranks: list[dict[str,
     assert ranks[1][name][2] == []
 
 
+def test_a_unit_that_changes_on_one_rank_alone_is_said_once(ranks: list[dict[str, Any]]) -> None:
+    on_one, on_both, while_one_is_empty = ranks[0]["switched"]
+    assert len(on_one) == 1 and "what the loss divides by on rank 0, and over targets" in on_one[0]
+    assert on_both == while_one_is_empty == [] and ranks[1]["switched"] == [[], [], []]
+
+
 def test_micro_batches_are_as_one_batch(ranks: list[dict[str, Any]]) -> None:
     assert all(max(found["micro-batches"]) <= 1e-12 for found in ranks)
 
