@@ -73,6 +73,15 @@ class Batch:
         """Of its tensors."""
         return shapes_of(self.tensors)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors, as a user would write them: `batch['mask']`, `batch[0]`."""
+        try:
+            paths, _ = pytree.tree_flatten_with_path(self.rebuild(self.tensors))
+        except ValueError:  # a container of the user's, registered without keys
+            return tuple(f"tensor {i} of the batch" for i in range(len(self.tensors)))
+        return tuple(f"batch{pytree.keystr(path)}" for path, leaf in paths if isinstance(leaf, torch.Tensor))
+
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors))

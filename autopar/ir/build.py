@@ -67,7 +67,7 @@ def training_graph(
     """
     joint = capture_joint(model, batch, loss_fn, mode, outputs, varying) if traced is None else traced.copied()
     joint = without_gradients(joint, trained_elsewhere(named_parameters(model, loss_fn), updated))
-    capture = Capture(mode, batch.size, recompute, batch.listed is not None)
+    capture = Capture(mode, batch.size, recompute, batch.listed is not None, batch.names)
     joint, done = run_passes(passes.before(), joint, capture)
     inputs = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     fingerprint = model_fingerprint(model, loss_fn)

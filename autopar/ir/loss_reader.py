@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,13 +48,16 @@ _NOT = ("bitwise_not", "logical_not")
 
 class Reader:
     """Finds what the loss of a graph is to its batch. `kinds`: of each placeholder, `parameter`, `buffer`, `batch` or
-    `tangent`. `samples`: in the batch, at least one."""
+    `tangent`. `samples`: in the batch, at least one. `names`: of the batch's tensors, for people."""
 
-    def __init__(self, kinds: dict[torch.fx.Node, str], samples: int) -> None:
+    def __init__(
+        self, kinds: dict[torch.fx.Node, str], samples: int, names: Mapping[torch.fx.Node, str] = MappingProxyType({})
+    ) -> None:
         sizes = {_val(n).shape[0] for n, kind in kinds.items() if kind == "batch" and _val(n).dim()}
         self.sizes = (samples, *sorted((n for n in sizes if n and n != samples), reverse=True))
         """How many samples there may be: other tensors than the first may know better, as offsets of bags do."""
         self.kinds = kinds
+        self.names = names
         self.by_model: set[torch.fx.Node] = set()
         """Nodes that depend on parameters or random numbers, and not on the batch and buffers alone."""
         self._values: dict[torch.fx.Node, Value] = {}
@@ -246,6 +250,8 @@ class Reader:
             return Rows(value.numel())
         if _is_random(node) and all(isinstance(self._values[i], Fixed) for i in node.all_input_nodes):
             return Fixed()
+        if node in self.names:
+            return Unknown(node, f"reads {self.names[node]}, which has no dimension of the samples")
         return Unknown(node, f"computes one value of the whole batch by '{_name(node) or node.name}'")
 
     def _has_samples(self, node: torch.fx.Node) -> bool:

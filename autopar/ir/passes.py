@@ -38,6 +38,8 @@ class Capture:
     recompute: Recompute = "none"
     listed: bool = False
     """Whether the batch lists its samples."""
+    names: tuple[str, ...] = ()
+    """Of the batch's tensors, for people."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,10 @@ def _on_graph(change: Callable[[torch.fx.Graph], None]) -> Callable[[JointGraph,
 
 def _read_weights(joint: JointGraph, capture: Capture) -> JointGraph:
     samples = capture.batch_size if capture.listed else None
-    weight = batch_weight(joint, capture.batch_size) if joint.sizes is None else of_sizes(joint, samples)
+    if joint.sizes is None:
+        weight = batch_weight(joint, capture.batch_size, capture.names)
+    else:
+        weight = of_sizes(joint, samples, capture.names)
     return replace(joint, weight=of_listed(weight, samples))
 
 

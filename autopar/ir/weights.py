@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,14 +21,16 @@ aten = torch.ops.aten
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
-def batch_weight(joint: JointGraph, batch_size: int | None) -> BatchWeight:
-    """What the loss of `joint` is a mean over; samples where the graph does not tell."""
+def batch_weight(joint: JointGraph, batch_size: int | None, names: Sequence[str] = ()) -> BatchWeight:
+    """What the loss of `joint` is a mean over; samples where the graph does not tell. `names`: of the batch's tensors,
+    for people."""
     loss = joint.outputs[0]
     kinds = dict(zip(joint.module.graph.find_nodes(op="placeholder"), joint.inputs, strict=True))
     samples = BatchWeight("samples", constant=float(1 if batch_size is None else batch_size), where=_line(loss))
     if not batch_size:
         return samples if batch_size is None else replace(samples, is_sum=True)
-    value: Value = Reader({n: kind for n, (kind, _) in kinds.items()}, batch_size).read(loss)
+    called = {n: names[int(i)] for n, (kind, i) in kinds.items() if kind == "batch" and int(i) < len(names)}
+    value: Value = Reader({n: kind for n, (kind, _) in kinds.items()}, batch_size, called).read(loss)
     if isinstance(value, Rows):  # the loss of a single sample, not reduced
         value = Term((elements(batch_size),))
     if isinstance(value, Fixed):
@@ -52,15 +54,15 @@ def of_listed(weight: BatchWeight, samples: int | None) -> BatchWeight:
     return BatchWeight("samples", constant=float(samples), is_sum=True, where=weight.where)
 
 
-def of_sizes(joint: JointGraph, listed: int | None = None) -> BatchWeight:
+def of_sizes(joint: JointGraph, listed: int | None = None, names: Sequence[str] = ()) -> BatchWeight:
     """The same of a graph that serves batches of several sizes; `listed`: of so many samples. Raises `StaticOnlyError`
     where the weight follows from the sizes in a way that is not understood."""
     sizes = joint.sizes
     assert sizes is not None
     take_hint(joint, 1)
-    other = batch_weight(joint, listed or sizes.samples(sizes.hints[1]))
+    other = batch_weight(joint, listed or sizes.samples(sizes.hints[1]), names)
     take_hint(joint, 0)
-    weight = batch_weight(joint, listed or sizes.samples(sizes.hints[0]))
+    weight = batch_weight(joint, listed or sizes.samples(sizes.hints[0]), names)
     others = tuple(_followed(joint, a, b) for a, b in zip(weight.others, other.others, strict=False))
     if len(others) < max(len(weight.others), len(other.others)):
         raise StaticOnlyError("what the loss is a mean over follows from the batch's sizes")

@@ -145,9 +145,11 @@ class BaseProgram:
         self, batch: Batch, outputs: bool = False, sizes: tuple[int, ...] = (), varying: Varying = frozenset()
     ) -> Compiled:
         made: list[torch.fx.GraphModule] = []
+        reads_the_same = self._compiled.has_read_the_same(self._keys(batch, outputs, sizes)[1])
         with forgotten_but(made):
             compiled = self.adopt(self._captured(batch, outputs, varying), batch, outputs, sizes)
             made += compiled.every_graph
+        compiled.looked = reads_the_same
         return compiled
 
     def _captured(self, batch: Batch, outputs: bool = False, varying: Varying = frozenset()) -> TrainingGraph:
@@ -225,7 +227,7 @@ class BaseProgram:
             symbols = compiled.joint.sizes
             if symbols is None:
                 self._shapes.meet(kind, batch)
-            self._compiled.add(key if symbols is None else kind, compiled.joint.guards, compiled, symbols)
+            self._compiled.add(key, kind, compiled.joint.guards, compiled, symbols)
         return compiled
 
     def written(self, compiled: Compiled, name: str) -> Any:

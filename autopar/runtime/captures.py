@@ -34,6 +34,7 @@ layers."""
 @dataclass(frozen=True, eq=False)
 class _Entry(Generic[Compiled]):
     key: Hashable
+    kind: Hashable
     guards: Guards | None
     sizes: Sizes | None
     compiled: Compiled
@@ -83,12 +84,19 @@ class Captures(Generic[Compiled]):
                 )
         return None
 
+    def has_read_the_same(self, kind: Hashable) -> bool:
+        """Whether there is a capture of a batch of this kind, of whatever sizes, of which all that the model reads is
+        as it was then."""
+        return any(e.kind == kind and (e.guards is None or e.guards.changed() is None) for e in self._entries)
+
     def remove(self, compiled: Compiled) -> None:
         """Lets go of what was made of a capture."""
         self._entries = [e for e in self._entries if e.compiled is not compiled]
         self._let_go(compiled)
 
-    def add(self, key: Hashable, guards: Guards | None, compiled: Compiled, sizes: Sizes | None = None) -> None:
+    def add(
+        self, key: Hashable, kind: Hashable, guards: Guards | None, compiled: Compiled, sizes: Sizes | None = None
+    ) -> None:
         """Keeps what was made of a capture, and lets go of what was used longest ago where there is no room for it.
         Warns, once, of what the captured code does besides computing."""
         lost = [] if guards is None else guards.lost
@@ -101,7 +109,7 @@ class Captures(Generic[Compiled]):
                 AutoparWarning,
                 stacklevel=2,
             )
-        self._entries.append(_Entry(key, guards, sizes, compiled))
+        self._entries.append(_Entry(key if sizes is None else kind, kind, guards, sizes, compiled))
         while len(self._entries) > self._most:
             self._let_go(self._entries.pop(0).compiled)
 

@@ -85,6 +85,8 @@ class Compiled:
     """The batch that it is called on then."""
     proved: bool = False
     """Whether it was compared with the model run eagerly."""
+    looked: bool = True
+    """Whether parts of a batch were looked at since the model has read what it reads here."""
 
     @property
     def every_graph(self) -> list[torch.fx.GraphModule]:

@@ -11,7 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,37 +21,22 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparWarning
 from autopar.ir.batch import Batch, inputs_and_target
 from autopar.ir.batch_weight import BatchWeight, UnreadWeight
-from autopar.runtime.loss_probe import PartLosses, first_samples, part_losses, part_of
-from autopar.runtime.process_group import Rendezvous
-
-_ADVICE = (
-    "Where the loss is a mean over something else, pass weight=lambda batch: ..., one number: how much of it the batch "
-    "has. Where it is a sum of means over different counts, have it return them as a dict, and weight= their counts; "
-    "where it compares samples with each other (contrastive losses, negatives within the batch), have it compare those "
-    "of all ranks: autopar.gather. Else, as with DistributedDataParallel, several ranks do not train as one process "
-    "would"
+from autopar.runtime.compiled import Compiled
+from autopar.runtime.loss_findings import (
+    ADVICE,
+    Finding,
+    PerSample,
+    agreed_ratios,
+    conclude,
+    counts_differ,
+    has_no_weight,
+    misfit,
+    not_known,
+    units_differ,
+    units_differ_since,
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one rank has read off its loss, and seen of it on its first batch."""
-
-    samples: int
-    may_be_mean: bool = True
-    may_be_sum: bool = False
-    looks_like_mean: bool | None = None
-    """Whether the first batch's loss is the weighted mean of its parts' losses; `None` where that cannot be seen."""
-    looks_like_sum: bool | None = None
-    ratios: tuple[float | None, ...] = ()
-    """Of a sum of means, each further count to the first one; `None` where the batch has nothing of both."""
-    unit: str = "samples"
-    where: str = ""
-    """The loss's line in the user's code, as ` at file:line`."""
-    problem: str = ""
-    """Why one weight cannot say what the loss is, as far as the graph shows."""
-    seen: str = ""
-    """What the first batch has shown, or why it was not looked at."""
+from autopar.runtime.loss_probe import FEW, PartLosses, part_losses, part_of, samples_of, side_by_side
+from autopar.runtime.process_group import Rendezvous
 
 
 class LossMeaning:
@@ -81,6 +66,10 @@ class LossMeaning:
         """Whether it has been said that one weight a batch does not give the gradient of one process."""
         self._ratios: tuple[float | None, ...] = ()
         """What ranks have agreed on, of a sum of means."""
+        self._per_sample: PerSample | None = None
+        self._said_per_sample = False
+        self._units = ""
+        """In which batches have counted last."""
 
     def take_as_sum(self) -> None:
         """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
@@ -95,25 +84,34 @@ class LossMeaning:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""
         if self._by_samples and self.given is None:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
-        targets = self._targets(batch) if self.given is None and _is_unread(weight) else None
-        if targets is not None:
-            return torch.tensor(float(targets), dtype=torch.float64, device=self._device)
         if self.given is not None:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
+        targets = self._targets(batch) if _is_unread(weight) else None
         if not self._said and batch.size:
-            self._hold_to_first(weight, batch)
-        return weight.of_batch(batch, self._buffers, self._device).to(self._device)
+            self._hold_to_first(weight, batch, targets)
+        if targets is None:
+            count = weight.of_batch(batch, self._buffers, self._device)
+        else:
+            count = torch.tensor(float(targets), dtype=torch.float64)
+        return self._as_agreed(weight, batch, count).to(self._device)
 
-    def settle(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> None:
-        """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Later calls do
-        nothing. Warns on rank 0 where one weight a batch does not give the gradient of one process."""
+    def settle(self, captures: Sequence[Compiled], batches: Sequence[Batch], arrive: Callable[[], None]) -> None:
+        """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Warns on rank 0
+        where one weight a batch does not give the gradient of one process. Later calls look at what was captured since,
+        and ask no other rank. `arrive`: receives parameters that are on their way."""
+        new = [(c, b) for c, b in zip(captures, batches, strict=True) if not c.looked]
+        for c in captures:
+            c.looked = True
         if self._settled:
+            for c, b in new:
+                if not self._said and not c.joint.sums_over_ranks:
+                    arrive()
+                    self._look_again(c.weight, b)
             return
         self._settled = True
-        weight, batch = next(
-            ((w, b) for w, b in zip(weights, batches, strict=True) if b.size), (weights[0], batches[0])
-        )
-        mine = json.dumps(asdict(self.find(weight, batch)))
+        # Of the batch with the most samples, a graph shows the most.
+        largest, batch = max(zip(captures, batches, strict=True), key=lambda each: each[1].size or 0)
+        mine = json.dumps(asdict(self.find(largest.weight, batch)))
         theirs = self._rendezvous.exchange("loss", mine)
         everyone = [Finding(**json.loads(text)) for text in theirs]
         found = [f for f in everyone if f.samples]
@@ -121,14 +119,52 @@ class LossMeaning:
             return
         if batch.listed is not None and any(f.unit == "samples" for f in found):
             self._by_samples = True  # ranks with one sample cannot tell its objects from samples
+        otherwise = None if self._by_samples or self.given is not None else units_differ(everyone)
+        if otherwise is not None:
+            found = [replace(f, unit="samples") for f in found]
         self.is_sum, problem = conclude(found, len(everyone), self.given is not None)
+        if not self.is_sum:
+            problem = problem or otherwise
+            self._by_samples |= otherwise is not None or has_no_weight(found)
+            self._per_sample = PerSample.agreed(found)
         agreed = agreed_ratios([f.ratios for f in found])
         if problem is None and agreed is None:
-            problem = _counts_differ(found[0])
+            problem = counts_differ(found[0])
         self._ratios = agreed or ()
         self._said = problem is not None
         if problem is not None and self._rendezvous.group.rank == 0:
             warnings.warn(problem, AutoparWarning, stacklevel=4)
+
+    def units(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> tuple[str, str]:
+        """In which units batches count, in words, for ranks to compare: on all ranks, as far as this one knows, and
+        those of a step; both are empty where units do not matter."""
+        if not self._settled or self._by_samples or self.is_sum or self.given is not None:
+            return "", ""
+        here = " and ".join(sorted({w.unit for w, b in zip(weights, batches, strict=True) if b.size}))
+        self._units = here or self._units
+        return self._units, here
+
+    def agree_again(self, units: Sequence[str]) -> None:
+        """Has batches count by their samples from the next step on, where ranks have counted in these units, and warns
+        on rank 0. By all ranks together; `units`: by rank, empty where its batches were."""
+        found = {u for u in units if u}
+        if len(found) == 1:
+            (self._units,) = found
+        if self._by_samples or len(found) < 2:
+            return
+        self._by_samples = self._said = True
+        if self._rendezvous.group.rank == 0:
+            warnings.warn(units_differ_since(units), AutoparWarning, stacklevel=2)
+
+    def _look_again(self, weight: BatchWeight, batch: Batch) -> None:
+        """Looks at a batch for which the model was captured again, for something other than its sizes: a term of the
+        loss may have come since. Warns, on whichever rank sees it, where the loss is not what it counts as."""
+        if not self._fits(weight):
+            return  # said as it is weighed
+        problem = misfit([self.find(weight, batch)], self.is_sum, self.given is not None)
+        if problem is not None:
+            self._said = True
+            warnings.warn(problem, AutoparWarning, stacklevel=5)
 
     def find(self, weight: BatchWeight, batch: Batch) -> Finding:
         """Looks at a batch and its loss; asks no other rank."""
@@ -141,12 +177,12 @@ class LossMeaning:
         seen = losses if isinstance(losses, str) else ""
         weights = self._of_parts(weight, batch, losses) if isinstance(losses, PartLosses) else None
         if isinstance(losses, PartLosses) and weights is not None:
-            mean, total = losses.is_mean(weights), losses.is_sum()
+            split, mean, total = losses.split, losses.is_mean(weights), losses.is_sum()
             adds = self.given is None and weight.is_sum and not weight.is_mean
             expected = sum(losses.parts) if adds else losses.mean(weights)
             seen = (
-                f"on a batch of {losses.samples} samples it is {losses.whole:.6g}; {losses.first} of them by "
-                f"themselves and the other {losses.samples - losses.first} would make it {expected:.6g}"
+                f"on a batch of {split.samples} samples it is {losses.whole:.6g}; {split.first} of them by "
+                f"themselves and the other {split.samples - split.first} would make it {expected:.6g}"
             )
         where = f" at {weight.where}" if weight.where else ""
         if self.given is not None:
@@ -154,9 +190,35 @@ class LossMeaning:
         may_be = (weight.is_mean, weight.is_sum)
         counts = self._of_counts(weight, batch.tensors)
         if isinstance(losses, PartLosses) and weight.others and batch.listed is None:
-            of_part = self._of_counts(weight, first_samples(batch, losses.first))
+            of_part = self._of_counts(weight, samples_of(batch, losses.split))
             mean = None if agreed_ratios([counts, of_part]) is None else mean
-        return Finding(batch.size, *may_be, mean, total, counts, weight.unit, where, weight.problem or "", seen)
+        return Finding(
+            batch.size,
+            *may_be,
+            mean,
+            total,
+            counts,
+            weight.unit,
+            where,
+            weight.problem or "",
+            seen,
+            self._per_sample_of(weight, batch),
+            self._unknown(weight, batch, mean, seen),
+        )
+
+    def _per_sample_of(self, weight: BatchWeight, batch: Batch) -> float | None:
+        """How many units a sample has, where a graph has shown it and the shapes of a batch give it."""
+        return float(self._of(weight, batch.tensors)) / (batch.size or 1) if _by_shapes(weight, batch) else None
+
+    def _unknown(self, weight: BatchWeight, batch: Batch, mean: bool | None, seen: str) -> str:
+        """Why it is not known what a loss is a mean over that no graph shows; empty where a batch has shown it, or has
+        too few samples to, or where the target has as many samples as the loss is a mean over."""
+        if not isinstance(weight, UnreadWeight) or mean is not None or seen == FEW:
+            return ""
+        targets = self._targets(batch)
+        if targets is None:
+            return seen if side_by_side(batch) else _of_many_sizes(batch)
+        return seen if side_by_side(batch) and targets == batch.size else ""
 
     def _targets(self, batch: Batch) -> int | None:
         """Samples in the target of a loss function, which are what it takes the mean over: of a batch of graphs, the
@@ -174,34 +236,56 @@ class LossMeaning:
         return weight.of(tensors, self._buffers, self._device)
 
     def _of_parts(self, weight: BatchWeight, batch: Batch, losses: PartLosses) -> tuple[float, float] | None:
+        split = losses.split
         if self.given is not None:
-            parts = (part_of(batch, 0, losses.first), part_of(batch, losses.first, losses.samples))
+            first, rest = (part_of(batch, rows) for rows in losses.split.parts)
             try:
-                return float(self.given(parts[0])), float(self.given(parts[1]))
+                return float(self.given(first)), float(self.given(rest))
             except Exception:  # it need not know of parts
                 return None
         if batch.listed is not None:  # its parts are of another structure than was captured
-            return None if weight.unit != "samples" else (losses.first, losses.samples - losses.first)
+            return None if weight.unit != "samples" else (split.first, split.samples - split.first)
         whole = float(self._of(weight, batch.tensors))
-        first = float(self._of(weight, first_samples(batch, losses.first))) * losses.first / losses.samples
-        return first, whole - first
+        share = float(self._of(weight, samples_of(batch, split))) * split.first / split.samples
+        return share, whole - share
 
     def _of_counts(self, weight: BatchWeight, tensors: tuple[torch.Tensor, ...]) -> tuple[float | None, ...]:
         first, *others = (float(self._of(w, tensors)) for w in (weight, *weight.others))
         return tuple(None if other == first == 0 else math.inf if first == 0 else other / first for other in others)
 
-    def _hold_to_first(self, weight: BatchWeight, batch: Batch) -> None:
-        """Warns, on whichever rank sees it, where a later batch's loss is not what all ranks have settled on."""
+    def _as_agreed(self, weight: BatchWeight, batch: Batch, count: torch.Tensor) -> torch.Tensor:
+        """How much a batch counts, of which a graph has shown `count`: where it has shown too little, as the batches
+        did on which ranks have agreed."""
+        if self._per_sample is None or not _by_shapes(weight, batch) or not batch.size:
+            return count
+        agreed = self._per_sample.of(float(count), batch.size)
+        if agreed == float(count):
+            return count
+        if not self._said and not self._said_per_sample:
+            self._said_per_sample = True
+            where = f" at {weight.where}" if weight.where else ""
+            finding = Finding(batch.size, unit=weight.unit, where=where)
+            warnings.warn(self._per_sample.said(finding), AutoparWarning, stacklevel=5)
+        return torch.full_like(count, agreed)
+
+    def _fits(self, weight: BatchWeight) -> bool:
+        """Whether a loss may be the sum, or the mean, that ranks have agreed on."""
+        return self.given is not None or (weight.is_sum if self.is_sum else weight.is_mean)
+
+    def _hold_to_first(self, weight: BatchWeight, batch: Batch, targets: int | None) -> None:
+        """Warns, on whichever rank sees it, where a later batch's loss is not what all ranks have settled on.
+        `targets`: how many a batch has whose loss no graph shows."""
         where = f" at {weight.where}" if weight.where else ""
         problem = None
-        fits = weight.is_sum if self.is_sum else weight.is_mean
-        if not fits:
+        if isinstance(weight, UnreadWeight) and targets is None and not side_by_side(batch):
+            problem = not_known(_of_many_sizes(batch))
+        if not self._fits(weight):
             why = weight.problem or "is a sum over this batch, and a mean over the first one, or the other way around"
-            problem = f"the loss{where} {why}. Each rank's batch counts as the first one did. {_ADVICE}"
+            problem = f"the loss{where} {why}. Each rank's batch counts as the first one did. {ADVICE}"
         elif weight.others or self._ratios:
             agreed = agreed_ratios([self._ratios, self._of_counts(weight, batch.tensors)])
             self._ratios = agreed or ()
-            problem = _counts_differ(Finding(1, unit=weight.unit, where=where)) if agreed is None else None
+            problem = counts_differ(Finding(1, unit=weight.unit, where=where)) if agreed is None else None
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=5)
@@ -212,53 +296,11 @@ def _is_unread(weight: BatchWeight) -> bool:
     return isinstance(weight, UnreadWeight) or weight.problem is not None
 
 
-def conclude(found: Sequence[Finding], ranks: int, given: bool) -> tuple[bool, str | None]:
-    """Whether the loss is a sum over the global batch, and what is to be said of it, from what all ranks with samples
-    have found. Every rank concludes the same."""
-    may_be_mean, may_be_sum = all(f.may_be_mean for f in found), all(f.may_be_sum for f in found)
-    no_mean = next((f for f in found if f.looks_like_mean is False), None)
-    no_sum = next((f for f in found if f.looks_like_sum is False), None)
-    first = next((f for f in found if f.problem), found[0])
-    if not may_be_mean and not may_be_sum:
-        why = first.problem or "is a mean over the batch on some ranks, and a sum on others"
-        return False, (
-            f"the loss{first.where} {why}, so no weight of each rank's batch is sure to give the gradient of one "
-            f"process on the global batch. Each counts by its samples. {_ADVICE}"
-        )
-    is_sum = may_be_sum and (not may_be_mean or (no_mean is not None and no_sum is None))
-    misfit = no_sum if is_sum else no_mean
-    if misfit is not None:
-        counts = "whole, as a sum" if is_sum else "by what weight= returns" if given else f"by its {misfit.unit}"
-        kind = "the sum of what its parts lose" if is_sum else "the mean of what its parts lose"
-        return is_sum, (
-            f"the loss{misfit.where} is not {kind}: {misfit.seen}. Each rank's batch counts {counts}, and the "
-            f"gradient is not that of one process on the global batch. {_ADVICE}"
-        )
-    if is_sum and ranks > 1:
-        return True, (
-            f"the loss{first.where} is a sum over the batch, so the gradient is that of the sum over all ranks' "
-            f"batches, as in one process. DistributedDataParallel would divide it by the number of ranks, {ranks}: "
-            "mind this in the learning rate, or take the mean"
-        )
-    return is_sum, None
+def _by_shapes(weight: BatchWeight, batch: Batch) -> bool:
+    """Whether a graph shows how much a batch counts, by its shapes alone."""
+    return not isinstance(weight, UnreadWeight) and weight.counted is None and batch.listed is None
 
 
-def agreed_ratios(found: Sequence[tuple[float | None, ...]]) -> tuple[float | None, ...] | None:
-    """The ratios that all have; `None` where two differ."""
-    if len({len(f) for f in found}) > 1:
-        return None
-    agreed: list[float | None] = []
-    for column in zip(*found, strict=True):
-        known = [r for r in column if r is not None]
-        if any(not (r == known[0] or math.isclose(r, known[0], rel_tol=1e-9)) for r in known):
-            return None
-        agreed.append(known[0] if known else None)
-    return tuple(agreed)
-
-
-def _counts_differ(f: Finding) -> str:
-    return (
-        f"the loss{f.where} is a sum of means over different counts, which are not to each other on all ranks as on "
-        f"this one. Each rank's batch counts by its {f.unit} alone, and the gradient of the other means is not that of "
-        f"one process on the global batch. {_ADVICE}"
-    )
+def _of_many_sizes(batch: Batch) -> str:
+    sizes = ", ".join(str(len(t)) for t in batch.tensors if t.dim())
+    return f"the model runs eagerly and the batch's tensors differ in dimension 0 ({sizes})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,20 +36,48 @@ _RANDOM_OR_ACROSS_SAMPLES = (
 """Modules that draw random numbers, or mix samples as `DistributedDataParallel` has them do, in training mode only;
 attention and recurrent layers do with dropout."""
 
+_MOST_SPLITS = 4
+"""Ways to take a batch apart that are tried, where a part loses nothing."""
+
+FEW = "the batch has fewer than two samples"
+_DRAWS = "the model draws random numbers"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Two parts of a batch: `first` of its samples, from `begin` on, and the others."""
+
+    first: int
+    samples: int
+    begin: int = 0
+
+    @property
+    def parts(self) -> tuple[tuple[range, ...], tuple[range, ...]]:
+        """The samples of each part."""
+        end = self.begin + self.first
+        rest = (range(self.begin), range(end, self.samples))
+        return (range(self.begin, end),), tuple(r for r in rest if r)
+
 
 @dataclass(frozen=True)
 class PartLosses:
-    """The loss of a batch, and of its first `first` samples and of the others."""
+    """The loss of a batch, and of its two parts."""
 
     whole: float
     parts: tuple[float, float]
-    first: int
-    samples: int
+    split: Split
     tolerance: float
 
+    @property
+    def says_nothing(self) -> bool:
+        """Whether a part loses exactly nothing, as it does, too, where nothing of it counts in a mean: that is no sign
+        of a sum."""
+        return 0.0 in self.parts
+
     def is_sum(self) -> bool | None:
-        """Whether the loss is the sum of those of the parts; `None` where they are not finite."""
-        return self._is_near(sum(self.parts))
+        """Whether the loss is the sum of those of the parts; `None` where that cannot be told."""
+        near = self._is_near(sum(self.parts))
+        return None if near and self.says_nothing else near
 
     def mean(self, weights: tuple[float, float]) -> float:
         """The mean of the parts' losses with these weights; a part of weight 0 counts as nothing, whatever its loss."""
@@ -57,25 +85,23 @@ class PartLosses:
         return sum(shares) / sum(weights) if shares else math.nan
 
     def is_mean(self, weights: tuple[float, float]) -> bool | None:
-        """Whether the loss is that mean; `None` where it is not finite."""
-        return self._is_near(self.mean(weights))
+        """Whether the loss is that mean; `None` where that cannot be told."""
+        near = self._is_near(self.mean(weights))
+        return None if near and not any(self.parts) else near
 
     def _is_near(self, other: float) -> bool | None:
-        if not math.isfinite(other):
-            return None
-        largest = max(abs(x) for x in (self.whole, other, *self.parts, _SMALL) if math.isfinite(x))
-        return abs(self.whole - other) <= self.tolerance * largest
+        return _near(self.whole, other, self.parts, self.tolerance) if math.isfinite(other) else None
 
 
 def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | str:
-    """Runs the model and its loss on a batch and on two parts of it, without gradients, dropout and batch statistics,
-    and leaves modes, buffers, attributes and random generators as they were. Returns, in words, why it cannot be told
-    where that is so. Tensors whose dimension 0 is the number of samples are taken apart; others stay whole."""
+    """Runs the model and its loss on a batch and on two parts of it, each time from the same state, without gradients,
+    dropout and batch statistics, and leaves modes, buffers, attributes and random generators as they were. Returns, in
+    words, why it cannot be told where that is so. Tensors whose dimension 0 is the number of samples are taken apart;
+    others stay whole."""
     size = batch.size
     if size is None or size < 2:
-        return "the batch has fewer than two samples"
-    side_by_side = all(not t.dim() or len(t) == size or (t.dim() > 1 and len(t) == 1) for t in batch.tensors)
-    if batch.listed is None and not side_by_side:
+        return FEW
+    if not side_by_side(batch):
         return "the batch's tensors are not all of one size, so it cannot be taken apart"
     first = next(k for k in range(max(1, size // 3), 0, -1) if size % k == 0)
     modules = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
@@ -83,51 +109,103 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | st
         isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for t in modules for m in t.modules()
     ):
         return "batch normalization without running statistics mixes samples"
-    reason = ""
+    splits = [Split(first, size, begin) for begin in range(0, size, first)][:_MOST_SPLITS]
+    found: PartLosses | str = ""
     for everything in (False, True):
         try:
-            with _undisturbed(modules, everything), torch.no_grad():
-                before = generators()
-                losses = [_loss(model, loss_fn, batch, *at) for at in ((0, size), (0, first), (first, size))]
-                drawn = not same_generators(before, generators())
+            found = _losses(model, loss_fn, batch, splits, everything)
         except Exception as e:
             return f"the model does not run on a part of the batch, or not without training mode: {type(e).__name__}"
+        if found != _DRAWS:
+            break
+    return found
+
+
+def _losses(model: nn.Module, loss_fn: Any, batch: Batch, splits: list[Split], everything: bool) -> PartLosses | str:
+    """Of the first of these splits whose parts both lose something; of the last one, where none does."""
+    modules = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
+    drawn = False
+
+    def run(part: Any) -> torch.Tensor:
+        nonlocal drawn
+        with _undisturbed(modules, everything), torch.no_grad():
+            before = generators()
+            loss = _loss(model, loss_fn, part)
+            drawn |= not same_generators(before, generators())
+        return loss
+
+    one, again = (run(batch.rebuild(batch.copied())) for _ in range(2))
+    if drawn:
+        return _DRAWS
+    whole = float(one)
+    if not math.isfinite(whole):
+        return "the loss is not finite"
+    tolerance = _tolerance(one, modules)
+    if not _near(whole, float(again), (), tolerance):
+        return (
+            f"the same batch loses {whole:.6g} and, run once more, {float(again):.6g}: the model or the loss reads "
+            "something that it changes, as an iterator, and that cannot be put back"
+        )
+    for split in splits:
+        first, rest = (float(run(part_of(batch, rows))) for rows in split.parts)
         if drawn:
-            reason = "the model draws random numbers"
-            continue
-        whole, *parts = (float(x) for x in losses)
-        if not math.isfinite(whole):
-            return "the loss is not finite"
-        dtype = losses[0].dtype
-        if torch.is_autocast_enabled(losses[0].device.type):
-            dtype = torch.get_autocast_dtype(losses[0].device.type)
-        lowest = min((p.dtype for m in modules for p in m.parameters()), key=_bits, default=dtype)
-        dtype = min(dtype, lowest, key=_bits)
-        tolerance = _TOLERANCES.get(dtype, _COARSER)
-        if losses[0].device.type != "cpu" and dtype == torch.float32:
-            tolerance = _COARSE
-        return PartLosses(whole, (parts[0], parts[1]), first, size, tolerance)
-    return reason
+            return _DRAWS
+        found = PartLosses(whole, (first, rest), split, tolerance)
+        if not found.says_nothing:
+            break
+    return found
 
 
-def first_samples(batch: Batch, count: int) -> tuple[torch.Tensor, ...]:
-    """The batch's tensors, each sample replaced by one of the first `count`, each as often: what adds up over samples
-    is then as many times as large as for those alone. `count` divides the number of samples."""
+def _tolerance(loss: torch.Tensor, modules: list[nn.Module]) -> float:
+    kind, dtype = loss.device.type, loss.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    lowest = min((p.dtype for m in modules for p in m.parameters()), key=_bits, default=dtype)
+    dtype = min(dtype, lowest, key=_bits)
+    return _COARSE if kind != "cpu" and dtype == torch.float32 else _TOLERANCES.get(dtype, _COARSER)
+
+
+def _near(a: float, b: float, others: tuple[float, ...], tolerance: float) -> bool:
+    largest = max(abs(x) for x in (a, b, *others, _SMALL) if math.isfinite(x))
+    return abs(a - b) <= tolerance * largest
+
+
+def side_by_side(batch: Batch) -> bool:
+    """Whether the batch lists its samples, or they are the rows of each of its tensors."""
     size = batch.size
-    assert size is not None and size % count == 0
-    return tuple(torch.cat([t[:count]] * (size // count)) if t.dim() and len(t) == size else t for t in batch.tensors)
+    return batch.listed is not None or all(
+        not t.dim() or len(t) == size or (t.dim() > 1 and len(t) == 1) for t in batch.tensors
+    )
 
 
-def part_of(batch: Batch, begin: int, end: int) -> Any:
+def samples_of(batch: Batch, split: Split) -> tuple[torch.Tensor, ...]:
+    """The batch's tensors, each sample replaced by one of the first part's, each as often: what adds up over samples is
+    then as many times as large as for those alone. Their number divides that of all."""
+    times, rest = divmod(split.samples, split.first)
+    assert not rest
+    (rows,), _ = split.parts
+    return tuple(
+        torch.cat([t[rows.start : rows.stop]] * times) if t.dim() and len(t) == split.samples else t
+        for t in batch.tensors
+    )
+
+
+def part_of(batch: Batch, rows: Sequence[range]) -> Any:
     """These samples, in the batch's structure; memory of their own."""
     if batch.listed is not None:
-        return chosen(batch.rebuild(batch.copied()), batch.listed, range(begin, end))
-    tensors = (t[begin:end] if t.dim() and len(t) == batch.size else t for t in batch.tensors)
-    return batch.rebuild(tuple(t.clone() for t in tensors))
+        return chosen(batch.rebuild(batch.copied()), batch.listed, [i for r in rows for i in r])
+    return batch.rebuild(
+        tuple(_rows(t, rows) if t.dim() and len(t) == batch.size else t.clone() for t in batch.tensors)
+    )
 
 
-def _loss(model: nn.Module, loss_fn: Any, batch: Batch, begin: int, end: int) -> torch.Tensor:
-    loss = loss_of(model, loss_fn, part_of(batch, begin, end))
+def _rows(t: torch.Tensor, rows: Sequence[range]) -> torch.Tensor:
+    pieces = [t[r.start : r.stop] for r in rows]
+    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _loss(model: nn.Module, loss_fn: Any, part: Any) -> torch.Tensor:
+    loss = loss_of(model, loss_fn, part)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ValueError("no scalar loss")
     return loss

@@ -207,7 +207,7 @@ class Program(BaseProgram):
             moments = moments_of(self.plan.groups, self._steps, self._since)
             compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
-            self._meaning.settle([c.weight for c in compiled], batches)
+            self._meaning.settle(captures, batches, self.synchronize)
         run = partial(self._run, compiled, batches, given)
         norm = self._norms.of(compiled[-1], len(batches) > 1) if asked.grad_norm else None
         self._same_settings.ask(asked.together(self._order.is_its_own(compiled[-1].program), norm))

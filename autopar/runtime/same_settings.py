@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from operator import is_not
 from typing import Any
@@ -47,12 +47,22 @@ class SameSettings(nn.Module):
         self._number = torch.zeros(1, dtype=torch.float64, device=device)
         self._own = 0.0
         self._asked, self._asked_number = "", 0
+        self._units, self._units_here, self._units_number = "", "", 0
+        self._told: Callable[[Sequence[str]], None] | None = None
         self._on_its_way: tuple[torch.Tensor, torch.cuda.Event, float] | None = None
 
     def ask(self, what: str) -> None:
         """Has ranks compare, too, what is asked of the next step, as far as it decides which collectives they issue."""
         if what != self._asked:
             self._asked, self._asked_number = what, _digest(what) if what else 0
+            self._number_anew()
+
+    def compare_units(self, units: str, here: str, told: Callable[[Sequence[str]], None]) -> None:
+        """Has ranks compare, too, in which units batches count. `here`: this rank's in the next step, empty where its
+        batches are. Where `units` differ, `told` is given `here` of all ranks, on each of them at the same step."""
+        self._told, self._units_here = told, here
+        if units != self._units:
+            self._units, self._units_number = units, _digest(f"units {units}") if units else 0
             self._number_anew()
 
     def with_number(self, weight: torch.Tensor) -> torch.Tensor:
@@ -108,16 +118,18 @@ class SameSettings(nn.Module):
         self._number_anew()
 
     def _number_anew(self) -> None:
-        self._own = float((self._sum + self._asked_number) % 2**BITS)
+        self._own = float((self._sum + self._asked_number + self._units_number) % 2**BITS)
         self._number = torch.tensor([self._own], dtype=torch.float64, device=self._device)
 
     def _hold(self, total: float, own: float) -> None:
         if total == own * self._group.world_size:
             return
         mine = self._described() | {_ASKED: self._asked}
-        texts = Rendezvous(self._group).exchange("settings of the optimizer", json.dumps(mine))
-        for rank, text in enumerate(texts):
-            theirs = json.loads(text)
+        units = {_UNITS: self._units_here}
+        texts = Rendezvous(self._group).exchange("settings of the optimizer", json.dumps(mine | units))
+        everyone = [json.loads(text) for text in texts]
+        of_ranks = [theirs.pop(_UNITS) for theirs in everyone]
+        for rank, theirs in enumerate(everyone):
             for what in [*mine, *(w for w in theirs if w not in mine)]:
                 if what == _ASKED and mine[what] != theirs[what]:
                     raise PlanMismatchError(
@@ -131,6 +143,9 @@ class SameSettings(nn.Module):
                         "parameters would drift apart. Change it on all ranks alike: have each rank step its "
                         "learning-rate scheduler, and average over ranks what a schedule looks at, as a validation loss"
                     )
+
+        if self._told is not None:
+            self._told(of_ranks)
 
     def _described(self) -> dict[str, str]:
         return {
@@ -156,3 +171,4 @@ def _digest(text: str) -> int:
 
 
 _ASKED = "program.step"
+_UNITS = "units of the loss"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class StepRuns:
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self._group.world_size), torch.ones_like(weight)
+        self._compare_units([compiled], [batch])
         found = step(*arguments, weight, self._same_settings.with_number(total))
         return self._kept(compiled, found).to(compiled.loss_dtype)
 
@@ -85,6 +86,11 @@ class StepRuns:
         if self._group.name is None:
             found = loss + loss_share(found, share)
         return found.to(last.loss_dtype)
+
+    def _compare_units(self, compiled: Sequence[Compiled], batches: Sequence[Batch]) -> None:
+        """Has ranks compare in which units their batches count, as they sum how much these do."""
+        units, here = self._meaning.units([c.weight for c in compiled], batches)
+        self._same_settings.compare_units(units, here, self._meaning.agree_again)
 
     def _seed(self, c: Compiled, share: float) -> torch.Tensor:
         """What the backward pass of a batch with this share of the global batch starts from."""
@@ -126,6 +132,7 @@ class StepRuns:
         weights = torch.stack([self._meaning.weigh(c.weight, b, o) for c, b, o in each])
         total = torch.ones_like(weights[0]) if self._meaning.is_sum else weights.sum()
         if self._group.name is not None:  # of a loss that is a sum, too: other ranks may have one micro-batch
+            self._compare_units(compiled, batches)
             total = self._same_settings.with_number(total)
             total = self._same_settings(collectives.wait(collectives.all_reduce(total, self._group.name)))
         if self._meaning.is_sum:

@@ -57,6 +57,11 @@ def squares(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(s[..., 0], t.double())
 
 
+def squeezed(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Of one sample, its graph shows a mean over elements."""
+    return (s[..., 0] - t.double()).squeeze().square().mean(-1).mean()
+
+
 CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "its mean": (lambda s, t: entropy(s, t).mean(), (2, 6)),
     "masked": (masked, (2, 6)),
@@ -67,6 +72,7 @@ CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "empty, cross-entropy": (entropy, (4, 0)),
     "empty, mse": (squares, (0, 3)),
     "contrastive": (contrastive, (2, 6)),
+    "units differ": (squeezed, (1, 5)),
     "two counts": (lambda s, t: entropy(s, t) + entropy(s, t, ignore_index=3), (2, 6)),
 }
 
@@ -135,6 +141,30 @@ def drop_in_module(rank: int, dtype: torch.dtype) -> float:
     return max(apart)
 
 
+class Switches:
+    """A mean over all words, and later over some."""
+
+    masked = False
+
+    def __call__(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return masked(s, t) if self.masked else entropy(s, t)
+
+
+def switched(rank: int, ranks: tuple[int, ...], sizes: tuple[int, int]) -> list[str]:
+    """What is said where the loss becomes another one on these ranks, in a step in which batches have these sizes."""
+    mine, loss = model(), Switches()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", autopar.AutoparWarning)
+        program = autopar.optimize(
+            mine, example_inputs=batch(rank, 6), loss_fn=loss, strategy="ddp", optimizer=optimizer
+        )
+        for step in range(4):
+            loss.masked = step >= 1 and rank in ranks
+            program.step(batch(rank, sizes[rank] if step == 1 else 6))
+    return [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
+
+
 def nothing_counts_in_16_bits(rank: int) -> bool:
     """Whether all parameters are finite after a step in bfloat16 to which one rank has nothing to add."""
     mine = model().bfloat16()
@@ -157,4 +187,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         ],
         "module": [drop_in_module(rank, torch.float64), drop_in_module(rank, torch.bfloat16)],
         "16 bits": nothing_counts_in_16_bits(rank),
+        "switched": [switched(rank, (0,), (6, 6)), switched(rank, (0, 1), (6, 6)), switched(rank, (0, 1), (0, 6))],
     }

@@ -25,6 +25,8 @@ def test_trains_as_one_process_would(ranks: list[dict[str, Any]], name: str) -> 
         assert max(distance, loss) <= 1e-12
         if rank == 0 and name in SUMS:
             assert len(said) == 1 and "is a sum over the batch" in said[0] and "losses.py:" in said[0]
+        elif rank == 0 and name == "units differ":
+            assert len(said) == 1 and "over samples on rank 1" in said[0] and "counts by its samples" in said[0]
         else:
             assert said == []
 
@@ -35,6 +37,12 @@ def test_what_one_weight_cannot_say_is_said_once_on_rank_0(ranks: list[dict[str,
     (said,) = ranks[0][name][2]
     assert NOT_SAID_BY_ONE_WEIGHT[name] in said and "losses.py:" in said and "weight=lambda batch" in said
     assert ranks[1][name][2] == []
+
+
+def test_a_unit_that_changes_on_one_rank_alone_is_said_once(ranks: list[dict[str, Any]]) -> None:
+    on_one, on_both, while_one_is_empty = ranks[0]["switched"]
+    assert len(on_one) == 1 and "what the loss divides by on rank 0, and over targets" in on_one[0]
+    assert on_both == while_one_is_empty == [] and ranks[1]["switched"] == [[], [], []]
 
 
 def test_micro_batches_are_as_one_batch(ranks: list[dict[str, Any]]) -> None:

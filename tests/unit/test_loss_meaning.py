@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.errors import AutoparWarning
 from autopar.ir.batch import flatten
 from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.build import training_graph
-from autopar.runtime.loss_meaning import Finding, LossMeaning, agreed_ratios, conclude
+from autopar.runtime.loss_findings import Finding, agreed_ratios, conclude
+from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_probe import PartLosses, part_losses
 from autopar.runtime.process_group import Group, Rendezvous
 
@@ -117,6 +119,49 @@ def test_a_part_of_which_nothing_counts_has_no_loss() -> None:
     losses = part_losses(Model(), F.cross_entropy, flatten((BATCH[0], target)))
     assert isinstance(losses, PartLosses)
     assert losses.is_mean((0, 4)) and losses.is_mean((1, 4)) is None
+
+
+def test_each_part_is_run_from_the_same_state() -> None:
+    class Warms(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = super().forward(x) * self.step * self.calls
+            return scores
+
+    losses = part_losses(Warms(), F.cross_entropy, flatten(BATCH))
+    assert isinstance(losses, PartLosses) and losses.is_mean((2, 3))
+    left = iter([1.0, 2.0, 3.0, 4.0])
+    said = part_losses(Model(), lambda s, t: F.cross_entropy(s, t) * next(left), flatten(BATCH))
+    assert isinstance(said, str) and "run once more" in said
+
+
+def per_target(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """No graph shows it, and a part of which nothing counts loses 0."""
+    return F.cross_entropy(scores, target, reduction="sum") / max(1, int((target != -100).sum()))
+
+
+@pytest.mark.parametrize("first", [-100, 1])
+def test_a_part_that_loses_nothing_does_not_make_the_loss_a_sum(first: int) -> None:
+    target = torch.tensor([-100, -100, first, 1, -100, 0])
+    f = meaning(per_target).find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], target)))
+    is_sum, said = conclude([f], 2, False)
+    assert not is_sum and "is not the mean of what its parts lose" in str(said)
+    nothing = torch.full((6,), -100)
+    f = meaning(per_target).find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], nothing)))
+    is_sum, said = conclude([f], 2, False)
+    assert not is_sum and "is not known" in str(said)
+
+
+def test_an_eager_batch_of_tensors_of_many_sizes_is_said_once_to_count_by_its_first() -> None:
+    read = UnreadWeight("samples", is_sum=True)
+    graphs: Any = {"x": torch.randn(10, 4), "y": torch.randn(3, 3)}
+    m = LossMeaning(nn.Linear(4, 3), None, None, Rendezvous(Group(0, 1, None, 60.0)), {}, torch.device("cpu"))
+    finding = m.find(read, flatten(graphs))
+    _, said = conclude([finding], 2, False)
+    assert "differ in dimension 0 (10, 3)" in str(said)
+    assert conclude([finding, Finding(3, True, True, looks_like_mean=True)], 2, False) == (False, None)
+    with pytest.warns(AutoparWarning, match="differ in dimension 0"):
+        assert m.weigh(read, flatten(graphs), graphs) == 10
+    assert m.weigh(read, flatten(graphs), graphs) == 10
 
 
 @pytest.mark.parametrize(

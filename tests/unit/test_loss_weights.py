@@ -263,3 +263,18 @@ def test_a_batch_without_a_share_has_gradients_of_0(name: str, nothing: str) -> 
         found = joint.module(*(values[kind][key] for kind, key in joint.inputs))
     gradients = [g for g in found[1:] if g is not None]
     assert gradients and all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+def test_a_tensor_of_the_batch_is_called_by_its_name() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layer(x).square().mean() * scale
+            return loss
+
+    graph = training_graph(Scaled(), flatten({"x": torch.randn(5, 4), "scale": torch.tensor(2.0)}))
+    assert graph.joint is not None and graph.joint.weight is not None
+    assert graph.joint.weight.problem == "reads batch['scale'], which has no dimension of the samples"

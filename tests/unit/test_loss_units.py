@@ -1,0 +1,122 @@
+"""Batches that count as others did, of whose shapes a graph shows less; and losses that become others as training goes
+on. Micro-batches of one process are weighed as those of several ranks are."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.ir.batch import Batch
+from autopar.ir.batch_weight import BatchWeight
+from autopar.runtime.loss_findings import Finding, PerSample, units_differ
+from autopar.runtime.loss_meaning import LossMeaning
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def squeezed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of one sample, its graph shows a mean over elements."""
+    return (output.squeeze() - target.squeeze()).square().mean(-1).mean()
+
+
+def one_by_one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(a - b).square().mean() for a, b in zip(output, target, strict=True)]).mean()
+
+
+def batch(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 4, generator=g).double(), torch.randn(size, 3, generator=g).double()
+
+
+def trained(
+    loss: Loss, sizes: Sequence[Sequence[int]], before: Callable[[int], None] = lambda step: None
+) -> tuple[float, list[str]]:
+    """How far parameters are from those of steps on whole batches, after steps on micro-batches of these sizes; and
+    what was said."""
+    torch.manual_seed(0)
+    mine = nn.Linear(4, 3).double()
+    other = copy.deepcopy(mine)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, other)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", autopar.AutoparWarning)
+        program = autopar.optimize(
+            mine, example_inputs=batch(0, sizes[0][0]), optimizer=optimizers[0], loss_fn=loss, check="never"
+        )
+        for step, each in enumerate(sizes):
+            before(step)
+            parts = [batch(10 * step + i, size) for i, size in enumerate(each)]
+            program.step(micro_batches=parts)
+            x, y = (torch.cat(p) for p in zip(*parts, strict=True))
+            optimizers[1].zero_grad()
+            loss(other(x), y).backward()
+            optimizers[1].step()
+    texts = [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
+    pairs = zip(mine.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs), texts
+
+
+@pytest.mark.parametrize("sizes", [[(1, 5)], [(3, 3), (1, 3)], [(1, 1), (1, 5)]], ids=str)
+@pytest.mark.parametrize("loss", [squeezed, one_by_one])
+def test_a_batch_of_one_sample_counts_as_one(loss: Loss, sizes: list[tuple[int, int]]) -> None:
+    distance, said = trained(loss, sizes)
+    assert distance <= 1e-12
+    assert len(said) == 1 and any(w in said[0] for w in ("ounts by its samples", "A batch of", "as the first"))
+
+
+def test_batches_of_one_size_are_as_before() -> None:
+    distance, said = trained(F.mse_loss, [(1, 5), (3, 3), (1, 1)])
+    assert distance <= 1e-12 and said == []
+
+
+class Warmup:
+    factor = 0.0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(output, target)
+        if self.factor:
+            loss = loss + self.factor * F.cosine_similarity(output[:, None], output[None], dim=-1).mean()
+        return loss
+
+
+def test_a_term_across_samples_is_seen_when_it_is_switched_on() -> None:
+    loss = Warmup()
+    distance, said = trained(loss, [(3, 3)] * 4, lambda step: setattr(loss, "factor", 1.0 if step >= 2 else 0.0))
+    assert distance > 1e-5 and len(said) == 1 and "is not the mean of what its parts lose" in said[0]
+
+
+def test_batches_of_other_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int | None] = []
+    find = LossMeaning.find
+
+    def counted(meaning: LossMeaning, weight: BatchWeight, batch: Batch) -> Finding:
+        looked.append(batch.size)
+        return find(meaning, weight, batch)
+
+    monkeypatch.setattr(LossMeaning, "find", counted)
+    trained(F.mse_loss, [(3, 3), (4, 2), (5, 1)])
+    assert looked == [3]
+
+
+def test_units_that_differ_are_named_with_their_ranks() -> None:
+    elements, samples = Finding(4, unit="elements", per_sample=3), Finding(4, unit="elements", per_sample=1)
+    assert units_differ([elements, elements]) is None and units_differ([Finding(0), elements]) is None
+    assert units_differ([elements, samples]) is None  # sequences of one element
+    said = units_differ([elements, Finding(4, unit="targets")])
+    assert "over elements on rank 0" in str(said) and "over targets on rank 1" in str(said)
+    one = Finding(1, unit="elements", per_sample=3)
+    assert units_differ([one, elements]) is None and "rank 0, with one sample" in str(units_differ([one, samples]))
+
+
+def test_later_batches_are_held_to_what_a_sample_had() -> None:
+    several, one = Finding(4, per_sample=1), Finding(1, per_sample=3)
+    held, of_one = PerSample.agreed([several, Finding(1, per_sample=1)]), PerSample.agreed([one, one])
+    assert held is not None and held.of(3, 1) == 1 and held.of(12, 4) == 12
+    assert of_one is not None and of_one.of(5, 5) == 15 and of_one.of(10, 5) == 10
+    assert PerSample.agreed([Finding(4, per_sample=3)]) is None and PerSample.agreed([Finding(4)]) is None
