@@ -155,12 +155,14 @@ class Neighbourhood:
 
 
 def choices(problem: Problem) -> dict[str, list[Choice]]:
-    """What the strategies offer that is not forbidden, within the fidelity that is allowed; by strategy."""
+    """What the strategies offer that is not forbidden, within the fidelity that is allowed; by strategy. None of those
+    that lose something: a search knows what they save, and not what a loss is worth. Whoever does pins them."""
     found: dict[str, list[Choice]] = {}
     for name, strategy in STRATEGIES.items():
         offered: Sequence[Options] = strategy.options(problem.context)
         for options in offered:
-            if problem.allows(strategy.fidelity(options)) and problem.rules.allow(name, {}, ()):
+            label = strategy.fidelity(options)
+            if label in ("exact", "rounded") and problem.allows(label) and problem.rules.allow(name, {}, ()):
                 found.setdefault(name, []).append(Choice(name, options.model_dump(exclude_defaults=True)))
     return found
 

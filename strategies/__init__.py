@@ -13,17 +13,26 @@ from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.column_parallel_linear import ColumnParallelLinear
+from autopar.strategies.dgc import DGC
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
+from autopar.strategies.power_sgd import PowerSGD
+from autopar.strategies.qsgd import Qsgd
+from autopar.strategies.quantized import Quantized
+from autopar.strategies.random_k import RandomK
 from autopar.strategies.row_sharded_table import RowShardedTable
+from autopar.strategies.scaled_sign import ScaledSign
 from autopar.strategies.sharded_parameters import ShardedParameters
 from autopar.strategies.sparse_rows import SparseRows
 from autopar.strategies.sufficient_factors import SufficientFactors
 from autopar.strategies.summation_servers import SummationServers
+from autopar.strategies.terngrad import TernGrad
+from autopar.strategies.top_k import TopK
 
 __all__ = [
+    "DGC",
     "STRATEGIES",
     "AllReduce",
     "Call",
@@ -37,12 +46,19 @@ __all__ = [
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
+    "PowerSGD",
+    "Qsgd",
+    "Quantized",
+    "RandomK",
     "RowShardedTable",
+    "ScaledSign",
     "ShardedParameters",
     "SparseRows",
     "Strategy",
     "SufficientFactors",
     "SummationServers",
+    "TernGrad",
+    "TopK",
     "register",
     "strategy_named",
 ]
@@ -53,14 +69,22 @@ STRATEGIES: dict[str, Strategy] = {
         AllReduce(),
         ClassShardedHead(),
         ColumnParallelLinear(),
+        DGC(),
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),
+        Qsgd(),
+        Quantized(),
+        RandomK(),
+        PowerSGD(),
         RowShardedTable(),
+        ScaledSign(),
         ShardedParameters(),
         SparseRows(),
         SufficientFactors(),
         SummationServers(),
+        TernGrad(),
+        TopK(),
     )
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -34,6 +34,11 @@ Shares = Annotated[tuple[float, ...], AfterValidator(_not_negative)]
 """Parts of a whole, in any unit; empty where that is left open."""
 
 
+Remainder = Literal["kept", "none in the mean", "lost"]
+"""Kept for the next step, as error feedback does it; none in the mean over random draws, as an unbiased compressor has
+it; or lost."""
+
+
 class Options(BaseModel):
     """The settings of a strategy: subclass it with fields and their docstrings. Unknown settings are errors."""
 
@@ -51,10 +56,17 @@ class Strategy(ABC):
     """Its settings."""
     spreads: ClassVar[bool] = False
     """Whether parameters live on one rank each between steps, so that the model cannot run by itself then."""
+    warms_up: ClassVar[bool] = False
+    """Whether it also lowers a group whose `from_step` has not come, as `group.moment.doing == "plain"` says; else a
+    plain all-reduce stands in for it."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""
         return "exact" if getattr(options, "wire", "same") == "same" else "rounded"
+
+    def remainder(self, options: Options) -> Remainder:
+        """What becomes of what is not sent, where the strategy compresses with these options."""
+        return "kept"
 
     def applies(self, member: Member, context: Context) -> str | None:
         """`None` where the parameter can use this strategy, else the reason why not."""

@@ -64,12 +64,15 @@ class Emitter:
         layout: Layout | None = None,
         elements: int | None = None,
         dtype: str | None = None,
+        momentum: float | None = None,
     ) -> Call:
         """A tensor that lives from step to step, under a name within its group; by default of as many elements as the
         group has, in its dtype. Zeros at first. `layout` says what it is to the other ranks (`ops.state.State`); by
-        default, each rank has a part of its own of a sum, as a residual is."""
+        default, each rank has a part of its own of a sum, as a residual is. `momentum`: of one, which part of it each
+        step adds to the gradients, so that it is no residual."""
         of = group.elements if elements is None else elements
-        return self.emit(State(key, of, dtype or group.dtype, layout or own_parts(self.world_size)), group)
+        kept = State(key, of, dtype or group.dtype, layout or own_parts(self.world_size), momentum)
+        return self.emit(kept, group)
 
     def keep(self, state: Call, value: Call) -> None:
         """Writes a value into a state, for the next step; behind all that was emitted so far and reads the state."""

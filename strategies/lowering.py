@@ -117,7 +117,7 @@ def lower_plan(
     for index, (spec, moment) in enumerate(zip(groups, moments or fullest(groups), strict=True)):
         strategy = strategy_named(spec.strategy)
         options = check_options(strategy, spec, context)
-        label = "exact" if moment.doing == "plain" else strategy.fidelity(options)
+        label = "exact" if moment.doing == "plain" and not strategy.warms_up else strategy.fidelity(options)
         group = replace(resolve(index, spec, graph), moment=moment, label=label)
         for member in group.members:
             reason = strategy.applies(member, context)

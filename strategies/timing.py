@@ -169,11 +169,11 @@ def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitte
     doing, spec = group.moment.doing, group.spec
     if spec.timing:
         _check(strategy, group, options, emit)
-    if doing == "synchronize" or (emit.world_size == 1 and doing not in ("hold", "delayed")):
-        strategy.lower(group, options, emit)
-    elif doing == "plain":
+    if doing == "plain" and not strategy.warms_up:
         plain = AllReduce()
         plain.lower(group, plain.options_type(), emit)
+    elif doing in ("synchronize", "plain") or (emit.world_size == 1 and doing not in ("hold", "delayed")):
+        strategy.lower(group, options, emit)
     elif doing == "alone":
         emit.update_alone(group)
     elif doing == "average":

@@ -35,6 +35,7 @@ from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import own_error, places, refusal, was_raised
 from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
+from autopar.ir.sparse_gradients import with_dense_gradients
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 from autopar.ir.weightless import traced_as_real
 
@@ -200,6 +201,7 @@ def _traced(
     ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
     refuse_writes(graph)
+    with_dense_gradients(graph)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
         stack.enter_context(kept_checks())

@@ -19,10 +19,9 @@ from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What an operation is emitted with."""
+    """What an operation is emitted with; `of`, the sync group, is `None` where it belongs to the whole step."""
 
     of: Group | None
-    """The sync group; `None` where it belongs to the whole step."""
     inputs: tuple[Call, ...]
     context: Context
 
@@ -61,6 +60,8 @@ class Operation(ABC):
     """Whether its value, where it is large, is formed only as it is used (`autopar.ops.products`)."""
     keeps_shards: bool = False
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
+    momentum: float | None = None
+    """Of a momentum that it keeps from step to step: which part of it each step adds to the gradients."""
     makes_parameters: ClassVar[bool] = False
     """Whether its value is parameters, which are sent for a pass to come."""
     subgroups: Subgroups = ()
@@ -153,8 +154,7 @@ class Operation(ABC):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """An operation in a step, with its inputs and its value. Strategies pass it on as that value. When it runs follows
-    from what it needs (`autopar.strategies.schedule`)."""
+    """An operation in a step, with its inputs and its value, as which strategies pass it on."""
 
     index: int
     """Its place among all calls."""

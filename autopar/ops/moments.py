@@ -14,9 +14,9 @@ class Moment:
 
     doing: Doing = "synchronize"
     """`synchronize`: what its strategy says, with this step's gradients. `plain`: a plain all-reduce of them, before
-    the strategy's time has come. `alone`: each rank updates with its own gradients. `average`: so, too, and then
-    parameters are averaged, as the strategy sums. `hold`: gradients are held back for later steps. `delayed`: so, too,
-    and those of an earlier step are summed as the strategy says."""
+    the strategy's time has come, unless it warms up itself. `alone`: each rank updates with its own gradients.
+    `average`: so, too, and then parameters are averaged, as the strategy sums. `hold`: gradients are held back for
+    later steps. `delayed`: so, too, and those of an earlier step are summed as the strategy says."""
     slot: int = 0
     """Of held gradients: where they are kept; of delayed ones, how many steps they are behind."""
 

@@ -24,6 +24,8 @@ class State(Operation):
     Its layout says what it is to the other ranks, and so what becomes of it on another number of them. What is
     replicated, sharded or owned stays the value that it is. Of `Partial` only the sum means something: it is kept, and
     each rank begins with an equal part of it. What is `Varying` begins again with zeros.
+
+    With `momentum`, it is one: that part of it joins the gradients in each step, and none of it is kept for later.
     """
 
     name = "state"
@@ -33,6 +35,7 @@ class State(Operation):
     elements: int
     dtype: str
     layout: Layout
+    momentum: float | None = None
 
     def value(self, at: Emission) -> Value:
         return Value(self.elements, self.dtype, self.layout)

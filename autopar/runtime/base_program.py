@@ -30,7 +30,7 @@ from autopar.runtime.eager import owners_of
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
-from autopar.runtime.optimizer import OptimizerPart, updated_by
+from autopar.runtime.optimizer import OptimizerPart, is_plain_sgd, updated_by
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
@@ -105,6 +105,7 @@ class BaseProgram:
         """Captures, lowers and writes for a batch's signature, unless that was done before, and all that the model
         reads is still as it was then. `outputs`: of a step that returns the model's output, too. `sizes`: of all
         ranks' batches, where the step depends on them."""
+        self._look_at_optimizer()
         batch = batch if isinstance(batch, Batch) else flatten(batch, needs_tensor=self._outlined is None)
         if self._outlined is not None:
             assert self._eager is not None
@@ -128,6 +129,14 @@ class BaseProgram:
             return self._made(batch, outputs, sizes)
         except PlanError as e:
             raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not self.settings.outputs else e from None
+
+    def _look_at_optimizer(self) -> None:
+        """Raises `PlanError` where a strategy cannot be used with what the optimizer was set to since."""
+        if self._context.plain_sgd and not is_plain_sgd(self._optimizer):
+            context = replace(self._context, plain_sgd=False)
+            for made in [*self._compiled, *([self._outlined] if self._outlined else ())]:
+                lower_plan(self.plan.groups, made.graph, context)
+            self._context = context
 
     def _keys(self, batch: Batch, outputs: bool, sizes: tuple[int, ...]) -> tuple[Hashable, Hashable]:
         return signature_key(self.model, batch, (self._hooks.key(), outputs, sizes))
@@ -274,6 +283,8 @@ class BaseProgram:
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         """A capture that was lowered, before its graphs are written."""
         assert graph.joint is not None
+        for name in (key for kind, key in graph.joint.inputs if kind == "buffer" and key not in self._buffers):
+            self._unchanged.know_buffer(str(name))
         return Compiled(graph, program, shared_buffers(graph.joint, self._group))
 
     def _target(self) -> Target:

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.batch import call_model
 from autopar.ir.model_output import find_loss
 from autopar.runtime.generators import generators, set_generators
-from autopar.runtime.held_state import held_within, parts
+from autopar.runtime.held_state import held_within, methods_of, parts, unmoved
 from autopar.runtime.shared_memory import once
 
 Take = Callable[[str, torch.Tensor], None]
@@ -29,12 +29,13 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; what is
     returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
-    attributes = [(m, dict(vars(m))) for m in modules]
+    attributes = [(m, {k: unmoved(v) for k, v in vars(m).items()}) for m in modules]
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
     # TorchScript's tables are no dicts, and what they hold cannot be replaced.
     registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
     own = [dict(t) for t in registered]
-    inside, back = held_within(v for _, held in attributes for v in held.values() if id(v) not in tables)
+    held = [v for m in modules for v in vars(m).values() if id(v) not in tables]
+    inside, back = held_within([*held, *methods_of(modules)])
     values = [(t, t._version, once(t).clone()) for t in inside if _is_plain(t)]
 
     def put_back() -> None:

@@ -21,7 +21,7 @@ from autopar.ir.seen import Seen, look, unseen
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weightless import first_without_values, lacks_values
 from autopar.runtime.compiled import Settings
-from autopar.runtime.eager import owners_of, without_trace
+from autopar.runtime.eager import kept_attributes, owners_of, without_trace
 from autopar.runtime.eager_model import loss_and_output
 from autopar.runtime.optimizer import updated_by
 from autopar.runtime.process_group import Group, Rendezvous
@@ -115,6 +115,7 @@ def _why_eager(
                     f"parameter '{name}' has a hook on its gradient, which a captured step would not call, and which "
                     "is given each rank's own gradient, as with DistributedDataParallel"
                 )
+    put_back = kept_attributes(owners_of(model, settings.loss_fn).values())
     try:
         capture()
     except (SignatureError, UnusedParameterError):
@@ -122,6 +123,7 @@ def _why_eager(
     except CaptureError as e:
         if settings.capture == "always":
             raise
+        put_back()  # tracing writes to tensors that are plain attributes
         return str(e)
     return ""
 

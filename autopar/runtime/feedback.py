@@ -1,7 +1,8 @@
 """Whether what compressed and delayed groups update with, and what they keep for later, add up to the gradients.
 
 That is what error feedback is: of each element, what is updated with and the change of what all ranks keep are together
-the sum of the ranks' own gradients. All are looked at by probes, which are linear, and summed over ranks once.
+the sum of the ranks' own gradients, and of what momentums say that they add to them. All are looked at by probes, which
+are linear, and summed over ranks once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TRIED = 4
 def adds_up(group: Group) -> bool:
     """Whether a group's own gradients must be found again in what it updates with and keeps, in this step."""
     doing = group.moment.doing
-    return doing == "delayed" or (doing == "synchronize" and group.label not in ("exact", "rounded"))
+    return doing == "delayed" or (doing in ("synchronize", "plain") and group.label not in ("exact", "rounded"))
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,13 @@ class _Kept:
     """Of what this rank holds of it."""
 
     @property
+    def is_momentum(self) -> bool:
+        return self.call.op.momentum is not None
+
+    @property
     def is_residual(self) -> bool:
-        """Whether each rank has its own part of a sum, which is what a residual is."""
-        return isinstance(self.call.layout, Partial)
+        """Whether each rank has its own part of a sum, which is what a residual is, unless it is a momentum."""
+        return isinstance(self.call.layout, Partial) and not self.is_momentum
 
     @property
     def is_own_residual(self) -> bool:
@@ -103,7 +108,7 @@ class Feedback:
         ]
         best = min(tried, key=lambda off: max(off.values(), default=0.0))
         loses = group.label not in ("exact", "rounded")
-        if max(best.values(), default=0.0) > 1 and loses and not any(k.is_own_residual for k in kept):
+        if max(best.values(), default=0.0) > 1 and loses and not any(k.is_own_residual or k.is_momentum for k in kept):
             return self._unseen(
                 group, "it keeps no residual, a state of its elements of which ranks have parts of a sum"
             )
@@ -191,12 +196,16 @@ class _Terms:
         self.given = _value(own, own.held / numel)
         self.update = _value(update, max(1.0, copies))
         self.changes, sizes = {}, [_size(own, self.given, own.held), _size(update, self.update, update.held)]
+        added = torch.zeros_like(self.given)
         for call in states:
             share = float(ranks) if isinstance(call.layout, Replicate) else 1.0
             rows = before[call][name], after[call][name]
             first, last = (_value(row, share) for row in rows)
             self.changes[call] = last - first
+            if call.op.momentum is not None:
+                added += call.op.momentum * first
             sizes += [_size(rows[0], first, numel), _size(rows[1], last, numel)]
+        self.given = self.given + added
         self.size = max(sizes)
         """The largest of what is added up: by the root of its mean square, or by an element."""
 
@@ -223,7 +232,8 @@ def _size(row: Row, value: torch.Tensor, held: float) -> float:
 
 def _choices(kept: Sequence[_Kept]) -> Iterator[tuple[Call, ...]]:
     """Which states are what was not sent: all of which ranks have parts of a sum, and of the others none, some or all,
-    for a strategy may also keep what is not (a momentum, say)."""
+    for a strategy may also keep what is not (a momentum that it does not say it is, say)."""
+    kept = [k for k in kept if not k.is_momentum]
     residuals, others = [k.call for k in kept if k.is_residual], [k.call for k in kept if not k.is_residual]
     counts = range(len(others) + 1) if len(others) <= _TRIED else (0, len(others))
     for some in chain.from_iterable(combinations(others, n) for n in counts):

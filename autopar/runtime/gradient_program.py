@@ -145,6 +145,7 @@ class GradientProgram(BaseProgram):
                 outputs = list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied()))))
                 into = [*parameters.values(), *given.values()]
                 found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
+                found = tuple([g.to_dense() if g is not None and g.is_sparse else g for g in found])
             return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
 
         def by_graph() -> Ran:

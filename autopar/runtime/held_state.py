@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import random
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,7 +21,18 @@ MOST = 20_000
 """Objects that are looked at, at most: a module may hold on to a data set."""
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-_PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, MethodType, ModuleType, nn.Module)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module)
+_ITERATORS: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(1))),
+    itertools.chain,
+    itertools.count,
+    itertools.cycle,
+    itertools.islice,
+    itertools.repeat,
+)
+"""Iterators that can be copied; a generator cannot."""
 _Back = Callable[[], None]
 
 
@@ -37,6 +52,12 @@ def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]
         held.append(value)
         if isinstance(value, torch.Tensor):
             tensors.append(value)
+        elif isinstance(value, FunctionType):
+            inside, names = _of_function(value)
+            waiting += inside
+            back += names
+        elif isinstance(value, MethodType):
+            waiting += [value.__func__, value.__self__]
         elif (of_generator := _generator(value)) is not None:
             back.append(of_generator)
         elif type(value) in _CONTAINERS:
@@ -50,6 +71,42 @@ def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]
             back.append(lambda own=own, content=dict(own): _refill(own, content))  # type: ignore[misc]
             waiting += own.values()
     return tensors, back
+
+
+def unmoved(value: Any) -> Any:
+    """A copy of an iterator, which moves on by itself; anything else itself."""
+    if not isinstance(value, _ITERATORS):
+        return value
+    with warnings.catch_warnings(), contextlib.suppress(TypeError):  # from Python 3.14 on itertools are not copied
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return copy.deepcopy(value)
+    return value
+
+
+def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
+    """The methods of modules' classes, but those that PyTorch has."""
+    classes = dict.fromkeys(c for kind in dict.fromkeys(map(type, modules)) for c in kind.__mro__)
+    own = [c for c in classes if c is not object and c.__module__.partition(".")[0] != "torch"]
+    return [f for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
+
+
+def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
+    """What a function finds beside its arguments: what its closure holds, and the numbers, containers, tensors,
+    iterators and functions of its own file among the globals that it names; and what puts these names back."""
+    found: list[Any] = []
+    back: list[_Back] = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            found.append(cell.cell_contents)
+            back.append(partial(setattr, cell, "cell_contents", unmoved(cell.cell_contents)))
+    space = function.__globals__
+    for name in function.__code__.co_names:
+        if isinstance(value := space.get(name), (int, float, torch.Tensor, *_CONTAINERS, *_ITERATORS)):
+            found.append(value)
+            back.append(partial(space.__setitem__, name, unmoved(value)))
+        elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            found.append(value)
+    return found, back
 
 
 def parts(container: Any) -> list[Any]:

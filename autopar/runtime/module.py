@@ -48,6 +48,13 @@ class SyncedModule(nn.Module):
             )
         return self.program.call(args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises `CaptureError`: a copy would be of the model alone, and nobody would synchronize its gradients."""
+        raise CaptureError(
+            "a module of autopar cannot be copied or pickled, as it holds connections to other ranks: copy the model "
+            "itself, copy.deepcopy(module.module) or AveragedModel(module.module), and optimize a copy that is trained"
+        )
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, `backward()` keeps gradients on this rank, to be synchronized with those of the next `backward()`

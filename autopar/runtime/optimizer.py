@@ -71,6 +71,7 @@ def context_for(
         elementwise_update=scope == "element",
         clips=clip_grad_norm is not None or is_scaled,
         sparse_update=leaves_zeros_alone(optimizer),
+        plain_sgd=is_plain_sgd(optimizer),
         late_parameters=late_parameters and updates,
     )
 
@@ -343,6 +344,16 @@ def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
     assert optimizer is not None
     kept = ("momentum", "weight_decay", "maximize")
     return not any(group.get(k) for group in optimizer.param_groups for k in kept)
+
+
+def is_plain_sgd(optimizer: Optimizer | None) -> bool | None:
+    """Whether the optimizer is SGD without momentum, by its settings now; `None` where there is none yet."""
+    each = () if optimizer is None else each_of(optimizer)
+    return (
+        all(type(o) is torch.optim.SGD and not any(g["momentum"] for g in o.param_groups) for o in each)
+        if each
+        else None
+    )
 
 
 def without_wrong_kernels(optimizer: Optimizer) -> None:

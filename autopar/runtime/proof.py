@@ -111,8 +111,9 @@ class Proof:
             # Later, the user's optimizer has the state of the parameters that this rank updates as a whole.
             whole = {f.name for f, _, _ in held if f.whole}
             compared = gradients.keys() & states.keys()
-            if of.eager is not None:  # what no rank has a gradient of is left as it was
-                still = [n for n in compared if of.probes[n].piece.name in of.eager.unused()]
+            if of.eager is not None:  # what no rank has a gradient of is left as it was, unless some of it was kept
+                kept = {str(m.slice) for g in of.groups if g.label not in ("exact", "rounded") for m in g.members}
+                still = [n for n in compared - kept if of.probes[n].piece.name in of.eager.unused()]
                 compared -= {*still, *(n for n in compared if of.probes[n].piece.name in of.eager.written)}
                 found += [Difference(f"the updated '{n}'", math.inf) for n in still if not before[n].equal(after[n])]
             known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}

@@ -137,8 +137,9 @@ class States:
         saved = self._loaded.get(key, {})
         whole = torch.zeros(call.elements, dtype=tensor.dtype, device=self._device)
         for place in _places(call, self._parameters):
-            if place.name in saved:
-                place.of(whole).copy_(place.there(saved[place.name]).reshape(-1))
+            there = saved.get(place.name)
+            if there is not None and there.shape == place.shape:
+                place.of(whole).copy_(place.there(there).reshape(-1))
         if isinstance(call.layout, Partial):
             whole = whole / self._group.world_size
         begin = _begin(call, self._group.rank)
@@ -188,7 +189,9 @@ class _Place:
 def _places(call: Call, parameters: Mapping[str, nn.Parameter]) -> list[_Place]:
     group, found = call.owner_group, list[_Place]()
     if call.elements != group.elements:
-        return [_Place(", ".join(str(m.slice) for m in group.members), 0, call.elements, (call.elements,))]
+        # No parameter's name, though there be one member alone.
+        name = f"[{', '.join(str(m.slice) for m in group.members)}]"
+        return [_Place(name, 0, call.elements, (call.elements,))]
     for member in group.members:
         begin, shape = found[-1].end if found else 0, tuple(parameters[member.slice.name].shape)
         found.append(_Place(member.slice.name, begin, begin + member.elements, shape, member.slice))

@@ -34,6 +34,7 @@ class Unchanged:
         of buffers that the program runs on, in which those are replaced that the model replaces. `optimizer`: where
         the program runs it, and gradients are not left on the parameters. `eager`: whether the model itself runs in
         each step, and the hooks on its gradients with it."""
+        self._owners = owners
         self._buffers = buffers
         self._optimizer = optimizer
         self._eager = eager
@@ -73,6 +74,16 @@ class Unchanged:
             o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks or "step" in vars(o) for o in self._optimizers
         ):
             self._refuse_hooks()
+
+    def know_buffer(self, name: str) -> None:
+        """Takes a buffer in that was registered later, and that a new capture reads."""
+        prefix = max((p for p in self._owners if name.startswith(p)), key=len)
+        path, _, key = name.removeprefix(prefix).rpartition(".")
+        table = self._owners[prefix].get_submodule(path)._buffers
+        buffer = table[key]
+        assert buffer is not None, "a graph reads buffers that are there"
+        self._buffers[name] = buffer
+        self._held.append((table_of(table), key, name))
 
     def _parameter_changed(self, now: nn.Parameter | None, p: nn.Parameter, name: str) -> str:
         if now is not p:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from autopar.errors import AutoparWarning
 from autopar.runtime.eager_model import EagerModel
 from autopar.spec.plan import SyncGroup
+from autopar.strategies import strategy_named
 from autopar.strategies.timing import moment_of
 
 
 class UnusedParameters:
     """Of a model that runs eagerly: in this step, and in those before for groups that update with earlier gradients.
 
+    Groups that compress update with what they have kept of any step, so that all of theirs counts as zeros.
     Of steps before a checkpoint that was loaded, nothing is known: their gradients count as there.
     """
 
@@ -22,6 +24,7 @@ class UnusedParameters:
     ) -> None:
         """`now`: the model, the step that runs, and of each group the step that `moment_of` calls `since`."""
         self._groups = groups
+        self._kept = [_keeps(g) for g in groups]
         self._now = now
         self._longest = max((g.delay for g in groups), default=0)
         self._by_step: dict[int, frozenset[str]] = {}
@@ -33,6 +36,8 @@ class UnusedParameters:
         if model is None:
             return frozenset()
         moment = moment_of(self._groups[index], step, since[index])
+        if self._kept[index] and (moment.doing != "plain" or strategy_named(self._groups[index].strategy).warms_up):
+            return frozenset()
         if moment.doing == "delayed":
             return self._by_step.get(step - moment.slot, frozenset())
         if moment.doing in ("alone", "average"):
@@ -59,3 +64,9 @@ class UnusedParameters:
         if model is not None and self._longest:
             self._by_step = {s: names for s, names in self._by_step.items() if s > step - self._longest}
             self._by_step[step] = model.unused()
+
+
+def _keeps(group: SyncGroup) -> bool:
+    """Whether a group's strategy keeps gradients of a step for later ones."""
+    strategy = strategy_named(group.strategy)
+    return strategy.fidelity(strategy.options_type.model_validate(group.options)) == "compressed"

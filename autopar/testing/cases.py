@@ -10,6 +10,7 @@ from autopar.ir.training_graph import Parameter, TrainingGraph
 from autopar.spec.cluster import ClusterSpec, HostSpec, NetworkSpec
 from autopar.spec.plan import Fidelity, ParameterSlice, Plan, SyncGroup
 from autopar.strategies import Context, Member, Options, Strategy
+from autopar.strategies.base import Remainder
 from autopar.strategies.lowering import lower_plan
 
 
@@ -22,6 +23,9 @@ class Use:
     plan: Plan
     fidelity: Fidelity
     wire: str
+    remainder: Remainder
+    training: str = "sgd"
+    """Of the trainings with SGD, the name of the first that the strategy takes."""
 
 
 SERVERS = ("server-0", "server-1")
@@ -58,6 +62,7 @@ def uses(strategy: Strategy, graph: TrainingGraph, context: Context) -> Iterator
             ),
             strategy.fidelity(options),
             str(chosen.get("wire", "same")),
+            strategy.remainder(options),
         )
 
 

@@ -12,7 +12,7 @@ Kind = Literal["equality", "rounding", "feedback", "order", "parity", "bytes", "
 PROMISES: dict[Kind, str] = {
     "equality": "trains as one process does, in float64, within 1e-10; all ranks alike to the last bit",
     "rounding": "with 16 bits on the wire, the first gradients are within the format's rounding",
-    "feedback": "what is sent and what is kept for later add up to the gradients; all ranks alike to the last bit",
+    "feedback": "what is sent and kept for later adds up to the gradients, or is them in the mean; all ranks alike",
     "order": "all ranks issue the same collectives, whatever their batches",
     "parity": "what is issued is what is priced, and what virtual compute issues",
     "bytes": "the bytes on the wire are those declared, within 3 %",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from autopar.testing.deadline import Deadline
 from autopar.testing.declared import memory_differences, traffic_differences, work_differences
 from autopar.testing.findings import Finding, Kind
 from autopar.testing.load import load
+from autopar.testing.mean import Mean
 from autopar.testing.recorder import Recorder
 from autopar.testing.tasks import TASKS, Task
 from autopar.testing.training import (
@@ -45,11 +46,13 @@ from autopar.testing.training import (
     reference,
     trained,
 )
+from autopar.testing.wire import NARROW, WIDE, seen_and_declared
 from autopar.testing.wire import SAMPLES as WIDE_SAMPLES
-from autopar.testing.wire import WIDE, seen_and_declared
 from autopar.verification import ROUNDED_TOLERANCE
 
 STEPS = 4
+PLAIN = ("sgd", "plain")
+"""Trainings by SGD, with momentum and without."""
 MARK = "autopar-conformance "
 """In front of what is found, on a line of its own: strategies may print, too."""
 LOOKS_AT = "autopar-conformance looks at "
@@ -59,9 +62,13 @@ KEPT = 1e-5
 """Of the largest element: states may be in float32."""
 
 
-def _sum_of(state: dict[str, Any], name: str) -> Any:
-    """What all states together hold of a parameter's gradient."""
-    return sum((by_name[name].double() for by_name in state.get("state", {}).values() if name in by_name), 0.0)
+def _sum_of(state: dict[str, Any], name: str, like: torch.Tensor, momenta: Mapping[str, float]) -> tuple[Any, Any]:
+    """What all states together hold of a parameter's gradient; and what momenta, by their states' names, add to the
+    next."""
+    of = {key: by_name[name].double() for key, by_name in state.get("state", {}).items() if name in by_name}
+    of = {key: value for key, value in of.items() if value.shape == like.shape}
+    added = sum((momenta[key] * value for key, value in of.items() if key in momenta), 0.0)
+    return sum((value for key, value in of.items() if key not in momenta), 0.0), added
 
 
 class Rank:
@@ -102,11 +109,14 @@ class Rank:
                 self._bytes(use, case)
 
     def _uses(self, task: Task, samples: int) -> Iterator[Use]:
-        context = context_for(
-            self.group.world_size, self._optimizer(task, "sgd"), "element", None, True, late_parameters=True
-        )
         try:
-            yield from uses(self.strategy, self._graph(task, samples), context)
+            for training in PLAIN:
+                optimizer = self._optimizer(task, training)
+                context = context_for(self.group.world_size, optimizer, "element", None, True, late_parameters=True)
+                found = list(uses(self.strategy, self._graph(task, samples), context))
+                if found:
+                    yield from (replace(use, training=training) for use in found)
+                    return
         except (AutoparError, AssertionError) as e:
             case = f"{task.name}, {self.group.world_size} ranks"
             self.findings.append(Finding("equality", case, False, f"cannot be lowered: {e}"))
@@ -152,24 +162,29 @@ class Rank:
         self._see("rounding", case, look)
 
     def _feedback(self, task: Task, use: Use, case: str) -> None:
-        """A step of SGD is what was sent, times its rate; states hold what was not."""
+        """A step of SGD is what was sent, times its rate; states hold what was not, or it is nothing in the mean."""
 
         def look() -> str | None:
             n, rank = self.group.world_size, self.group.rank
             program = self._program(task, use, "plain", SAMPLES["unequal"][rank])
-            alike, kept = Rendezvous(self.group), dict[str, torch.Tensor]()
+            alike, kept, mean = Rendezvous(self.group), dict[str, Any](), Mean()
+            calls = program.compile_for(batches(task, "plain", "unequal", 0, rank)[0]).program.calls
+            momenta = {str(c.op.state_key()): c.op.momentum for c in calls if c.op.momentum is not None}
             for step in range(STEPS):
                 with program.gathered():
                     before = {k: p.detach().clone() for k, p in program.model.named_parameters()}
                 expected = gradients(task, "plain", "unequal", n, step, before)
                 program.step(batches(task, "plain", "unequal", step, rank)[0])
                 state, earlier, some = program.state_dict(), kept, False
-                kept = {k: _sum_of(state, k) for k in before}
+                kept = {k: _sum_of(state, k, p, momenta) for k, p in before.items()}
                 for name, p in before.items():
                     sent = (p - state["model"][name]) / LEARNING_RATE
-                    given = expected[name] + earlier.get(name, 0.0)
+                    given = expected[name] + sum(earlier.get(name, ()))
                     some |= bool(sent.any()) or not bool(given.any())
-                    off = float((sent + kept[name] - given).abs().max())
+                    if use.remainder != "kept":
+                        mean.add(sent, given)
+                        continue
+                    off = float((sent + kept[name][0] - given).abs().max())
                     if off > KEPT * max(1.0, float(given.abs().max())):
                         return f"step {step}, '{name}': what was sent and what is kept are {off:.1e} off the gradient"
                 if not some:
@@ -177,7 +192,7 @@ class Rank:
                 bits = digest_of(state["model"])
                 if len(set(alike.exchange(f"parameters of step {step}", bits))) > 1:
                     return f"step {step}: ranks have different parameters"
-            return None
+            return mean.biased() if use.remainder == "none in the mean" else None
 
         self._see("feedback", case, look)
 
@@ -187,7 +202,7 @@ class Rank:
         def look() -> str | None:
             rank, samples = self.group.rank, SAMPLES["equal"][self.group.rank]
             batch = task.batch(samples, 0)
-            program = self._program(task, use, "sgd", samples)
+            program = self._program(task, use, use.training, samples)
             compiled = program.compile_for(batch)
             recorder = Recorder(compiled.graphs["step"])
             compiled.graphs["step"] = recorder.run
@@ -211,9 +226,8 @@ class Rank:
 
         def agree() -> str | None:
             samples = SAMPLES["unequal"][self.group.rank]
-            compiled = self._program(task, use, "sgd", samples).compile_for(
-                batches(task, "sgd", "unequal", 0, self.group.rank)[0]
-            )
+            first = batches(task, use.training, "unequal", 0, self.group.rank)[0]
+            compiled = self._program(task, use, use.training, samples).compile_for(first)
             said = Rendezvous(self.group).exchange(case, compiled.program.order_hash)
             return None if len(set(said)) == 1 else f"orders differ: {said}"
 
@@ -229,7 +243,7 @@ class Rank:
             return "; ".join(traffic_differences(calls, n, len(SERVERS))) or None
 
         def memory() -> str | None:
-            program = self._program(WIDE, use, "sgd", WIDE_SAMPLES)
+            program = self._program(WIDE, use, use.training, WIDE_SAMPLES)
             setting = Setting(n, optimizer_cost("SGD").moved_tensors, rounds=True)
             return "; ".join(memory_differences(program, batch, setting)) or None
 
@@ -240,6 +254,11 @@ class Rank:
         def look() -> str | None:
             program = self._program(WIDE, use, "plain", WIDE_SAMPLES)
             seen, declared = seen_and_declared(program, WIDE.batch(WIDE_SAMPLES, 0))
+            if use.fidelity == "compressed":  # few bytes, beside which headers count
+                narrow = use.plan.model_copy(update={"model": self._graph(NARROW, WIDE_SAMPLES).model})
+                program = self._program(NARROW, replace(use, plan=narrow), "plain", WIDE_SAMPLES)
+                few, of_few = seen_and_declared(program, NARROW.batch(WIDE_SAMPLES, 0))
+                seen -= few - of_few
             off = abs(seen / declared - 1)
             return None if off <= BYTES else f"{seen:.0f} bytes were seen, {declared} declared: {off:.1%} off"
 

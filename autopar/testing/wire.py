@@ -21,10 +21,10 @@ SAMPLES, WORDS = 60, 500
 class _Wide(nn.Module):
     """Two linear layers, of which the second scores classes, and a table of which each sample looks five rows up."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, width: int, words: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(500, 1001), nn.Linear(1001, 500)
-        self.table = nn.Embedding(WORDS, 1001)
+        self.first, self.second = nn.Linear(size, width), nn.Linear(width, size)
+        self.table = nn.Embedding(words, width)
 
     def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.first(x) + self.table(words).sum(1))
@@ -32,13 +32,22 @@ class _Wide(nn.Module):
         return scores
 
 
-def _batch(samples: int, seed: int) -> Batch:
-    draw = torch.Generator().manual_seed(seed)
-    words = torch.randint(0, WORDS // 2, (samples, 5), generator=draw)
-    return (torch.randn(samples, 500, generator=draw), words), torch.randint(0, 500, (samples,), generator=draw)
+def _task(name: str, size: int, width: int, words: int) -> Task:
+    def batch(samples: int, seed: int) -> Batch:
+        draw = torch.Generator().manual_seed(seed)
+        looked_up = torch.randint(0, words // 2, (samples, 5), generator=draw)
+        given = torch.randn(samples, size, generator=draw), looked_up
+        return given, torch.randint(0, size, (samples,), generator=draw)
+
+    return Task(name, seeded(lambda: _Wide(size, width, words), torch.float32), batch, F.cross_entropy)
 
 
-WIDE = Task("wide", seeded(_Wide, torch.float32), _batch, F.cross_entropy)
+WIDE = _task("wide", 500, 1001, WORDS)
+NARROW = _task("narrow", 60, 30, 50)
+"""The same with few elements, and as many messages: what these take beyond what is declared, as the head of each does,
+those of the wide one take, too."""
+_HEAD = 52
+"""Bytes of a segment's head: 20 of IPv4, 32 of TCP with its time stamps."""
 
 
 def seen_and_declared(program: Program, batch: Any) -> tuple[int, int]:
@@ -62,4 +71,9 @@ def seen_and_declared(program: Program, batch: Any) -> tuple[int, int]:
 
 
 def _sent() -> int:
-    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+    """What was sent so far, less the heads of TCP's segments."""
+    sent = int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+    names, values = (
+        line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
+    )
+    return sent - _HEAD * int(values[names.index("OutSegs")])

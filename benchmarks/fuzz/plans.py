@@ -49,8 +49,12 @@ def random_groups(seed: int, graph: TrainingGraph, context: Context) -> tuple[Sy
     return tuple(SyncGroup(strategy="all_reduce", members=(ParameterSlice(name=p.name),)) for p in graph.parameters)
 
 
+EXACT = {n: s for n, s in STRATEGIES.items() if s.fidelity(s.options_type()) == "exact"}
+"""Strategies of which numbers are compared with one process's."""
+
+
 def _drawn(rng: random.Random, graph: TrainingGraph, context: Context) -> tuple[SyncGroup, ...]:
-    favourite = rng.choice([*STRATEGIES, ""])
+    favourite = rng.choice([*EXACT, ""])
     by_kind: dict[tuple[str, str], list[ParameterSlice]] = {}
     groups: list[SyncGroup] = []
     taken: set[str] = set()
@@ -61,7 +65,7 @@ def _drawn(rng: random.Random, graph: TrainingGraph, context: Context) -> tuple[
             continue
         pieces = _pieces(rng, p, context)
         for piece in pieces:
-            able = [n for n, s in STRATEGIES.items() if s.applies(Member(piece, p), context) is None]
+            able = [n for n, s in EXACT.items() if s.applies(Member(piece, p), context) is None]
             name = favourite if favourite in able and rng.random() < 0.7 else rng.choice(able)
             if name == "class_sharded_head" and p.head is not None:
                 both = [q for q in parameters if q.head == p.head and q.name not in taken]

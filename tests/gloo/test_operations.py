@@ -29,6 +29,20 @@ PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
         ("partitioned_parameter_server", ("inner.bias",), {}),
     ],
     "gathered": [("sharded_parameters", NAMES, {})],
+    "sparsified": [
+        ("top_k", ("table.weight", "inner.bias"), {"density": 0.1}),
+        ("random_k", ("inner.weight",), {"density": 0.1, "chunk": 7}),
+        ("dgc", ("head.weight", "head.bias"), {"chunk": 10}),
+    ],
+    "compressed": [
+        ("power_sgd", ("table.weight", "inner.bias", "head.weight"), {"rank": 2}),
+        ("power_sgd", ("inner.weight", "head.bias"), {}),
+    ],
+    "in few bits": [
+        ("quantized", ("table.weight", "inner.bias"), {"bits": 4, "rotated": True, "exchange": "parts"}),
+        ("scaled_sign", ("inner.weight",), {"exchange": "gather"}),
+        ("terngrad", ("head.weight", "head.bias"), {"exchange": "parts"}),
+    ],
     "timed": [
         ("all_reduce", ("table.weight", "inner.bias"), {"every": 2}),
         ("partitioned_parameter_server", ("inner.weight",), {"delay": 2}),

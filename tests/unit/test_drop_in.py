@@ -150,3 +150,11 @@ def test_cached_results_of_functions_have_values() -> None:
     module = autopar.optimize(model, example_inputs=X[:, :3], check="never")
     assert _table(3).tolist() == [0, 1, 2]
     assert torch.equal(module(X[:, :3]), model(X[:, :3]))
+
+
+def test_a_copy_is_refused_by_name() -> None:
+    module = autopar.optimize(_net(), example_inputs=X[:, :3])
+    for copied in (copy.deepcopy, copy.copy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(CaptureError, match=r"module\.module"):
+            copied(module)
+    torch.optim.swa_utils.AveragedModel(module.module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -57,3 +59,33 @@ def test_a_cache_that_the_first_run_fills_is_named_and_captured_once_it_is_full(
     with pytest.warns(autopar.AutoparWarning, match=r"another tensor of its buffer 'cache'.*runs eagerly"):
         train(model, batches)
     train(model, batches, capture="always")
+
+
+class Grows(nn.Linear):
+    """Counts in a buffer, once it has one."""
+
+    late: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        if "late" in self._buffers:
+            self.late.add_(1)
+            found = found * self.late
+        return found.square().mean()
+
+
+def test_a_buffer_that_is_registered_later_is_read_and_written() -> None:
+    torch.manual_seed(0)
+    model, x = Grows(4, 3), torch.randn(5, 4)
+    eager = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager))
+    program = autopar.optimize(model, example_inputs=(x,), optimizer=optimizer)
+    for step in range(4):
+        if step == 2:
+            for one in (model, eager):
+                one.register_buffer("late", torch.ones(()))
+        program.step((x,))
+        other.zero_grad()
+        eager(x).backward()
+        other.step()
+    assert torch.allclose(model.weight, eager.weight, rtol=1e-6) and float(model.late) == float(eager.late) == 3

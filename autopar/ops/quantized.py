@@ -1,0 +1,242 @@
+"""Gradients in few bits: what a rank sends of its own, what it makes of the parts that it adds up, and the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+
+from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ops.base import Call, Emission, Operation, Site
+from autopar.ops.group import Group
+from autopar.ops.layouts import Shard
+from autopar.ops.quantizers import Quantizer
+from autopar.ops.step_count import generator_of
+from autopar.ops.values import Setting, Value, Work
+
+Fields = tuple[Any, ...]
+"""A quantizer's, as the code of a graph can have them."""
+KERNELS = 12
+"""Of coding a value, or decoding it."""
+
+
+def wide_dtype(dtype: str) -> str:
+    """In which gradients of this dtype are coded, and what is lost is kept."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def part_elements(elements: int, ranks: int, block: int) -> tuple[int, ...]:
+    """Elements that each rank adds up: whole blocks, as many on all ranks but where they end."""
+    each = -(-elements // (ranks * block)) * block
+    return tuple(max(0, min(each, elements - r * each)) for r in range(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded(Operation):
+    """Codes numbers: of a rank's gradients, or of a part of the sum. `inputs` ends with the number of steps where
+    rounding is stochastic, and with the residual where what is lost is kept: it is overwritten."""
+
+    quantizer: Quantizer
+    keeps_lost: bool
+
+    def _coding_work(self, blocks: int, width: int) -> Work:
+        """Coded, and decoded again where what is lost is kept."""
+        times, q = 1 + self.keeps_lost, self.quantizer
+        moved = times * q.moved_bytes(blocks, width) + self.keeps_lost * 3 * width * blocks * q.block
+        return Work(flops=times * q.flops(blocks), moved_bytes=moved, kernels=times * KERNELS) if blocks else Work()
+
+    def _coding_bytes(self, blocks: int, width: int) -> int:
+        """Taken on the way: the filled-up numbers, and what coding or decoding takes."""
+        q = self.quantizer
+        return blocks * q.block * width + q.passing_bytes(blocks, width)
+
+    def _extras(self, site: Site, inputs: Sequence[Call]) -> tuple[Any, Any]:
+        """The residual and the number of steps; `None` for what is not there."""
+        values = [site.value_of(i) for i in inputs]
+        residual = values.pop() if self.keeps_lost else None
+        return residual, values.pop() if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeGradients(_Coded):
+    """This rank's gradients, the first input, coded as one message for all ranks, or as a message for each rank, of the
+    part that this one adds up."""
+
+    name = "encode_gradients"
+    in_parts: bool
+
+    def blocks(self, elements: int, ranks: int) -> int:
+        """Filled up, so that all parts have as many."""
+        if not self.in_parts:
+            return self.quantizer.blocks(elements)
+        return -(-elements // (ranks * self.quantizer.block)) * ranks
+
+    def value(self, at: Emission) -> Value:
+        message = self.blocks(at.group.elements, at.world_size) * self.quantizer.row_bytes
+        return Value(message * at.world_size, "uint8", Shard((message,) * at.world_size))
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        blocks = self.blocks(call.inputs[0].elements, setting.world_size)
+        return self._coding_work(blocks, DTYPE_BYTES[wide_dtype(call.inputs[0].dtype)])
+
+    def passing_bytes(self, call: Call, setting: Setting) -> int:
+        blocks = self.blocks(call.inputs[0].elements, setting.world_size)
+        return self._coding_bytes(blocks, DTYPE_BYTES[wide_dtype(call.inputs[0].dtype)])
+
+    def write(self, site: Site, call: Call) -> Any:
+        n, stream = site.world_size, _stream(call.owner_group, site.rank, 0)
+        residual, step_count = self._extras(site, call.inputs[1:])
+        blocks = self.blocks(call.inputs[0].elements, n)
+        found = site.call(
+            encode, (site.value_of(call.inputs[0]), residual, step_count, astuple(self.quantizer), blocks, stream)
+        )
+        each = blocks // n * self.quantizer.row_bytes
+        return [found, [each] * n, [each] * n] if self.in_parts else found
+
+
+@dataclass(frozen=True, slots=True)
+class SumAndEncode(_Coded):
+    """The sum over ranks of the part that this rank adds up, coded again. Inputs: the messages of all ranks."""
+
+    name = "sum_and_encode"
+    wide: str
+
+    def value(self, at: Emission) -> Value:
+        n = at.world_size
+        message = self._blocks(at.group, n) * self.quantizer.row_bytes
+        return Value(message * n, "uint8", Shard((message,) * n))
+
+    def _blocks(self, group: Group, ranks: int) -> int:
+        return -(-group.elements // (ranks * self.quantizer.block))
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        n, q, width = setting.world_size, self.quantizer, DTYPE_BYTES[self.wide]
+        blocks = self._blocks(call.owner_group, n)
+        coding, numbers = self._coding_work(blocks, width), blocks * q.block
+        moved = n * (q.moved_bytes(blocks, width) + 3 * width * numbers)
+        return Work(
+            flops=coding.flops + n * q.flops(blocks),
+            moved_bytes=coding.moved_bytes + moved,
+            kernels=coding.kernels + n * KERNELS,
+        )
+
+    def passing_bytes(self, call: Call, setting: Setting) -> int:
+        blocks, width = self._blocks(call.owner_group, setting.world_size), DTYPE_BYTES[self.wide]
+        return 2 * blocks * self.quantizer.block * width + self._coding_bytes(blocks, width)
+
+    def write(self, site: Site, call: Call) -> Any:
+        residual, step_count = self._extras(site, call.inputs[1:])
+        elements, n = call.owner_group.elements, site.world_size
+        own = part_elements(elements, n, self.quantizer.block)[site.rank]
+        stream, dtype = _stream(call.owner_group, site.rank, 1), getattr(torch, self.wide)
+        messages = site.value_of(call.inputs[0])
+        return site.call(
+            sum_and_encode, (messages, residual, step_count, astuple(self.quantizer), n, own, stream, dtype)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSum(Operation):
+    """The sum over ranks, from what each has sent of its own, or from the coded parts of the sum."""
+
+    name = "decode_sum"
+    quantizer: Quantizer
+    in_parts: bool
+    wide: str
+
+    def value(self, at: Emission) -> Value:
+        return Value(at.group.elements, at.group.dtype)
+
+    def _blocks(self, call: Call) -> int:
+        """Of all messages together."""
+        return call.inputs[0].elements // self.quantizer.row_bytes
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        q, blocks, width = self.quantizer, self._blocks(call), DTYPE_BYTES[self.wide]
+        messages = 1 if self.in_parts else setting.world_size
+        added = 0 if self.in_parts else 3 * width * blocks * q.block
+        moved = q.moved_bytes(blocks, width) + added + 2 * call.bytes
+        return Work(flops=q.flops(blocks), moved_bytes=moved, kernels=messages * KERNELS) if blocks else Work()
+
+    def passing_bytes(self, call: Call, setting: Setting) -> int:
+        q, width = self.quantizer, DTYPE_BYTES[self.wide]
+        blocks = self._blocks(call) if self.in_parts else self._blocks(call) // setting.world_size
+        return 2 * blocks * q.block * width + q.passing_bytes(blocks, width)
+
+    def write(self, site: Site, call: Call) -> Any:
+        count = 1 if self.in_parts else site.world_size
+        arguments = (site.value_of(call.inputs[0]), astuple(self.quantizer), count, call.elements, call.torch_dtype)
+        return site.call(decode_sum, (*arguments, getattr(torch, self.wide)))
+
+
+def encode(
+    gradient: torch.Tensor,
+    residual: torch.Tensor | None,
+    step_count: torch.Tensor | None,
+    quantizer: Fields,
+    blocks: int,
+    stream: int,
+) -> torch.Tensor:
+    """uint8 [blocks * row_bytes]. `residual`: changed in place."""
+    if residual is not None:
+        x = residual.add_(gradient)
+    else:
+        x = gradient.to(getattr(torch, wide_dtype(str(gradient.dtype).removeprefix("torch."))))
+    return _encode(x, residual, step_count, Quantizer(*quantizer), blocks, stream)
+
+
+def sum_and_encode(
+    messages: torch.Tensor,
+    residual: torch.Tensor | None,
+    step_count: torch.Tensor | None,
+    quantizer: Fields,
+    ranks: int,
+    elements: int,
+    stream: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """uint8 [blocks * row_bytes], of the `elements` numbers that this rank adds up, in the order of ranks."""
+    total = _sum(messages, Quantizer(*quantizer), ranks, dtype)
+    x = total.view(-1)[:elements]
+    if residual is not None:
+        x = residual.add_(x)
+    return _encode(x, residual, step_count, Quantizer(*quantizer), len(total), stream)
+
+
+def decode_sum(
+    messages: torch.Tensor, quantizer: Fields, count: int, elements: int, dtype: torch.dtype, wide: torch.dtype
+) -> torch.Tensor:
+    """[elements]; the sum over `count` messages, in their order, so that all ranks have the same."""
+    return _sum(messages, Quantizer(*quantizer), count, wide).view(-1)[:elements].to(dtype, copy=True)
+
+
+def _encode(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    step_count: torch.Tensor | None,
+    quantizer: Quantizer,
+    blocks: int,
+    stream: int,
+) -> torch.Tensor:
+    filled = torch.nn.functional.pad(x, (0, blocks * quantizer.block - len(x))).view(blocks, quantizer.block)
+    generator = None if step_count is None else generator_of(step_count, stream, x.device)
+    message = quantizer.encode(filled, len(x), generator)
+    if residual is not None:
+        residual -= quantizer.decode(message, x.dtype).view(-1)[: len(x)]
+    return message
+
+
+def _sum(messages: torch.Tensor, quantizer: Quantizer, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """[blocks of a message, block]"""
+    each = messages.view(count, -1)
+    total = quantizer.decode(each[0], dtype)
+    for message in each[1:]:
+        total += quantizer.decode(message, dtype)
+    return total
+
+
+def _stream(group: Group, rank: int, phase: int) -> int:
+    """Of random numbers: one for each group, rank and phase."""
+    return (group.index << 32) + (rank << 1) + phase

@@ -1,0 +1,71 @@
+"""What strategies share that send gradients in few bits.
+
+With `exchange="gather"` every rank sends its coded gradients to all others, which add up: (n-1) m bytes a rank, where m
+is the message's size. With `"parts"` ranks share the elements out: each sends every other one its part, which that one
+adds up, codes again and sends to all: about 2 (n-1)/n m bytes, whatever the number of ranks, and rounded twice (the two
+phases of 1-bit Adam, Tang et al., ICML 2021). What is lost, in either phase, is added to the next step's numbers where
+the quantizer is contractive (error feedback; Karimireddy et al., ICML 2019); an unbiased one keeps nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from autopar.ops.base import Call
+from autopar.ops.context import Context
+from autopar.ops.group import Group, Member
+from autopar.ops.layouts import REPLICATE, Shard
+from autopar.ops.quantized import DecodeSum, EncodeGradients, SumAndEncode, part_elements, wide_dtype
+from autopar.ops.quantizers import Quantizer
+from autopar.ops.step_count import STEP_COUNT, CountSteps
+from autopar.spec.plan import Fidelity
+from autopar.strategies.base import Options, Remainder, Strategy
+from autopar.strategies.emitter import Emitter
+
+Exchange = Literal["gather", "parts"]
+
+
+class QuantizedExchange(Strategy):
+    """Sends gradients through a quantizer, which a subclass makes of its options."""
+
+    def quantizer(self, options: Options) -> Quantizer:
+        raise NotImplementedError
+
+    def exchange(self, options: Options) -> Exchange:
+        raise NotImplementedError
+
+    def fidelity(self, options: Options) -> Fidelity:
+        return "compressed"
+
+    def remainder(self, options: Options) -> Remainder:
+        quantizer = self.quantizer(options)
+        return "kept" if quantizer.is_contractive else "none in the mean" if quantizer.is_unbiased else "lost"
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        if not context.has_optimizer:
+            return "what it loses, or draws, differs from step to step, so the program needs the optimizer"
+        return "its numbers are complex" if member.parameter.spec.dtype.startswith("complex") else None
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        if emit.world_size == 1 or not group.elements:
+            emit.update(emit.pack(group), group)
+            return
+        quantizer, in_parts = self.quantizer(options), self.exchange(options) == "parts"
+        wide, kept = wide_dtype(group.dtype), quantizer.is_contractive
+        also = [_step_count(group, emit)] if quantizer.stochastic else []
+        residual = [emit.state(group, "residual", dtype=wide)] if kept else []
+        inputs = [emit.pack(group), *also, *residual]
+        messages = emit.emit(EncodeGradients(quantizer, kept, in_parts), group, inputs)
+        if in_parts:
+            layout = Shard(part_elements(group.elements, emit.world_size, quantizer.block))
+            of_parts = [emit.state(group, "residual_of_sum", layout=layout, dtype=wide)] if kept else []
+            received = emit.wait(emit.all_to_all(messages))
+            messages = emit.emit(SumAndEncode(quantizer, kept, wide), group, [received, *also, *of_parts])
+        gathered = emit.wait(emit.all_gather(messages))
+        emit.update(emit.emit(DecodeSum(quantizer, in_parts, wide), group, [gathered]), group)
+
+
+def _step_count(group: Group, emit: Emitter) -> Call:
+    """How often the group has synchronized."""
+    state = emit.state(group, STEP_COUNT, layout=REPLICATE, elements=1, dtype="int64")
+    return emit.emit(CountSteps(), group, [state])

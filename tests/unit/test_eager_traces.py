@@ -1,0 +1,89 @@
+"""Models that run eagerly: that their program ran them more often than they were asked for shows nowhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+
+RUNS = 0
+HISTORY: list[float] = []
+
+
+def counter() -> Callable[[], float]:
+    count, listed = 0, [0]
+
+    def counted() -> float:
+        nonlocal count
+        count, listed[0] = count + 1, listed[0] + 1
+        return count + 0.5 * listed[0]
+
+    return counted
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def outside() -> float:
+    HISTORY.append(1.0)
+    return len(HISTORY)
+
+
+class Counts(nn.Module):
+    """What it computes depends on how often it ran; by `item()` it cannot be captured."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.how = nn.Linear(4, 3), how
+        self.total, self.window = torch.zeros(()), torch.zeros(3)[:1]
+        self.cycle, self.listed = itertools.cycle([1.0, 2.0, 3.0]), iter([0.5 * k for k in range(1, 90)])
+        self.count = counter()
+
+    def factor(self) -> torch.Tensor | float:
+        if self.how == "tensor":
+            self.total += 1
+            return self.total
+        if self.how == "view":
+            self.window.add_(1)
+            return self.window
+        if self.how == "cycle":
+            return next(self.cycle)
+        if self.how == "list iterator":
+            return next(self.listed)
+        return self.count() if self.how == "closure" else outside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global RUNS
+        if self.how == "global":
+            RUNS += 1
+            return self.layer(x) * RUNS + 0 * x.sum().item()  # type: ignore[no-any-return]
+        return self.layer(x) * self.factor() + 0 * x.sum().item()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["tensor", "view", "cycle", "list iterator", "closure", "global", "function"])
+def test_what_counts_runs_counts_steps(how: str) -> None:
+    global RUNS
+    x, y = torch.ones(5, 4), torch.ones(5, 3)
+    found = []
+    for planned in (False, True):
+        RUNS = 0
+        HISTORY.clear()
+        model = Counts(how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if planned:
+            with pytest.warns(autopar.AutoparWarning, match="runs eagerly"):
+                program = autopar.optimize(model, example_inputs=(x, y), loss_fn=F.mse_loss, optimizer=optimizer)
+        for _ in range(3):
+            if planned:
+                program.step((x, y))
+            else:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        found.append(model.layer.weight.detach().clone())
+    assert torch.allclose(found[0], found[1], rtol=1e-6, atol=0)
