@@ -20,6 +20,7 @@ from torch._guards import tracing
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.alignments import sized_alignments
+from autopar.ir.apart import Apart, copy_tangents, outputs_apart
 from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, call_model, misfit
 from autopar.ir.checkpointed import refuse_writes
@@ -62,8 +63,8 @@ class _Step(nn.Module):
         into the buffer that was there, which is what a graph can do."""
         self.copied: frozenset[int] = frozenset()
         """Tensors of the batch that the model writes to: it gets copies."""
-        self.apart = False
-        """Whether outputs are copied, as several would share memory: a sequence of states, and its first as summary."""
+        self.apart = Apart()
+        """Outputs of a drop-in module that are copied: a sequence of states, and its first as summary."""
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         tensors = tuple([t.clone() if i in self.copied else t for i, t in enumerate(tensors)])
@@ -87,7 +88,7 @@ class _Step(nn.Module):
         batch = self._batch.rebuild(tensors)
         output, target = call_model(self.model, batch, self.loss_fn is not None)
         if self._mode == "module":
-            return tuple([t.clone() if self.apart else t for t in output_tensors(output)])
+            return tuple([t.clone() if i in self.apart.copied else t for i, t in enumerate(output_tensors(output))])
         loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target), batch)
         if not self._outputs:
             return loss
@@ -134,11 +135,10 @@ def capture_joint(
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
-                shared = not step.apart and _share_memory(module)
-                if (written := _written(module)) <= step.copied and not shared:
+                apart = step.apart | outputs_apart(module, step, tensors) if mode == "module" else step.apart
+                if (written := _written(module)) <= step.copied and apart.copied == step.apart.copied:
                     break
-                step.copied |= written
-                step.apart |= shared
+                step.copied, step.apart = step.copied | written, apart
             except AutoparError:
                 raise
             except Exception as e:
@@ -150,9 +150,11 @@ def capture_joint(
         else:
             raise CaptureError(f"{_WHAT}: more than {_MOST_OBSERVERS} of its lines print, warn or check: remove some")
     remove_tokens(module)
+    copy_tangents(module)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     guards.effects += tuple(Effect(f"tensor {i} of the batch", None, None) for i in sorted(step.copied))
-    joint = replace(_describe(module, mode, outputs), guards=guards, copied_inputs=step.copied)
+    joint = _describe(module, mode, outputs)
+    joint = replace(joint, guards=guards, copied_inputs=step.copied, shared_outputs=apart.shared)
     joint = with_sizes(joint, shape_env, varying) if varying else joint
     if not outputs:
         return joint
@@ -294,13 +296,6 @@ def _written(module: torch.fx.GraphModule) -> frozenset[int]:
     outputs = module.graph.output_node().meta["desc"]
     mutated = (x.mutated_input for x in outputs if isinstance(x, d.InputMutationAOTOutput))
     return frozenset(x.idx for x in mutated if isinstance(x, d.PlainAOTInput))
-
-
-def _share_memory(module: torch.fx.GraphModule) -> bool:
-    """Whether several outputs are views of one value."""
-    from torch._functorch._aot_autograd import descriptors as d
-
-    return any(isinstance(x, d.IntermediateBaseAOTOutput) for x in module.graph.output_node().meta["desc"])
 
 
 def _describe(module: torch.fx.GraphModule, mode: Mode, has_outputs: bool) -> JointGraph:

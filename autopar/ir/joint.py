@@ -42,6 +42,9 @@ class JointGraph:
 
     copied_inputs: frozenset[int] = frozenset()
     """Tensors of the batch that the model writes to: the graph writes to copies of them."""
+    shared_outputs: frozenset[int] = frozenset()
+    """Outputs of a drop-in module, by number, that share memory with each other, with a parameter or with the batch as
+    the model returns them, and not as the graph does: who writes to one of them would change others in the model."""
 
     @property
     def sums_over_ranks(self) -> bool:

@@ -30,6 +30,11 @@ from autopar.runtime.process_group import Group
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
+Gradients = tuple[torch.Tensor | None, ...]
+"""Of the trainable parameters, then of the inputs that require one."""
+Backward = Callable[[list[Any], list[torch.Tensor]], Gradients]
+"""From what the forward pass has saved, and the gradients of outputs, to those of parameters and inputs."""
+
 
 class GradientProgram(BaseProgram):
     """Runs a model so that `backward()` leaves synchronized gradients; `SyncedModule` is what users call.
@@ -76,20 +81,24 @@ class GradientProgram(BaseProgram):
         weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             self._prove(compiled, batch)
-        trainable = [self._parameters[p.name] for p in compiled.graph.parameters]
-        # Inputs that the outputs do not depend on have no gradient, rather than one of `None`.
-        given = [t if i in compiled.joint.input_gradients else t.detach() for i, t in enumerate(batch.tensors)]
-        outputs = _Passes.apply(self, compiled, float(weight), *given, *trainable)  # type: ignore[no-untyped-call]
+        outputs = self._outputs(
+            compiled, batch, lambda saved, by: self.run_backward(compiled, saved, by, float(weight))
+        )
         return fill(compiled.output, iter(outputs))
+
+    def _outputs(self, c: Compiled, batch: Batch, backward: Backward) -> tuple[torch.Tensor, ...]:
+        """The output's tensors, from which gradients flow through `backward`."""
+        trainable = [self._parameters[p.name] for p in c.graph.parameters]
+        # Inputs that the outputs do not depend on have no gradient, rather than one of `None`.
+        given = [t if i in c.joint.input_gradients else t.detach() for i, t in enumerate(batch.tensors)]
+        return _Passes.apply(self, c, backward, *given, *trainable)  # type: ignore[no-any-return, no-untyped-call]
 
     def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The output's tensors, followed by the values that the backward pass reads."""
         with torch.no_grad(), self._random:
             return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
 
-    def run_backward(
-        self, c: Compiled, saved: list[torch.Tensor], tangents: list[torch.Tensor], weight: float
-    ) -> tuple[torch.Tensor | None, ...]:
+    def run_backward(self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], weight: float) -> Gradients:
         """Gradients of the trainable parameters, then those of the inputs that require one: this rank's own, of its own
         loss, for what comes before the module is each rank's own, too."""
         names = [p.name for p in c.graph.parameters]
@@ -132,28 +141,30 @@ class GradientProgram(BaseProgram):
         parameters = {p.name: self._parameters[p.name] for p in c.graph.parameters}
         tolerance = tolerance_of(c.graph)
         self._proof = SynchronizedOnce(parameters, self._group, tolerance, self.settings.clip_grad_norm is not None)
-        wanted = _differentiable(c)
-        likes = [(shape_for(joint, n, batch.shapes), n.meta["val"].dtype) for n in (joint.outputs[i] for i in wanted)]
         draw = torch.Generator(self._device).manual_seed(0)
-        tangents = [torch.randn(shape, generator=draw, device=self._device).to(dtype) for shape, dtype in likes]
+        tangents = [
+            torch.randn(shape_for(joint, n, batch.shapes), generator=draw, device=self._device).to(n.meta["val"].dtype)
+            for n in joint.outputs
+        ]
         own = leaves(batch)
-        given = {f"the gradient of input {i}": own.tensors[i] for i in joint.input_gradients}
-        names = [*(f"the gradient of '{n}'" for n in parameters), *given]
+        given = {f"the gradient of input {i}": t for i, t in enumerate(own.tensors) if t.requires_grad}
+        names, into = [*(f"the gradient of '{n}'" for n in parameters), *given], [*parameters.values(), *given.values()]
+
+        def ran(outputs: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Ran:
+            begun = [i for i, o in enumerate(outputs) if o.requires_grad]
+            of, by = [outputs[i] for i in begun], [tangents[i] for i in begun]
+            found = torch.autograd.grad(of, into, by, allow_unused=True) if begun else [None] * len(into)
+            dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+            return Ran(_numbered(outputs), dict(zip(names, dense, strict=True)), _called(buffers))
 
         def eagerly(how: How) -> Ran:
             with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
-                outputs = list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied()))))
-                into = [*parameters.values(), *given.values()]
-                found = torch.autograd.grad([outputs[i] for i in wanted], into, tangents, allow_unused=True)
-                found = tuple([g.to_dense() if g is not None and g.is_sparse else g for g in found])
-            return Ran(_numbered(outputs), dict(zip(names, found, strict=True)), _called(buffers))
+                return ran(list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied())))), buffers)
 
         def by_graph() -> Ran:
-            values = self.run_forward(c, batch.tensors)
-            count = len(joint.outputs)
-            with torch.no_grad():
-                found = self.written(c, "local backward")(*values[count:], *tangents)
-            return Ran(_numbered(values[:count]), dict(zip(names, found, strict=True)), _called(self._buffers))
+            local = self.written(c, "local backward")
+            with torch.enable_grad():
+                return ran(self._outputs(c, own, lambda saved, gradients: local(*saved, *gradients)), self._buffers)
 
         def snapshot() -> Callable[[], object]:
             kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
@@ -181,14 +192,17 @@ class _Passes(torch.autograd.Function):
     """The model's forward and backward pass as one differentiable function of its inputs and its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, program: GradientProgram, c: Compiled, weight: float, *values: Any) -> Any:
+    def forward(ctx: Any, program: GradientProgram, c: Compiled, backward: Backward, *values: Any) -> Any:
         tensors = values[: len(values) - len(c.graph.parameters)]
         found = program.run_forward(c, tensors)
         count = len(c.joint.outputs)
-        outputs = tuple(v.detach() if v.requires_grad else v for v in found[:count])
-        ctx.save_for_backward(*(v for v in found[count:] if isinstance(v, torch.Tensor)))
+        # What is written to a view of nobody's is no matter to autograd; one tensor that is returned twice stays one.
+        apart = {id(v): v.detach() for v in found[:count] if v.requires_grad or v._is_view()}
+        outputs = tuple(apart.get(id(v), v) for v in found[:count])
+        shared = [outputs[i] for i in sorted(c.joint.shared_outputs)]  # of which autograd sees whether they are changed
+        ctx.save_for_backward(*(v for v in found[count:] if isinstance(v, torch.Tensor)), *shared)
         numbers = [None if isinstance(v, torch.Tensor) else v for v in found[count:]]
-        ctx.context = (program, c, weight, len(tensors), numbers)
+        ctx.context = (c, backward, len(tensors), numbers)
         wanted = _differentiable(c)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
         return outputs
@@ -201,11 +215,11 @@ class _Passes(torch.autograd.Function):
                 "cannot be differentiated again. Compute the penalty with the model itself, module.module, and add its "
                 "gradients"
             )
-        program, c, weight, inputs, numbers = ctx.context
+        c, backward, inputs, numbers = ctx.context
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if n is None else n for n in numbers]
         tangents = [grads[i].contiguous() for i in _differentiable(c)]
-        found = program.run_backward(c, saved, tangents, weight)
+        found = backward(saved, tangents)
         own = len(c.graph.parameters)
         of_inputs = dict(zip(c.joint.input_gradients, found[own:], strict=True))
         return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
