@@ -15,12 +15,13 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from autopar.ir.dtypes import wide_dtype
 from autopar.ops.base import Call
 from autopar.ops.context import Context
-from autopar.ops.group import Group, Member
+from autopar.ops.group import Group
 from autopar.ops.sparsification import Accumulate, SpreadChunks, TakeChunks, chunks_of
-from autopar.spec.plan import Fidelity
-from autopar.strategies.base import Options, Strategy
+from autopar.strategies.base import Options
+from autopar.strategies.compressed import Compressed
 from autopar.strategies.emitter import Emitter
 
 
@@ -31,18 +32,10 @@ class ChunkOptions(Options):
     """Elements that are sent together, or not. More are quicker to choose from, fewer choose more finely."""
 
 
-class ChosenChunks(Strategy):
+class ChosenChunks(Compressed):
     """Sends chosen chunks of what each rank has accumulated."""
 
     options_type = ChunkOptions
-
-    def fidelity(self, options: Options) -> Fidelity:
-        return "compressed"
-
-    def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "what is not sent is kept from step to step, so the program needs the optimizer"
-        return "its numbers are complex" if member.parameter.spec.dtype.startswith("complex") else None
 
     def options(self, context: Context) -> Sequence[ChunkOptions]:
         return [self.options_type(density=0.01), self.options_type(density=0.1)]
@@ -64,7 +57,7 @@ class ChosenChunks(Strategy):
 
     def states(self, group: Group, options: ChunkOptions, emit: Emitter) -> list[Call]:
         """What each rank keeps: what is chosen from, and what else becomes zero where that is sent."""
-        return [emit.state(group, "residual", dtype=wide(group))]
+        return [emit.state(group, "residual", dtype=wide_dtype(group.dtype))]
 
     def accumulated(self, gradients: Call, kept: Sequence[Call], options: ChunkOptions, emit: Emitter) -> Call:
         """The first of the states, with this step's gradients."""
@@ -73,8 +66,3 @@ class ChosenChunks(Strategy):
     @abstractmethod
     def choose(self, state: Call, chunk: int, count: int, emit: Emitter) -> Call:
         """The numbers of the `count` chunks that all ranks send."""
-
-
-def wide(group: Group) -> str:
-    """In which dtype a group's residual is kept: what is added up over many steps is never in 16 bits."""
-    return "float64" if group.dtype == "float64" else "float32"

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from autopar.ir.dtypes import wide_dtype
 from autopar.ops.base import Call
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.sparsification import Accumulate, Momentum
 from autopar.ops.state import Recall
 from autopar.strategies.base import Options
-from autopar.strategies.chosen_chunks import ChunkOptions, wide
+from autopar.strategies.chosen_chunks import ChunkOptions
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.top_k import TopK
 
@@ -72,4 +73,4 @@ class DGC(TopK):
 
     def _momentum(self, group: Group, options: ChunkOptions, emit: Emitter) -> Call:
         assert isinstance(options, DGCOptions)
-        return emit.state(group, "momentum", dtype=wide(group), momentum=options.momentum)
+        return emit.state(group, "momentum", dtype=wide_dtype(group.dtype), momentum=options.momentum)

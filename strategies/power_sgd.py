@@ -32,12 +32,13 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from autopar.ir.dtypes import wide_dtype
 from autopar.ops.context import Context
-from autopar.ops.group import Group, Member
+from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE
-from autopar.ops.low_rank import DecodeFactors, EncodeFactors, wide
-from autopar.spec.plan import Fidelity
-from autopar.strategies.base import Options, Strategy
+from autopar.ops.low_rank import DecodeFactors, EncodeFactors
+from autopar.strategies.base import Options
+from autopar.strategies.compressed import Compressed
 from autopar.strategies.emitter import Emitter
 
 
@@ -49,18 +50,10 @@ class PowerSGDOptions(Options):
     """Times that the larger factor of a matrix must be smaller than the matrix; other members are sent whole."""
 
 
-class PowerSGD(Strategy):
+class PowerSGD(Compressed):
     name = "power_sgd"
     summary = "sum one thin factor of each gradient; what the product of factors loses goes into the next step"
     options_type = PowerSGDOptions
-
-    def fidelity(self, options: Options) -> Fidelity:
-        return "compressed"
-
-    def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "what is lost is kept from step to step, so the program needs the optimizer"
-        return "its numbers are complex" if member.parameter.spec.dtype.startswith("complex") else None
 
     def options(self, context: Context) -> Sequence[PowerSGDOptions]:
         return [PowerSGDOptions(rank=rank) for rank in (1, 2, 4)]
@@ -72,7 +65,7 @@ class PowerSGD(Strategy):
         if emit.world_size == 1 or not of.approximated:
             emit.update(emit.wait(emit.all_reduce(emit.pack(group))), group)
             return
-        dtype = wide(group.dtype)
+        dtype = wide_dtype(group.dtype)
         residual = emit.state(group, "residual", dtype=dtype)
         factors = emit.state(group, "factors", layout=REPLICATE, elements=of.factor_elements, dtype=dtype)
         turns = emit.state(group, "step_count", layout=REPLICATE, elements=1, dtype="int64")

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 from typing import Literal
 
+from autopar.ir.dtypes import wide_dtype
 from autopar.ops.base import Call
-from autopar.ops.context import Context
-from autopar.ops.group import Group, Member
+from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Shard
-from autopar.ops.quantized import DecodeSum, EncodeGradients, SumAndEncode, part_elements, wide_dtype
+from autopar.ops.quantized import DecodeSum, EncodeGradients, SumAndEncode, part_elements
 from autopar.ops.quantizers import Quantizer
 from autopar.ops.step_count import STEP_COUNT, CountSteps
-from autopar.spec.plan import Fidelity
-from autopar.strategies.base import Options, Remainder, Strategy
+from autopar.strategies.base import Options, Remainder
+from autopar.strategies.compressed import Compressed
 from autopar.strategies.emitter import Emitter
 
 Exchange = Literal["gather", "parts"]
 
 
-class QuantizedExchange(Strategy):
+class QuantizedExchange(Compressed):
     """Sends gradients through a quantizer, which a subclass makes of its options."""
 
     def quantizer(self, options: Options) -> Quantizer:
@@ -34,17 +34,9 @@ class QuantizedExchange(Strategy):
     def exchange(self, options: Options) -> Exchange:
         raise NotImplementedError
 
-    def fidelity(self, options: Options) -> Fidelity:
-        return "compressed"
-
     def remainder(self, options: Options) -> Remainder:
         quantizer = self.quantizer(options)
         return "kept" if quantizer.is_contractive else "none in the mean" if quantizer.is_unbiased else "lost"
-
-    def applies(self, member: Member, context: Context) -> str | None:
-        if not context.has_optimizer:
-            return "what it loses, or draws, differs from step to step, so the program needs the optimizer"
-        return "its numbers are complex" if member.parameter.spec.dtype.startswith("complex") else None
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         if emit.world_size == 1 or not group.elements:

@@ -20,3 +20,8 @@ EXACT_BYTES = 4
 """Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""
 WireDtype = Literal["same", "float32", "bfloat16", "float16"]
 """How numbers may be sent: as they lie in memory, or in another format."""
+
+
+def wide_dtype(dtype: str) -> str:
+    """In which format numbers of this one are added up over many steps, or coded: never in 16 bits."""
+    return "float64" if dtype == "float64" else "float32"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ir.dtypes import DTYPE_BYTES, wide_dtype
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.gradients import MEMBER_START
 from autopar.ops.group import Group
@@ -17,11 +17,6 @@ from autopar.ops.values import Bytes, Setting, Value, Work
 
 ORTHONORMAL_KERNELS = 8
 """Kernels that orthonormalise all factors of one length."""
-
-
-def wide(dtype: str) -> str:
-    """The dtype in which factors and residuals of such gradients are computed, sent and kept."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,7 @@ class _LowRank(Operation):
         """What both ends of the group share where they run."""
 
         def make() -> PowerIteration:
-            return PowerIteration(self.of(group), getattr(torch, wide(group.dtype)), site.device)
+            return PowerIteration(self.of(group), getattr(torch, wide_dtype(group.dtype)), site.device)
 
         return site.module_of(f"low_rank_{group.index}", make)
 
@@ -59,7 +54,7 @@ class EncodeFactors(_LowRank):
 
     def value(self, at: Emission) -> Value:
         of = self.of(at.group)
-        return Value(of.factor_elements + of.whole_elements, wide(at.group.dtype), unsummed(at.world_size))
+        return Value(of.factor_elements + of.whole_elements, wide_dtype(at.group.dtype), unsummed(at.world_size))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         """The residual is read and written as the gradient is added, read by a product, and read and written by the one

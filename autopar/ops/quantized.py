@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.dtypes import DTYPE_BYTES
+from autopar.ir.dtypes import DTYPE_BYTES, wide_dtype
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.group import Group
 from autopar.ops.layouts import Shard
@@ -20,11 +20,6 @@ Fields = tuple[Any, ...]
 """A quantizer's, as the code of a graph can have them."""
 KERNELS = 12
 """Of coding a value, or decoding it."""
-
-
-def wide_dtype(dtype: str) -> str:
-    """In which gradients of this dtype are coded, and what is lost is kept."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def part_elements(elements: int, ranks: int, block: int) -> tuple[int, ...]:
