@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from autopar.spec.plan import Fidelity
 from benchmarks.peers.base import Options, Peer, Step
+from benchmarks.peers.compressed import RANK
+from benchmarks.peers.local_sgd import PERIOD
 from benchmarks.zoo.workload import Workload
 
 if TYPE_CHECKING:
@@ -45,14 +47,24 @@ class Planned(Peer):
 class Autopar(Planned):
     """What autopar chooses: its search's plan within a fidelity."""
 
-    about = "the plan that the search finds, with the cluster's description and nothing measured"
+    about = (
+        "the plan that the search finds, with the cluster's description and nothing measured; where more than rounding "
+        "is allowed, the faster of it and the lossy method of the same settings as the peer's"
+    )
 
     def __init__(self, fidelity: Fidelity) -> None:
         self.fidelity = fidelity
         self.name = "autopar" if fidelity == "exact" else f"autopar_{fidelity}"
+        if fidelity == "local":
+            self.period, self.warm_up_steps = PERIOD, PERIOD
 
     def choices(self, case: Case) -> Sequence[Options]:
-        return ({"plan": case.save(case.searched(self.fidelity))},)
+        plans = [case.searched(self.fidelity)]
+        if case.given is None and self.fidelity == "compressed":
+            plans.append(case.built("power_sgd", rank=RANK))
+        if case.given is None and self.fidelity == "local":
+            plans.append(case.built(f"ddp+every={PERIOD}"))
+        return tuple({"plan": case.save(plan)} for plan in plans)
 
 
 class Builder(Planned):
