@@ -141,8 +141,8 @@ class _FirstPass:
             return  # it runs eagerly, and synchronizes whatever gradient comes
         run = program.run_backward
 
-        def heard(c: Any, saved: Any, tangents: Any, weight: float) -> Any:
-            gradients = run(c, saved, tangents, weight)
+        def heard(c: Any, *of: Any) -> Any:
+            gradients = run(c, *of)
             for p, gradient in zip(c.graph.parameters, gradients, strict=False):
                 if gradient is not None:
                     self._delivered.setdefault(id(named[p.name]), []).append(gradient)

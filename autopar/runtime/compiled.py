@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.fx
 from torch.amp import GradScaler
 
+from autopar.ir.arrivals import Arrivals
 from autopar.ir.batch import Batch, shapes_of
 from autopar.ir.batch_weight import BatchWeight
 from autopar.ir.build import Unused
@@ -97,6 +99,13 @@ class Compiled:
     def joint(self) -> JointGraph:
         assert self.graph.joint is not None, "only a graph that was captured in this process is compiled"
         return self.graph.joint
+
+    @cached_property
+    def arrivals(self) -> Arrivals:
+        """Which gradients of a drop-in module a backward pass comes to."""
+        gradients = self.joint.gradients
+        names = [next(n for n in (p.name, *p.spec.ties) if n in gradients) for p in self.graph.parameters]
+        return Arrivals(self.joint, [gradients[n] for n in names])
 
     @property
     def weight(self) -> BatchWeight:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import CaptureError
+from autopar.ir.arrivals import Reached
 from autopar.ir.batch import Batch, bind, flatten
 from autopar.ir.model_output import output_tensors
 from autopar.ir.sizes import shape_for
@@ -32,8 +33,9 @@ from autopar.strategies.lowering import StepProgram
 
 Gradients = tuple[torch.Tensor | None, ...]
 """Of the trainable parameters, then of the inputs that require one."""
-Backward = Callable[[list[Any], list[torch.Tensor]], Gradients]
-"""From what the forward pass has saved, and the gradients of outputs, to those of parameters and inputs."""
+Backward = Callable[[list[Any], list[torch.Tensor], Reached], Gradients]
+"""From what the forward pass has saved, the gradients of outputs, and what is reached from those that have arrived, to
+the gradients of parameters and inputs."""
 
 
 class GradientProgram(BaseProgram):
@@ -61,6 +63,9 @@ class GradientProgram(BaseProgram):
         self._proof: SynchronizedOnce | None = None
         self._compared = False
         """Whether synchronized gradients were compared with what the ranks' own add up to."""
+        self._tells: bool | None = None
+        """Whether ranks tell each other which parameters their backward passes come to, as some may not come to all;
+        known once a graph is adopted."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, given its inputs as the model takes them."""
@@ -70,6 +75,15 @@ class GradientProgram(BaseProgram):
     def accumulates(self) -> bool:
         """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
         return self._earlier_count > 0
+
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
+        compiled = super().adopt(graph, batch, outputs, sizes)
+        if self._tells is None:
+            mine = str(compiled.arrivals.may_miss)
+            self._tells = str(True) in self._rendezvous.exchange("outputs that parameters depend on", mine)
+        return compiled
 
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
@@ -81,10 +95,11 @@ class GradientProgram(BaseProgram):
         weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             self._prove(compiled, batch)
-        outputs = self._outputs(
-            compiled, batch, lambda saved, by: self.run_backward(compiled, saved, by, float(weight))
-        )
-        return fill(compiled.output, iter(outputs))
+
+        def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
+            return self.run_backward(compiled, saved, tangents, reached, float(weight))
+
+        return fill(compiled.output, iter(self._outputs(compiled, batch, backward)))
 
     def _outputs(self, c: Compiled, batch: Batch, backward: Backward) -> tuple[torch.Tensor, ...]:
         """The output's tensors, from which gradients flow through `backward`."""
@@ -98,41 +113,49 @@ class GradientProgram(BaseProgram):
         with torch.no_grad(), self._random:
             return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
 
-    def run_backward(self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], weight: float) -> Gradients:
+    def run_backward(
+        self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached, weight: float
+    ) -> Gradients:
         """Gradients of the trainable parameters, then those of the inputs that require one: this rank's own, of its own
-        loss, for what comes before the module is each rank's own, too."""
+        loss, for what comes before the module is each rank's own, too. `None` of a parameter that no rank's backward
+        pass comes to."""
         names = [p.name for p in c.graph.parameters]
-        if not self.synchronizes and self._group.world_size > 1:
+        if self._group.world_size == 1:
+            return _only(c.graphs["backward"](*saved, *tangents), reached.parameters)
+        if not self.synchronizes:
             gradients = self.written(c, "local backward")(*saved, *tangents)
-            for name, gradient in zip(names, gradients, strict=False):
-                weighted = gradient * weight
-                self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
+            for name, gradient, is_reached in zip(names, gradients, reached.parameters, strict=False):
+                if is_reached:
+                    weighted = gradient * weight
+                    self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
             self._earlier_weight += weight
             self._earlier_count += 1
             return (*(None for _ in names), *gradients[len(names) :])
-        if self._group.world_size == 1:
-            return c.graphs["backward"](*saved, *tangents)  # type: ignore[no-any-return]
-        numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
-        scalars = [torch.tensor(float(x), dtype=torch.float64, device=tangents[0].device) for x in numbers]
+        total, count = weight + self._earlier_weight, 1 + self._earlier_count
+        has = [r or n in self._earlier for n, r in zip(names, reached.parameters, strict=True)]
+        if not self._tells and any(has) and not all(has):
+            raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
+        numbers = [weight, [total, *has] if self._tells else [total], count]
+        scalars = [torch.tensor(x, dtype=torch.float64, device=tangents[0].device) for x in numbers]
         proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
             local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]
-            expected = proof.expected(
-                local, self._earlier, weight, 1 + self._earlier_count, weight + self._earlier_weight
-            )
+            expected = proof.expected(local, self._earlier, weight, count, total)
         with self._group.guard(f"backward pass {self._steps}"):
             if self._earlier:
-                earlier = [self._earlier[n] for n in names]
-                self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
+                earlier = [self._earlier.get(n, torch.zeros_like(self._parameters[n])) for n in names]
                 after = self.written(c, "backward after accumulation")
-                gradients = after(*saved, *tangents, *scalars, *earlier)
+                *gradients, sums = after(*saved, *tangents, *scalars, *earlier)
             else:
-                gradients = c.graphs["backward"](*saved, *tangents, *scalars)
+                *gradients, sums = c.graphs["backward"](*saved, *tangents, *scalars)
+        self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
-        return gradients  # type: ignore[no-any-return]
+        if all(has) or not self._tells:
+            return tuple(gradients)
+        return _only(gradients, [ranks > 0 for ranks in sums[1:].tolist()])
 
     def _prove(self, c: Compiled, batch: Batch) -> None:
         """Compares both passes with the model run eagerly, on this rank alone, and has the first synchronized gradients
@@ -164,7 +187,7 @@ class GradientProgram(BaseProgram):
         def by_graph() -> Ran:
             local = self.written(c, "local backward")
             with torch.enable_grad():
-                return ran(self._outputs(c, own, lambda saved, gradients: local(*saved, *gradients)), self._buffers)
+                return ran(self._outputs(c, own, lambda saved, by, _: local(*saved, *by)), self._buffers)
 
         def snapshot() -> Callable[[], object]:
             kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
@@ -205,10 +228,12 @@ class _Passes(torch.autograd.Function):
         ctx.context = (c, backward, len(tensors), numbers)
         wanted = _differentiable(c)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
+        ctx.set_materialize_grads(False)
+        ctx.likes = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in wanted}
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise CaptureError(
                 "backward(create_graph=True) through a captured module: its backward pass is a graph of its own, which "
@@ -218,11 +243,30 @@ class _Passes(torch.autograd.Function):
         c, backward, inputs, numbers = ctx.context
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if n is None else n for n in numbers]
-        tangents = [grads[i].contiguous() for i in _differentiable(c)]
-        found = backward(saved, tangents)
+        arrived = {i: g.contiguous() for i, g in enumerate(grads) if g is not None}
+        reached = c.arrivals.reached(frozenset(arrived))
+        tangents = [
+            arrived[i] if i in arrived else torch.zeros(shape, dtype=dtype, device=device)
+            for i, (shape, dtype, device) in ctx.likes.items()
+        ]
+        found = backward(saved, tangents, reached)
         own = len(c.graph.parameters)
-        of_inputs = dict(zip(c.joint.input_gradients, found[own:], strict=True))
+        of_inputs = dict(zip(c.joint.input_gradients, _only(found[own:], reached.inputs), strict=True))
         return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
+
+
+def _only(gradients: Sequence[torch.Tensor | None], reached: Sequence[bool]) -> Gradients:
+    """The gradients, of which the first ones are `None` where they are not reached."""
+    mine = (g if is_reached else None for g, is_reached in zip(gradients, reached, strict=False))
+    return (*mine, *gradients[len(reached) :])
+
+
+def _unforeseen(reached: str, missed: str) -> str:
+    return (
+        f"this backward pass comes to parameter '{reached}' and not to '{missed}'. In the first batch, every output "
+        "depended on all parameters, so ranks do not tell each other what they come to: let the first batch be one "
+        'that has such outputs, use all outputs in the loss, or pass capture="never"'
+    )
 
 
 def _differentiable(c: Compiled) -> list[int]:

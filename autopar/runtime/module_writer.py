@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,12 +63,16 @@ class BackwardWriter(_Half):
         self.earlier: dict[str, torch.fx.Node] = {}
         self.share: torch.fx.Node | None = None
         """What the tangents were multiplied with, where they were."""
+        self.sums: torch.fx.Node | None = None
+        """What is summed over the ranks before the backward pass: weights, and who has which gradients."""
         self.delivered: dict[str, list[tuple[int, int, torch.fx.Node]]] = {}
 
     def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
-        """Synchronized gradients. After the saved values and tangents come, with several ranks, `weight`,
-        `total_weight` and `count` (of micro-batches since the last synchronization), float64; with `accumulated`, the
-        weighted sums of the gradients that were not synchronized yet."""
+        """Synchronized gradients, and behind them, with several ranks, the sums of `total_weight` over them. After the
+        saved values and tangents come, with several ranks, `weight`, `total_weight` and `count` (of micro-batches since
+        the last synchronization), float64; with `accumulated`, the weighted sums of the gradients that were not
+        synchronized yet. `total_weight` has one element, which others may follow that are summed with it. Of a model
+        that runs eagerly, it is a number, whose sum is not handed out."""
         self._begin()
         if self.target.world_size > 1:
             self.weight, self.total_weight, self.count = (
@@ -78,7 +83,8 @@ class BackwardWriter(_Half):
                 p.name: self.graph.placeholder(f"earlier_{i}") for i, p in enumerate(self.training.parameters)
             }
         self.walk(self._late_compute())
-        self.graph.output((*(self._whole(p.name) for p in self.training.parameters), *self._of_inputs()))
+        sums = () if self.sums is None else (self.sums,)
+        self.graph.output((*(self._whole(p.name) for p in self.training.parameters), *self._of_inputs(), *sums))
         return self.module("Backward")
 
     def write_local(self) -> torch.fx.GraphModule:
@@ -119,6 +125,8 @@ class BackwardWriter(_Half):
 
     def end_step_sum(self, of: str, value: torch.fx.Node) -> None:
         total = self.call(collectives.wait, (value,))
+        if not self.training.eager:
+            self.sums, total = total, self.call(operator.getitem, (total, 0))
         dtypes = {t.meta["val"].dtype for t in self.tangents}
         counted = self.call(torch.mul, (self.weight, self.count))
         if dtypes & set(NARROW) or self.training.eager:  # an eager backward pass has begun, at the user's own loss

@@ -1,4 +1,4 @@
-"""Outputs of the drop-in module: those that share memory."""
+"""Outputs of the drop-in module: those that share memory, and those that are not used."""
 
 from __future__ import annotations
 
@@ -92,3 +92,12 @@ def test_an_output_that_is_a_view_may_be_written_to() -> None:
         (scores.mul_(2).sin().sum() + total).backward()
     for mine, theirs in zip(net.parameters(), eager.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None and torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
+
+
+def test_what_comes_before_has_no_gradient_where_its_output_is_not_used() -> None:
+    net, before = _Net(lambda net, x, h: (h, net.scale.sin())), nn.Linear(4, 4).double()
+    module = autopar.optimize(net, example_inputs=X.clone().requires_grad_(), capture="always")
+    module(before(X))[1].sum().backward()
+    assert before.weight.grad is net.first.weight.grad is None and net.scale.grad is not None
+    module(before(X))[0].sum().backward()
+    assert before.weight.grad is not None and net.first.weight.grad is not None
