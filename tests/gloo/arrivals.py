@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.errors import CaptureError
 
 USED = (("a", "b"), ("b", "b"), ("a", "ab"), ("w", "a"), ("x", "x"), ("b", "w"))
 """By step, the outputs that each rank's loss reads."""
@@ -68,5 +69,25 @@ def apart(rank: int, n: int, accumulates: bool) -> float:
     return worst
 
 
-def everything(rank: int, n: int) -> list[float]:
-    return [apart(rank, n, accumulates) for accumulates in (False, True)]
+class Grows(Heads):
+    """Has a second head's scores where it is asked for them."""
+
+    def forward(self, x: torch.Tensor, both: bool = False) -> dict[str, torch.Tensor]:
+        found = super().forward(x)
+        total = found["a"].sum() + found["b"].sum()
+        return {"total": total, "a": found["a"]} if both else {"total": total}
+
+
+def unforeseen(rank: int) -> str:
+    """What is said of outputs that come to some parameters alone, which the first batch did not have."""
+    module = autopar.optimize(Grows(), example_inputs=batch(0, rank), strategy="ddp", capture="always")
+    module(batch(0, rank), both=True)["total"].backward()
+    try:
+        module(batch(0, rank), both=True)["a"].sum().backward()
+    except CaptureError as e:
+        return str(e)
+    return ""
+
+
+def everything(rank: int, n: int) -> tuple[list[float], str]:
+    return [apart(rank, n, accumulates) for accumulates in (False, True)], unforeseen(rank)
