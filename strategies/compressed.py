@@ -20,5 +20,5 @@ class Compressed(Strategy):
 
     def applies(self, member: Member, context: Context) -> str | None:
         if not context.has_optimizer:
-            return "what it keeps, or draws, goes on from step to step, so the program needs the optimizer"
+            return "what it loses, or has drawn, is kept from step to step, so the program needs the optimizer"
         return "its numbers are complex" if member.parameter.spec.dtype.startswith("complex") else None

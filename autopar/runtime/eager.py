@@ -75,25 +75,34 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
     gradients = [p.grad for p in parameters]
     random = generators()
     after: dict[str, torch.Tensor] = {}
-    hung = [t for p in parameters for t in (p._backward_hooks, p._post_accumulate_grad_hooks) if t]
-    hooks = [(table, dict(table)) for table in hung]
     for p in parameters:
         p.grad = None
-    for table, _ in hooks:
-        table.clear()
     try:
-        yield after
+        with without_hooks(parameters):
+            yield after
     finally:
         after.update({n: b.detach().clone() for n, b in _buffers(owners)})
         set_generators(random)
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
-        for table, kept in hooks:
-            table.update(kept)
         put_back()
         with torch.no_grad():
             for n, b in buffers.items():
                 once(b).copy_(before[n])
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within it, hooks on these parameters' gradients do not run."""
+    hung = [t for p in parameters for t in (p._backward_hooks, p._post_accumulate_grad_hooks) if t]
+    hooks = [(table, dict(table)) for table in hung]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, kept in hooks:
+            table.update(kept)
 
 
 def _buffers(owners: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from autopar.ops.context import Context
 from autopar.runtime.base_program import BaseProgram, Write, leaves
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
-from autopar.runtime.eager import without_trace
+from autopar.runtime.eager import without_hooks, without_trace
 from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
@@ -186,7 +186,7 @@ class GradientProgram(BaseProgram):
 
         def by_graph() -> Ran:
             local = self.written(c, "local backward")
-            with torch.enable_grad():
+            with torch.enable_grad(), without_hooks(self._parameters.values()):
                 return ran(self._outputs(c, own, lambda saved, by, _: local(*saved, *by)), self._buffers)
 
         def snapshot() -> Callable[[], object]:

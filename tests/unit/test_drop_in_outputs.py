@@ -101,3 +101,21 @@ def test_what_comes_before_has_no_gradient_where_its_output_is_not_used() -> Non
     assert before.weight.grad is net.first.weight.grad is None and net.scale.grad is not None
     module(before(X))[0].sum().backward()
     assert before.weight.grad is not None and net.first.weight.grad is not None
+
+
+def test_hooks_on_parameters_run_once_and_not_in_the_proof() -> None:
+    net = _Net(lambda net, x, h: (h, net.scale))
+    eager = copy.deepcopy(net)
+    calls: list[int] = []
+
+    def doubled(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return 2 * gradient
+
+    for one in (net, eager):
+        one.scale.register_hook(doubled)
+    module = autopar.optimize(net, example_inputs=X)
+    found, expected = _trained(module, net, X), _trained(eager, eager, X)
+    for a, b in zip(found, expected, strict=True):
+        assert a is not None and b is not None and torch.allclose(a, b, rtol=1e-12)
+    assert len(calls) == 2
