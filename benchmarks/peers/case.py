@@ -68,8 +68,9 @@ class Case:
         budget = Budget(time_s=self.search_time_s)
         return search(graph, self.cluster, context, fidelity=fidelity, budget=budget, cost_model=cost_model)
 
-    def built(self, builder: str, **options: Any) -> Plan:
-        """The plan of one builder, as `autopar.plan(strategy=builder)` makes it; its groups with these options."""
+    def built(self, builder: str, from_step: int = 0, **options: Any) -> Plan:
+        """The plan of one builder, as `autopar.plan(strategy=builder)` makes it; its groups with these options, which
+        hold from a step on."""
         from autopar.search import build_plan
         from autopar.search.run import price
 
@@ -77,7 +78,8 @@ class Case:
         plan = build_plan(builder, graph, self.cluster, context, cost_model=cost_model)
         if not options:
             return plan
-        groups = tuple(g.model_copy(update={"options": {**g.options, **options}}) for g in plan.groups)
+        changed = [{"options": {**g.options, **options}, "from_step": from_step} for g in plan.groups]
+        groups = tuple(g.model_copy(update=u) for g, u in zip(plan.groups, changed, strict=True))
         edited = plan.model_copy(update={"groups": groups})
         return price(edited, graph, self.cluster, context, cost_model=cost_model)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.spec.plan import Fidelity
 from benchmarks.peers.base import Options, Peer, Step
-from benchmarks.peers.compressed import RANK
+from benchmarks.peers.compressed import FIRST_STEP, RANK
 from benchmarks.peers.local_sgd import PERIOD
 from benchmarks.zoo.workload import Workload
 
@@ -55,13 +55,15 @@ class Autopar(Planned):
     def __init__(self, fidelity: Fidelity) -> None:
         self.fidelity = fidelity
         self.name = "autopar" if fidelity == "exact" else f"autopar_{fidelity}"
+        if fidelity == "compressed":
+            self.warm_up_steps = FIRST_STEP + 2
         if fidelity == "local":
             self.period, self.warm_up_steps = PERIOD, PERIOD
 
     def choices(self, case: Case) -> Sequence[Options]:
         plans = [case.searched(self.fidelity)]
         if case.given is None and self.fidelity == "compressed":
-            plans.append(case.built("power_sgd", rank=RANK))
+            plans.append(case.built("power_sgd", FIRST_STEP, rank=RANK))
         if case.given is None and self.fidelity == "local":
             plans.append(case.built(f"ddp+every={PERIOD}"))
         return tuple({"plan": case.save(plan)} for plan in plans)
