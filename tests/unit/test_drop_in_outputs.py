@@ -119,3 +119,20 @@ def test_hooks_on_parameters_run_once_and_not_in_the_proof() -> None:
     for a, b in zip(found, expected, strict=True):
         assert a is not None and b is not None and torch.allclose(a, b, rtol=1e-12)
     assert len(calls) == 2
+
+
+def test_outputs_that_are_not_used_add_nothing_where_their_derivative_is_infinite() -> None:
+    """Zeros times infinity would be NaN, in each gradient that they have a part in."""
+    net = _Net(lambda net, x, h: (h, torch.sqrt((h * 0).abs() * net.scale.square()), h / 0))
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=X.clone().requires_grad_(), capture="always")
+    for used in ([0], [0, 1], [0]):
+
+        def trained(model: Any, net: nn.Module, used: list[int] = used) -> torch.Tensor:
+            net.zero_grad()
+            found = _trained(lambda x: [model(x)[i] for i in used], net, X)
+            return torch.cat([g.flatten() for g in found if g is not None])
+
+        found, expected = trained(module, net), trained(eager, eager)
+        assert torch.allclose(found, expected, rtol=1e-12, equal_nan=True)
+        assert found.isnan().any() == (1 in used)
