@@ -34,6 +34,10 @@ class ShardedRows:
         self._are_whole = False
         """Whether a `gathered` is open."""
 
+    def is_spread(self) -> bool:
+        """Whether rows of parameters live on other ranks between steps."""
+        return bool(self.shards)
+
     def spread(self, names: Iterable[str]) -> None:
         """Keeps this rank's rows of these parameters, and gives the others' memory back."""
         rows = rows_of_rank(self._group.rank, self._group.world_size)
