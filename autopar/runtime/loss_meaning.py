@@ -36,7 +36,15 @@ from autopar.runtime.loss_findings import (
     units_differ_since,
 )
 from autopar.runtime.loss_looks import LossLooks
-from autopar.runtime.loss_probe import FEW, PartLosses, part_losses, part_of, samples_of, side_by_side
+from autopar.runtime.loss_probe import (
+    FEW,
+    PartLosses,
+    may_be_time_first,
+    part_losses,
+    part_of,
+    samples_of,
+    side_by_side,
+)
 from autopar.runtime.process_group import Rendezvous
 
 
@@ -183,17 +191,13 @@ class LossMeaning:
         losses: PartLosses | str = "its target has another number of samples than the rest of the batch"
         if self._targets(batch) in (None, batch.size):
             losses = part_losses(self.model, self.loss_fn, self._moved(batch))
-        mean = total = None
-        seen = losses if isinstance(losses, str) else ""
-        weights = self._of_parts(weight, batch, losses) if isinstance(losses, PartLosses) else None
-        if isinstance(losses, PartLosses) and weights is not None:
-            split, mean, total = losses.split, losses.is_mean(weights), losses.is_sum()
-            adds = self.given is None and weight.is_sum and not weight.is_mean
-            expected = sum(losses.parts) if adds else losses.mean(weights)
-            seen = (
-                f"on a batch of {split.samples} samples it is {losses.whole:.6g}; {split.first} of them by "
-                f"themselves and the other {split.samples - split.first} would make it {expected:.6g}"
-            )
+        mean, total, seen = self._seen(weight, batch, losses)
+        reads = self.given is not None or not isinstance(weight, UnreadWeight)
+        if mean is False and reads and may_be_time_first(self.model, batch):
+            across = part_losses(self.model, self.loss_fn, self._moved(batch), dim=1)
+            fits, adds, how = self._seen(weight, batch, across)
+            if fits is not False:
+                losses, mean, total, seen = across, fits, adds, how
         where = f" at {weight.where}" if weight.where else ""
         if self.given is not None:
             return Finding(batch.size, True, False, mean, total, (), "weight=", where, "", seen)
@@ -215,6 +219,24 @@ class LossMeaning:
             self._per_sample_of(weight, batch),
             self._unknown(weight, batch, mean, seen),
         )
+
+    def _seen(
+        self, weight: BatchWeight, batch: Batch, losses: PartLosses | str
+    ) -> tuple[bool | None, bool | None, str]:
+        """Whether a loss looks like a mean, and like a sum, and what shows it, or why nothing does."""
+        if isinstance(losses, str):
+            return None, None, losses
+        weights = self._of_parts(weight, batch, losses)
+        if weights is None:
+            return None, None, ""
+        split = losses.split
+        adds = self.given is None and weight.is_sum and not weight.is_mean
+        expected = sum(losses.parts) if adds else losses.mean(weights)
+        seen = (
+            f"on a batch of {split.samples} samples it is {losses.whole:.6g}; {split.first} of them by "
+            f"themselves and the other {split.samples - split.first} would make it {expected:.6g}"
+        )
+        return losses.is_mean(weights), losses.is_sum(), seen
 
     def _per_sample_of(self, weight: BatchWeight, batch: Batch) -> float | None:
         """How many units a sample has, where a graph has shown it and the shapes of a batch give it."""
@@ -248,7 +270,7 @@ class LossMeaning:
     def _of_parts(self, weight: BatchWeight, batch: Batch, losses: PartLosses) -> tuple[float, float] | None:
         split = losses.split
         if self.given is not None:
-            first, rest = (part_of(batch, rows) for rows in losses.split.parts)
+            first, rest = (part_of(batch, rows, split.dim) for rows in split.parts)
             try:
                 return float(self.given(first)), float(self.given(rest))
             except Exception:  # it need not know of parts
