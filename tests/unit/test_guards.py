@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -330,3 +331,38 @@ def test_a_batch_that_requires_a_gradient_is_refused() -> None:
     pair = _Pair()
     with pytest.raises(autopar.AutoparError, match="requires a gradient"):
         pair.program.step((X.clone().requires_grad_(), Y))
+
+
+class _Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.body(x))
+        return found
+
+
+@pytest.mark.parametrize("capture", ["auto", "never"])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda m: setattr(m, "head", nn.Linear(4, 3)), r"'head\.weight' was replaced by another one, with the module"),
+        (lambda m: m.body.append(nn.Linear(4, 4)), r"'body\.2\.weight' came later than the plan"),
+        (lambda m: setattr(m, "head", nn.Identity()), r"'head\.weight' is gone"),
+        (lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(3))), r"'head\.scale' came later"),
+    ],
+)
+def test_parameters_that_come_or_go_with_modules_are_refused_by_name(
+    capture: Literal["auto", "never"], change: Callable[[nn.Module], object], said: str
+) -> None:
+    model, batch = _Headed(), (torch.randn(5, 4), torch.randn(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = autopar.optimize(
+        model, example_inputs=batch, loss_fn=F.mse_loss, optimizer=optimizer, capture=capture, check="never"
+    )
+    model.body[1] = nn.ReLU()  # without parameters
+    program.step(batch)
+    change(model)
+    with pytest.raises(PlanMismatchError, match=said):
+        program.step(batch)
