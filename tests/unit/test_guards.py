@@ -366,3 +366,29 @@ def test_parameters_that_come_or_go_with_modules_are_refused_by_name(
     change(model)
     with pytest.raises(PlanMismatchError, match=said):
         program.step(batch)
+
+
+@pytest.mark.parametrize("capture", ["auto", "never"])
+def test_a_layer_that_is_used_in_turns_is_trained_eagerly_and_refused_in_a_graph(
+    capture: Literal["auto", "never"],
+) -> None:
+    model, batch = _Headed(), (torch.randn(5, 4), torch.randn(5, 4))
+    model.head = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = autopar.optimize(
+        model,
+        example_inputs=batch,
+        loss_fn=F.mse_loss,
+        optimizer=optimizer,
+        capture=capture,
+        unused_parameters="freeze",
+    )
+    program.step(batch)
+    model.forward = model.body.forward  # type: ignore[method-assign]
+    if capture == "never":
+        before = model.head.weight.clone()
+        program.step(batch)
+        assert torch.equal(model.head.weight, before)
+    else:
+        with pytest.raises(PlanMismatchError, match=r"no gradient of parameter 'head\.weight'.*capture=\"never\""):
+            program.step(batch)
