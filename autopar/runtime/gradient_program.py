@@ -98,7 +98,9 @@ class GradientProgram(BaseProgram):
         samples = 1 if batch.size is None else batch.size
         weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
-            self._prove(compiled, batch)
+            # A checkpoint around the module counts what is saved, and runs the module again without a proof.
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                self._prove(compiled, batch)
 
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
             return self.run_backward(compiled, saved, tangents, reached, float(weight))
@@ -267,6 +269,10 @@ class _Passes(torch.autograd.Function):
         own = len(c.graph.parameters)
         of_inputs = dict(zip(c.joint.input_gradients, _only(found[own:], reached.inputs), strict=True))
         return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _only(gradients: Sequence[torch.Tensor | None], reached: Sequence[bool]) -> Gradients:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import VerificationError
@@ -136,3 +137,13 @@ def test_outputs_that_are_not_used_add_nothing_where_their_derivative_is_infinit
         found, expected = trained(module, net), trained(eager, eager)
         assert torch.allclose(found, expected, rtol=1e-12, equal_nan=True)
         assert found.isnan().any() == (1 in used)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_may_be_checkpointed(reentrant: bool) -> None:
+    net = _Net(lambda net, x, h: (h, h.sin()))
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=X.clone().requires_grad_(), capture="always")
+    found = _trained(lambda x: checkpoint(module, x, use_reentrant=reentrant), net, X)
+    for mine, theirs in zip(found, _trained(eager, eager, X), strict=True):
+        assert mine is not None and theirs is not None and torch.allclose(mine, theirs, rtol=1e-12)
