@@ -163,7 +163,8 @@ def _trainable(
         shown = ", ".join(f"'{n}'" for n in lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise UnusedParameterError(
             f"{len(lost)} trainable parameter(s) get no gradient from the loss: {shown}. Use them in the loss, "
-            'freeze them with requires_grad_(False), or pass unused_parameters="freeze"'
+            'freeze them with requires_grad_(False), or pass unused_parameters="freeze". Where other steps use them, '
+            'capture="never" leaves them out in those that do not'
         )
     table = tuple(p.model_copy(update={"trainable": p.trainable and reached[p.name]}) for p in fingerprint.parameters)
     return fingerprint.model_copy(update={"parameters": table}), [p for p in table if p.trainable]

@@ -13,7 +13,7 @@ import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparWarning, PlanError
+from autopar.errors import AutoparWarning, PlanError, PlanMismatchError
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
@@ -199,6 +199,8 @@ class BaseProgram:
     ) -> Compiled:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
         model, or where ranks would issue different collectives."""
+        if next(iter(self._compiled), None) is not None:
+            _check_trained(self.plan, graph)
         self.plan.check_model(graph.model)
         if isinstance(graph.joint, Outline):
             if self.plan.recompute != "none" and self._group.rank == 0:
@@ -321,6 +323,18 @@ class BaseProgram:
 def leaves(batch: Batch) -> Batch:
     """The batch with tensors that have no history: what is captured begins with them."""
     return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
+
+
+def _check_trained(plan: Plan, later: TrainingGraph) -> None:
+    """Raises `PlanMismatchError` where a later capture has gradients of other parameters than the plan."""
+    before = {p.name: p.trainable for p in plan.model.parameters}
+    other = [p for p in later.model.parameters if before.get(p.name, p.trainable) is not p.trainable]
+    if other:
+        has = "a gradient" if other[0].trainable else "no gradient"
+        raise PlanMismatchError(
+            f"this step's loss has {has} of parameter '{other[0].name}', unlike the first one's. A captured step "
+            'trains what its plan trains, each time: capture="never" leaves out in each step what no rank\'s loss uses'
+        )
 
 
 def _no_optimizer(index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:

@@ -37,6 +37,12 @@ Backward = Callable[[list[Any], list[torch.Tensor], Reached], Gradients]
 """From what the forward pass has saved, the gradients of outputs, and what is reached from those that have arrived, to
 the gradients of parameters and inputs."""
 
+_BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
+    "backward": lambda writer: writer.write(),
+    "backward after accumulation": lambda writer: writer.write(accumulated=True),
+    "local backward": lambda writer: writer.write_local(),
+}
+
 
 class GradientProgram(BaseProgram):
     """Runs a model so that `backward()` leaves synchronized gradients; `SyncedModule` is what users call.
@@ -47,9 +53,7 @@ class GradientProgram(BaseProgram):
     mode = "module"
     writers: ClassVar[Mapping[str, Write]] = {
         "forward": lambda *of: ForwardWriter(*of).write(),
-        "backward": lambda *of: BackwardWriter(*of).write(),
-        "backward after accumulation": lambda *of: BackwardWriter(*of).write(accumulated=True),
-        "local backward": lambda *of: BackwardWriter(*of).write_local(),
+        **{name: lambda *of, write=write: write(BackwardWriter(*of)) for name, write in _BACKWARD.items()},
     }
     synchronizing = ("backward", "backward after accumulation")
     needed = ("forward", "backward")
@@ -94,7 +98,9 @@ class GradientProgram(BaseProgram):
         samples = 1 if batch.size is None else batch.size
         weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
-            self._prove(compiled, batch)
+            # A checkpoint around the module counts what is saved, and runs the module again without a proof.
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                self._prove(compiled, batch)
 
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
             return self.run_backward(compiled, saved, tangents, reached, float(weight))
@@ -121,9 +127,9 @@ class GradientProgram(BaseProgram):
         pass comes to."""
         names = [p.name for p in c.graph.parameters]
         if self._group.world_size == 1:
-            return _only(c.graphs["backward"](*saved, *tangents), reached.parameters)
+            return _only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
         if not self.synchronizes:
-            gradients = self.written(c, "local backward")(*saved, *tangents)
+            gradients = self._backward(c, "local backward", reached)(*saved, *tangents)
             for name, gradient, is_reached in zip(names, gradients, reached.parameters, strict=False):
                 if is_reached:
                     weighted = gradient * weight
@@ -139,15 +145,15 @@ class GradientProgram(BaseProgram):
         scalars = [torch.tensor(x, dtype=torch.float64, device=tangents[0].device) for x in numbers]
         proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
-            local = self.written(c, "local backward")(*saved, *tangents)[: len(names)]
+            local = self._backward(c, "local backward", reached)(*saved, *tangents)[: len(names)]
             expected = proof.expected(local, self._earlier, weight, count, total)
         with self._group.guard(f"backward pass {self._steps}"):
             if self._earlier:
                 earlier = [self._earlier.get(n, torch.zeros_like(self._parameters[n])) for n in names]
-                after = self.written(c, "backward after accumulation")
+                after = self._backward(c, "backward after accumulation", reached)
                 *gradients, sums = after(*saved, *tangents, *scalars, *earlier)
             else:
-                *gradients, sums = c.graphs["backward"](*saved, *tangents, *scalars)
+                *gradients, sums = self._backward(c, "backward", reached)(*saved, *tangents, *scalars)
         self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)])
@@ -156,6 +162,16 @@ class GradientProgram(BaseProgram):
         if all(has) or not self._tells:
             return tuple(gradients)
         return _only(gradients, [ranks > 0 for ranks in sums[1:].tolist()])
+
+    def _backward(self, c: Compiled, name: str, reached: Reached) -> Any:
+        """One of a capture's backward passes. Of outputs that are not used, the passes compute with zeros: where these
+        need not lead to zeros, the pass is one of its own, in which they do."""
+        if not reached.silent:
+            return self.written(c, name)
+        own = f"{name} from outputs {sorted(reached.outputs)}"
+        if own not in c.graphs:
+            c.graphs[own] = _BACKWARD[name](BackwardWriter(c.graph, c.program, self._target(), reached.silent))
+        return c.graphs[own]
 
     def _prove(self, c: Compiled, batch: Batch) -> None:
         """Compares both passes with the model run eagerly, on this rank alone, and has the first synchronized gradients
@@ -253,6 +269,10 @@ class _Passes(torch.autograd.Function):
         own = len(c.graph.parameters)
         of_inputs = dict(zip(c.joint.input_gradients, _only(found[own:], reached.inputs), strict=True))
         return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _only(gradients: Sequence[torch.Tensor | None], reached: Sequence[bool]) -> Gradients:

@@ -35,7 +35,16 @@ from autopar.runtime.loss_findings import (
     units_differ,
     units_differ_since,
 )
-from autopar.runtime.loss_probe import FEW, PartLosses, part_losses, part_of, samples_of, side_by_side
+from autopar.runtime.loss_looks import LossLooks
+from autopar.runtime.loss_probe import (
+    FEW,
+    PartLosses,
+    may_be_time_first,
+    part_losses,
+    part_of,
+    samples_of,
+    side_by_side,
+)
 from autopar.runtime.process_group import Rendezvous
 
 
@@ -95,23 +104,24 @@ class LossMeaning:
             count = torch.tensor(float(targets), dtype=torch.float64)
         return self._as_agreed(weight, batch, count).to(self._device)
 
-    def settle(self, captures: Sequence[Compiled], batches: Sequence[Batch], arrive: Callable[[], None]) -> None:
+    def settle(self, captures: Sequence[Compiled], batches: Sequence[Batch], looks: LossLooks) -> None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Warns on rank 0
         where one weight a batch does not give the gradient of one process. Later calls look at what was captured since,
-        and ask no other rank. `arrive`: receives parameters that are on their way."""
-        new = [(c, b) for c, b in zip(captures, batches, strict=True) if not c.looked]
+        and now and then at a batch, and ask no other rank what it sees."""
+        every = list(zip(captures, batches, strict=True))
+        is_due = looks.begin_step()
+        new = every if is_due else [(c, b) for c, b in every if not c.looked]
         for c in captures:
             c.looked = True
         if self._settled:
-            for c, b in new:
-                if not self._said and not c.joint.sums_over_ranks:
-                    arrive()
-                    self._look_again(c.weight, b)
+            if new:
+                self._look_again(new, looks, is_due)
             return
         self._settled = True
         # Of the batch with the most samples, a graph shows the most.
-        largest, batch = max(zip(captures, batches, strict=True), key=lambda each: each[1].size or 0)
-        mine = json.dumps(asdict(self.find(largest.weight, batch)))
+        largest, batch = max(every, key=_size)
+        with looks.whole(together=True):
+            mine = json.dumps(asdict(self.find(largest.weight, batch)))
         theirs = self._rendezvous.exchange("loss", mine)
         everyone = [Finding(**json.loads(text)) for text in theirs]
         found = [f for f in everyone if f.samples]
@@ -156,15 +166,23 @@ class LossMeaning:
         if self._rendezvous.group.rank == 0:
             warnings.warn(units_differ_since(units), AutoparWarning, stacklevel=2)
 
-    def _look_again(self, weight: BatchWeight, batch: Batch) -> None:
-        """Looks at a batch for which the model was captured again, for something other than its sizes: a term of the
-        loss may have come since. Warns, on whichever rank sees it, where the loss is not what it counts as."""
+    def _look_again(self, new: Sequence[tuple[Compiled, Batch]], looks: LossLooks, is_due: bool) -> None:
+        """Looks at the largest of some batches: a term of the loss may have come since. `is_due`: whether all ranks do,
+        rather than those that have captured the model again, for something other than a batch's sizes."""
+        with looks.whole(is_due) as is_whole:
+            able = [each for each in new if is_whole and not each[0].joint.sums_over_ranks]
+            for c, b in [max(able, key=_size)] if is_due and able else able:
+                if not self._said:
+                    self._hold_to_parts(c.weight, b)
+
+    def _hold_to_parts(self, weight: BatchWeight, batch: Batch) -> None:
+        """Warns, on whichever rank sees it, where the loss of a batch is not what it counts as."""
         if not self._fits(weight):
             return  # said as it is weighed
         problem = misfit([self.find(weight, batch)], self.is_sum, self.given is not None)
         if problem is not None:
             self._said = True
-            warnings.warn(problem, AutoparWarning, stacklevel=5)
+            warnings.warn(problem, AutoparWarning, stacklevel=6)
 
     def find(self, weight: BatchWeight, batch: Batch) -> Finding:
         """Looks at a batch and its loss; asks no other rank."""
@@ -173,17 +191,13 @@ class LossMeaning:
         losses: PartLosses | str = "its target has another number of samples than the rest of the batch"
         if self._targets(batch) in (None, batch.size):
             losses = part_losses(self.model, self.loss_fn, self._moved(batch))
-        mean = total = None
-        seen = losses if isinstance(losses, str) else ""
-        weights = self._of_parts(weight, batch, losses) if isinstance(losses, PartLosses) else None
-        if isinstance(losses, PartLosses) and weights is not None:
-            split, mean, total = losses.split, losses.is_mean(weights), losses.is_sum()
-            adds = self.given is None and weight.is_sum and not weight.is_mean
-            expected = sum(losses.parts) if adds else losses.mean(weights)
-            seen = (
-                f"on a batch of {split.samples} samples it is {losses.whole:.6g}; {split.first} of them by "
-                f"themselves and the other {split.samples - split.first} would make it {expected:.6g}"
-            )
+        mean, total, seen = self._seen(weight, batch, losses)
+        reads = self.given is not None or not isinstance(weight, UnreadWeight)
+        if mean is False and reads and may_be_time_first(self.model, batch):
+            across = part_losses(self.model, self.loss_fn, self._moved(batch), dim=1)
+            fits, adds, how = self._seen(weight, batch, across)
+            if fits is not False:
+                losses, mean, total, seen = across, fits, adds, how
         where = f" at {weight.where}" if weight.where else ""
         if self.given is not None:
             return Finding(batch.size, True, False, mean, total, (), "weight=", where, "", seen)
@@ -205,6 +219,24 @@ class LossMeaning:
             self._per_sample_of(weight, batch),
             self._unknown(weight, batch, mean, seen),
         )
+
+    def _seen(
+        self, weight: BatchWeight, batch: Batch, losses: PartLosses | str
+    ) -> tuple[bool | None, bool | None, str]:
+        """Whether a loss looks like a mean, and like a sum, and what shows it, or why nothing does."""
+        if isinstance(losses, str):
+            return None, None, losses
+        weights = self._of_parts(weight, batch, losses)
+        if weights is None:
+            return None, None, ""
+        split = losses.split
+        adds = self.given is None and weight.is_sum and not weight.is_mean
+        expected = sum(losses.parts) if adds else losses.mean(weights)
+        seen = (
+            f"on a batch of {split.samples} samples it is {losses.whole:.6g}; {split.first} of them by "
+            f"themselves and the other {split.samples - split.first} would make it {expected:.6g}"
+        )
+        return losses.is_mean(weights), losses.is_sum(), seen
 
     def _per_sample_of(self, weight: BatchWeight, batch: Batch) -> float | None:
         """How many units a sample has, where a graph has shown it and the shapes of a batch give it."""
@@ -238,7 +270,7 @@ class LossMeaning:
     def _of_parts(self, weight: BatchWeight, batch: Batch, losses: PartLosses) -> tuple[float, float] | None:
         split = losses.split
         if self.given is not None:
-            first, rest = (part_of(batch, rows) for rows in losses.split.parts)
+            first, rest = (part_of(batch, rows, split.dim) for rows in split.parts)
             try:
                 return float(self.given(first)), float(self.given(rest))
             except Exception:  # it need not know of parts
@@ -289,6 +321,10 @@ class LossMeaning:
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=5)
+
+
+def _size(each: tuple[Compiled, Batch]) -> int:
+    return each[1].size or 0
 
 
 def _is_unread(weight: BatchWeight) -> bool:

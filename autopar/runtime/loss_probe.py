@@ -50,6 +50,8 @@ class Split:
     first: int
     samples: int
     begin: int = 0
+    dim: int = 0
+    """The dimension of the batch's tensors in which samples lie side by side."""
 
     @property
     def parts(self) -> tuple[tuple[range, ...], tuple[range, ...]]:
@@ -93,15 +95,15 @@ class PartLosses:
         return _near(self.whole, other, self.parts, self.tolerance) if math.isfinite(other) else None
 
 
-def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | str:
+def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> PartLosses | str:
     """Runs the model and its loss on a batch and on two parts of it, each time from the same state, without gradients,
     dropout and batch statistics, and leaves modes, buffers, attributes and random generators as they were. Returns, in
     words, why it cannot be told where that is so. Tensors whose dimension 0 is the number of samples are taken apart;
-    others stay whole."""
-    size = batch.size
+    others stay whole. With `dim` 1, as of sequences that lie side by side in that dimension, all are taken apart."""
+    size = _size(batch, dim)
     if size is None or size < 2:
         return FEW
-    if not side_by_side(batch):
+    if not side_by_side(batch, dim):
         return "the batch's tensors are not all of one size, so it cannot be taken apart"
     first = next(k for k in range(max(1, size // 3), 0, -1) if size % k == 0)
     modules = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
@@ -109,7 +111,7 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch) -> PartLosses | st
         isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for t in modules for m in t.modules()
     ):
         return "batch normalization without running statistics mixes samples"
-    splits = [Split(first, size, begin) for begin in range(0, size, first)][:_MOST_SPLITS]
+    splits = [Split(first, size, begin, dim) for begin in range(0, size, first)][:_MOST_SPLITS]
     found: PartLosses | str = ""
     for everything in (False, True):
         try:
@@ -147,7 +149,7 @@ def _losses(model: nn.Module, loss_fn: Any, batch: Batch, splits: list[Split], e
             "something that it changes, as an iterator, and that cannot be put back"
         )
     for split in splits:
-        first, rest = (float(run(part_of(batch, rows))) for rows in split.parts)
+        first, rest = (float(run(part_of(batch, rows, split.dim))) for rows in split.parts)
         if drawn:
             return _DRAWS
         found = PartLosses(whole, (first, rest), split, tolerance)
@@ -170,9 +172,17 @@ def _near(a: float, b: float, others: tuple[float, ...], tolerance: float) -> bo
     return abs(a - b) <= tolerance * largest
 
 
-def side_by_side(batch: Batch) -> bool:
+def may_be_time_first(model: nn.Module, batch: Batch) -> bool:
+    """Whether dimension 0 of a batch may be time, and dimension 1 its samples, as recurrent layers and attention take
+    them by default."""
+    return batch.listed is None and any(getattr(m, "batch_first", True) is False for m in model.modules())
+
+
+def side_by_side(batch: Batch, dim: int = 0) -> bool:
     """Whether the batch lists its samples, or they are the rows of each of its tensors."""
     size = batch.size
+    if dim:
+        return len({t.shape[: dim + 1] for t in batch.tensors if t.dim()}) == 1
     return batch.listed is not None or all(
         not t.dim() or len(t) == size or (t.dim() > 1 and len(t) == 1) for t in batch.tensors
     )
@@ -185,23 +195,31 @@ def samples_of(batch: Batch, split: Split) -> tuple[torch.Tensor, ...]:
     assert not rest
     (rows,), _ = split.parts
     return tuple(
-        torch.cat([t[rows.start : rows.stop]] * times) if t.dim() and len(t) == split.samples else t
+        torch.cat([t.narrow(split.dim, rows.start, split.first)] * times, split.dim)
+        if t.dim() and t.shape[split.dim] == split.samples
+        else t
         for t in batch.tensors
     )
 
 
-def part_of(batch: Batch, rows: Sequence[range]) -> Any:
+def part_of(batch: Batch, rows: Sequence[range], dim: int = 0) -> Any:
     """These samples, in the batch's structure; memory of their own."""
     if batch.listed is not None:
         return chosen(batch.rebuild(batch.copied()), batch.listed, [i for r in rows for i in r])
+    size = _size(batch, dim)
     return batch.rebuild(
-        tuple(_rows(t, rows) if t.dim() and len(t) == batch.size else t.clone() for t in batch.tensors)
+        tuple(_rows(t, rows, dim) if t.dim() and t.shape[dim] == size else t.clone() for t in batch.tensors)
     )
 
 
-def _rows(t: torch.Tensor, rows: Sequence[range]) -> torch.Tensor:
-    pieces = [t[r.start : r.stop] for r in rows]
-    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+def _size(batch: Batch, dim: int) -> int | None:
+    """How many samples lie side by side in a dimension."""
+    return batch.size if not dim else next((t.shape[dim] for t in batch.tensors if t.dim() > dim), None)
+
+
+def _rows(t: torch.Tensor, rows: Sequence[range], dim: int) -> torch.Tensor:
+    pieces = [t.narrow(dim, r.start, len(r)) for r in rows]
+    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _loss(model: nn.Module, loss_fn: Any, part: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -58,8 +58,16 @@ class ForwardWriter(_Half):
 class BackwardWriter(_Half):
     """From saved values and tangents to the gradients, in the order of `TrainingGraph.parameters`."""
 
-    def __init__(self, graph: TrainingGraph, program: StepProgram, target: Target) -> None:
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        program: StepProgram,
+        target: Target,
+        silent: Collection[torch.fx.Node] = frozenset(),
+    ) -> None:
+        """`silent`: nodes of the backward pass whose values are zeros, whatever they compute."""
         super().__init__(graph, program, target)
+        self.silent = silent
         self.earlier: dict[str, torch.fx.Node] = {}
         self.share: torch.fx.Node | None = None
         """What the tangents were multiplied with, where they were."""
@@ -112,6 +120,12 @@ class BackwardWriter(_Half):
 
     def _late_compute(self) -> Iterable[tuple[int, torch.fx.Node]]:
         return ((i, n) for i, n in self.compute() if n in self.late)
+
+    def copy(self, node: torch.fx.Node) -> None:
+        super().copy(node)
+        if node in self.silent:
+            self.copies[node] = self.call(torch.ops.aten.zeros_like.default, (self.copies[node],))
+            self.copies[node].meta["val"] = node.meta["val"]
 
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
         if name not in self.earlier:

@@ -41,6 +41,8 @@ Scope = Literal["element", "parameter"]
 
 def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) -> Scope:
     """What unit the optimizer acts on; raises `OptimizerError` where that is neither known nor stated."""
+    if optimizer is not None:
+        refuse_nested(optimizer)
     if stated is not None:
         return stated
     if isinstance(optimizer, JointOptimizer):
@@ -54,6 +56,24 @@ def optimizer_scope(optimizer: Optimizer | None, stated: Scope | None = None) ->
         'parameter, or one slice, at a time: pass optimizer_acts_on="element" or "parameter", whichever is the '
         "smallest unit whose update depends on nothing else"
     )
+
+
+def refuse_nested(optimizer: Optimizer) -> None:
+    """Raises `OptimizerError` where an optimizer holds another one: a program runs it once for each part of the
+    parameters, and keeps its state, where the other's steps and state are for all of them."""
+    for one in each_of(optimizer):
+        for name, value in vars(one).items():
+            held = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+            )
+            inner = next((o for o in held if isinstance(o, Optimizer) and o is not one), None)
+            if inner is not None:
+                kind = type(one).__name__
+                raise OptimizerError(
+                    f"{kind} holds another optimizer, {type(inner).__name__}, as '{name}', whose state a program would "
+                    f"neither divide among ranks nor save. Have {kind} do that update itself, as a subclass of "
+                    f"{type(inner).__name__}, or leave the optimizer out of optimize() and step it yourself"
+                )
 
 
 def context_for(

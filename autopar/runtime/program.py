@@ -33,6 +33,7 @@ from autopar.runtime.gradient_norm import GradientNorms
 from autopar.runtime.joint_optimizer import each_of
 from autopar.runtime.joint_part import Part
 from autopar.runtime.looks import Looking
+from autopar.runtime.loss_looks import LossLooks
 from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
 from autopar.runtime.loss_shares import LossShares
@@ -94,17 +95,10 @@ class Program(BaseProgram):
             check_scaled(self._parameters, plan, self._context)
         loss_fn, weight = settings.loss_fn, settings.weight
         self._meaning = LossMeaning(model, loss_fn, weight, self._rendezvous, self._buffers, self._device)
+        self._looks = LossLooks(model, group, self.gathered, self._sharded.is_spread, settings.check)
         self._shares = LossShares(settings.weight, group, self._device, self._meaning)
-        self._runs = StepRuns(
-            group,
-            self._device,
-            self._buffers,
-            self._meaning,
-            self._same_settings,
-            self._arguments,
-            self.written,
-            self._scale,
-        )
+        how = self._arguments, self.written, self._scale
+        self._runs = StepRuns(group, self._device, self._buffers, self._meaning, self._same_settings, *how)
         self._gathers = False  # samples of all ranks, in the model or its loss
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
@@ -130,7 +124,7 @@ class Program(BaseProgram):
             snapshot=self._snapshot,
             state=self._states.of,
         )
-        self._proofs = StepProofs(settings.check, subject, self._parameters, lambda: bool(self._sharded.shards))
+        self._proofs = StepProofs(settings.check, subject, self._parameters, self._sharded.is_spread)
         self._times = StepTimes(plan.own_prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
@@ -207,7 +201,7 @@ class Program(BaseProgram):
             moments = moments_of(self.plan.groups, self._steps, self._since)
             compiled = [self.at(c, moments) for c in captures]
         if self.world_size > 1 or len(batches) > 1:
-            self._meaning.settle(captures, batches, self.synchronize)
+            self._meaning.settle(captures, batches, self._looks)
         run = partial(self._run, compiled, batches, given)
         norm = self._norms.of(compiled[-1], len(batches) > 1) if asked.grad_norm else None
         self._same_settings.ask(asked.together(self._order.is_its_own(compiled[-1].program), norm))

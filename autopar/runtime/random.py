@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.errors import SpecError
+from autopar.errors import CaptureError, SpecError
 
 
 class RandomStream:
@@ -77,8 +77,16 @@ class RandomStream:
             self._outside = _swap(self._state)
 
     def __exit__(self, *_: object) -> None:
-        if self.own:
-            self._state = _swap(self._outside)
+        if not self.own:
+            return
+        before, self._state = self._state, _swap(self._outside)
+        within_backward = torch._C._current_graph_task_id() != -1
+        if within_backward and any(not torch.equal(a, b) for a, b in zip(before, self._state, strict=True)):
+            raise CaptureError(
+                "the module runs again within a backward pass, as torch.utils.checkpoint around it has it, and draws "
+                "other random numbers than before, as each rank draws from a stream of its own: checkpoint layers "
+                "within the model, not the module"
+            )
 
 
 def _devices() -> list[torch.device]:

@@ -26,11 +26,17 @@ class ShardedRows:
         """By parameter: rows r, r+n, r+2n, ... on rank r of n, contiguous."""
         self._strides: dict[str, tuple[int, ...]] = {}
         """Of the whole parameters."""
+        self._stand_ins: dict[str, torch.Tensor] = {}
+        """By parameter: the one element that it holds while it is not whole."""
         self._parameters = parameters
         self._group = group
         self._hooks = PreUseHooks(model, self._refuse)
         self._are_whole = False
         """Whether a `gathered` is open."""
+
+    def is_spread(self) -> bool:
+        """Whether rows of parameters live on other ranks between steps."""
+        return bool(self.shards)
 
     def spread(self, names: Iterable[str]) -> None:
         """Keeps this rank's rows of these parameters, and gives the others' memory back."""
@@ -52,6 +58,7 @@ class ShardedRows:
         if not self.shards or self._are_whole:
             yield
             return
+        self._check_stand_ins()
         for name in sorted(self.shards):
             self._parameters[name].data = self._whole(name)
         self._are_whole = True
@@ -65,8 +72,11 @@ class ShardedRows:
                 self._empty(name)
 
     def check(self, called: str) -> None:
-        """Raises `PlanError` while the parameters are whole: `called` writes to rows that are overwritten after it."""
-        if self._are_whole:
+        """Raises `PlanError` while the parameters are whole: `called` writes to rows that are overwritten after it; and
+        where a parameter that is not whole was written to."""
+        if not self._are_whole:
+            self._check_stand_ins()
+        else:
             raise PlanError(
                 f"program.{called} was called within 'with program.gathered():' or 'with program.evaluation():', but "
                 "the plan spreads parameters over the ranks between steps: leave the block first"
@@ -80,6 +90,7 @@ class ShardedRows:
             self._store()
             yield
             return
+        self._check_stand_ins()
         with self._hooks.off():
             yield
 
@@ -115,7 +126,21 @@ class ShardedRows:
 
     def _empty(self, name: str) -> None:
         p = self._parameters[name]
-        p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+        self._stand_ins[name] = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
+        p.data = self._stand_ins[name].expand(p.shape)
+
+    def _check_stand_ins(self) -> None:
+        """Raises `PlanError` where a parameter that is not whole was given other memory or, on CPUs, another value:
+        its rows are elsewhere, and what was written would be lost. It holds nothing again behind that."""
+        for name in self.shards:
+            p, mine = self._parameters[name], self._stand_ins[name]
+            if p.data_ptr() != mine.data_ptr() or (mine.is_cpu and not mine.isnan()):
+                self._empty(name)
+                raise PlanError(
+                    f"parameter '{name}' was written to (`p.data = ...`, say) while its rows were spread over the "
+                    "ranks, where it holds no values. Its rows are as they were: write to it within "
+                    "'with program.gathered():', which all ranks must enter"
+                )
 
     def _whole(self, name: str) -> torch.Tensor:
         """All rows, from the ranks that have them."""

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from autopar.errors import OptimizerError, PlanMismatchError
 from autopar.runtime.joint_optimizer import each_of
 from autopar.runtime.module_tables import table_of
+from autopar.runtime.module_tree import ModuleTree
 
 _AGAIN = "Call autopar.optimize again, with the model as it is now"
+_AND_OPTIMIZER = ", and with an optimizer of its parameters"
 
 
 class Unchanged:
@@ -35,6 +37,7 @@ class Unchanged:
         the program runs it, and gradients are not left on the parameters. `eager`: whether the model itself runs in
         each step, and the hooks on its gradients with it."""
         self._owners = owners
+        self._tree = ModuleTree(owners)
         self._buffers = buffers
         self._optimizer = optimizer
         self._eager = eager
@@ -66,6 +69,8 @@ class Unchanged:
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
             if hooks and self._is_hooked(p):
                 self._refuse_hooks()
+        if (strange := self._tree.strange()) is not None:
+            raise PlanMismatchError(f"{strange}: it is in no plan. {_AGAIN}{_AND_OPTIMIZER}")
         for held, key, name in self._held:
             buffer, mine = held.get(key), self._buffers[name]
             if buffer is not mine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +165,30 @@ def switched(rank: int, ranks: tuple[int, ...], sizes: tuple[int, int]) -> list[
     return [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
 
 
+class Grows:
+    """A mean over all words, to which a term across samples comes later."""
+
+    factor = 0.0
+
+    def __call__(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return entropy(s, t) + self.factor * contrastive(s, t) if self.factor else entropy(s, t)
+
+
+def grown(rank: int, strategy: str, capture: Literal["auto", "never"], step_when: int) -> list[str]:
+    """What is said where the loss compares samples from this step on."""
+    mine, loss = model(), Grows()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", autopar.AutoparWarning)
+        program = autopar.optimize(
+            mine, example_inputs=batch(rank, 6), loss_fn=loss, strategy=strategy, optimizer=optimizer, capture=capture
+        )
+        for step in range(8):
+            loss.factor = 1.0 if step >= step_when else 0.0
+            program.step(batch(rank, 6 + rank))
+    return [str(w.message) for w in said if str(w.message).startswith("the loss")]
+
+
 def nothing_counts_in_16_bits(rank: int) -> bool:
     """Whether all parameters are finite after a step in bfloat16 to which one rank has nothing to add."""
     mine = model().bfloat16()
@@ -186,6 +210,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
             micro_batches(rank, lambda s, t: entropy(s, t, reduction="sum"), ((2, 1), (3, 4))),
         ],
         "module": [drop_in_module(rank, torch.float64), drop_in_module(rank, torch.bfloat16)],
+        "grown": [grown(rank, *of) for of in (("sharded", "auto", 0), ("sharded", "auto", 5), ("ddp", "never", 5))],
         "16 bits": nothing_counts_in_16_bits(rank),
         "switched": [switched(rank, (0,), (6, 6)), switched(rank, (0, 1), (6, 6)), switched(rank, (0, 1), (0, 6))],
     }

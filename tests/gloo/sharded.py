@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,6 +113,30 @@ def _within_gathered(rank: int, program: Program) -> dict[str, Any]:
     return {"refused": refused, "more": more}
 
 
+def _written_to(program: Program, rank: int, strategy: str) -> list[bool]:
+    """Whether each use of the program refuses a parameter that was written to while its rows are elsewhere, once."""
+    name = SHARED_OUT[strategy][-1]
+    p = program.model.get_parameter(name)
+    enter = contextlib.ExitStack()
+    uses: list[Callable[[], Any]] = [
+        lambda: program.step(batch(2, rank)),
+        lambda: enter.enter_context(program.gathered()),
+        program.state_dict,
+        lambda: program.save("nowhere"),
+    ]
+    refused = []
+    for use in uses:
+        for write in (lambda: setattr(p, "data", torch.ones_like(p)), lambda: p.data.zero_()):
+            write()
+            try:
+                use()
+            except PlanError as e:
+                refused.append(f"parameter '{name}' was written to" in str(e))
+            else:
+                refused.append(False)
+    return refused
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     """All findings of one rank, by strategy."""
     # Products are formed and applied a row or two at a time, as those of a large model are.
@@ -138,6 +163,7 @@ def _findings(rank: int, n: int, strategy: str) -> dict[str, Any]:
         words = batch(0, 0)[0]
         found["evaluated"] = float((model(words) - plain(words)).abs().max())
     found["within"] = _within_gathered(rank, program)
+    found["written to"] = _written_to(program, rank, strategy)
     found["unharmed"] = distance(program, plain)
     program.step(batch(2, rank, more=1))  # a new shape: captured while the rows are elsewhere
     file = io.BytesIO()

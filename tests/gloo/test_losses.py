@@ -45,6 +45,11 @@ def test_a_unit_that_changes_on_one_rank_alone_is_said_once(ranks: list[dict[str
     assert on_both == while_one_is_empty == [] and ranks[1]["switched"] == [[], [], []]
 
 
+def test_a_term_across_samples_is_seen_whenever_it_comes(ranks: list[dict[str, Any]]) -> None:
+    """Also where no rank has all rows of the parameters, and where no graph shows it."""
+    assert [[len(said) for said in found["grown"]] for found in ranks] == [[1, 1, 1], [0, 1, 1]]
+
+
 def test_micro_batches_are_as_one_batch(ranks: list[dict[str, Any]]) -> None:
     assert all(max(found["micro-batches"]) <= 1e-12 for found in ranks)
 

@@ -43,6 +43,12 @@ def test_a_model_whose_rows_are_elsewhere_neither_runs_nor_is_saved(ranks: list[
     assert all(r["refused"] == [True, True] for r in ranks)
 
 
+def test_what_is_written_to_a_parameter_whose_rows_are_elsewhere_is_refused_by_name(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert all(len(r["written to"]) == 8 and all(r["written to"]) for r in ranks)
+
+
 def test_nothing_done_while_the_parameters_are_whole_destroys_them(ranks: list[dict[str, Any]]) -> None:
     """Within `gathered`, a model is evaluated, captured, saved and loaded; a step and a folder to load are refused."""
     for found in ranks:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import VerificationError
@@ -119,3 +120,30 @@ def test_hooks_on_parameters_run_once_and_not_in_the_proof() -> None:
     for a, b in zip(found, expected, strict=True):
         assert a is not None and b is not None and torch.allclose(a, b, rtol=1e-12)
     assert len(calls) == 2
+
+
+def test_outputs_that_are_not_used_add_nothing_where_their_derivative_is_infinite() -> None:
+    """Zeros times infinity would be NaN, in each gradient that they have a part in."""
+    net = _Net(lambda net, x, h: (h, torch.sqrt((h * 0).abs() * net.scale.square()), h / 0))
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=X.clone().requires_grad_(), capture="always")
+    for used in ([0], [0, 1], [0]):
+
+        def trained(model: Any, net: nn.Module, used: list[int] = used) -> torch.Tensor:
+            net.zero_grad()
+            found = _trained(lambda x: [model(x)[i] for i in used], net, X)
+            return torch.cat([g.flatten() for g in found if g is not None])
+
+        found, expected = trained(module, net), trained(eager, eager)
+        assert torch.allclose(found, expected, rtol=1e-12, equal_nan=True)
+        assert found.isnan().any() == (1 in used)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_may_be_checkpointed(reentrant: bool) -> None:
+    net = _Net(lambda net, x, h: (h, h.sin()))
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=X.clone().requires_grad_(), capture="always")
+    found = _trained(lambda x: checkpoint(module, x, use_reentrant=reentrant), net, X)
+    for mine, theirs in zip(found, _trained(eager, eager, X), strict=True):
+        assert mine is not None and theirs is not None and torch.allclose(mine, theirs, rtol=1e-12)

@@ -240,3 +240,32 @@ def test_a_single_graph_is_not_taken_apart_into_its_nodes() -> None:
     batch = flatten((torch.randn(6, 1), torch.zeros(1, 1)))
     finding = m.find(UnreadWeight("samples", is_sum=True), batch)
     assert finding.looks_like_mean is None and "target" in finding.seen
+
+
+class Recurrent(nn.Module):
+    """Its batches have time in dimension 0, unless it is told otherwise."""
+
+    def __init__(self, batch_first: bool = False) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 4, batch_first=batch_first), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.rnn(x)[0])
+        return scores
+
+
+@pytest.mark.parametrize("samples, expected", [(6, True), (1, None)])
+def test_sequences_whose_first_dimension_is_time_are_taken_apart_in_the_second(
+    samples: int, expected: bool | None
+) -> None:
+    alone = Group(0, 1, None, 60.0)
+    batch = flatten((torch.randn(4, samples, 3), torch.randn(4, samples, 2)))
+    for model, loss, looks in (
+        (Recurrent(), F.mse_loss, expected),
+        (Recurrent(), lambda o, t: F.mse_loss(o, t) + o.std((0, 1), correction=0).mean(), False if expected else None),
+        (Recurrent(batch_first=True), lambda o, t: F.mse_loss(o - o.mean(0), t), False),
+    ):
+        m = LossMeaning(model, loss, None, Rendezvous(alone), {}, torch.device("cpu"))
+        graph = training_graph(model, batch, loss)
+        assert graph.joint is not None and graph.joint.weight is not None
+        assert m.find(graph.joint.weight, batch).looks_like_mean is looks

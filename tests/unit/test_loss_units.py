@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -36,7 +37,10 @@ def batch(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained(
-    loss: Loss, sizes: Sequence[Sequence[int]], before: Callable[[int], None] = lambda step: None
+    loss: Loss,
+    sizes: Sequence[Sequence[int]],
+    before: Callable[[int], None] = lambda step: None,
+    capture: Literal["auto", "never"] = "auto",
 ) -> tuple[float, list[str]]:
     """How far parameters are from those of steps on whole batches, after steps on micro-batches of these sizes; and
     what was said."""
@@ -47,7 +51,12 @@ def trained(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", autopar.AutoparWarning)
         program = autopar.optimize(
-            mine, example_inputs=batch(0, sizes[0][0]), optimizer=optimizers[0], loss_fn=loss, check="never"
+            mine,
+            example_inputs=batch(0, sizes[0][0]),
+            optimizer=optimizers[0],
+            loss_fn=loss,
+            check="never",
+            capture=capture,
         )
         for step, each in enumerate(sizes):
             before(step)
@@ -88,6 +97,27 @@ class Warmup:
 def test_a_term_across_samples_is_seen_when_it_is_switched_on() -> None:
     loss = Warmup()
     distance, said = trained(loss, [(3, 3)] * 4, lambda step: setattr(loss, "factor", 1.0 if step >= 2 else 0.0))
+    assert distance > 1e-5 and len(said) == 1 and "is not the mean of what its parts lose" in said[0]
+
+
+class OfABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Buffer(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) + self.factor * F.cosine_similarity(output[:, None], output[None], -1).mean()
+
+
+@pytest.mark.parametrize("capture", ["auto", "never"])
+def test_a_term_across_samples_that_no_graph_shows_is_seen_from_time_to_time(
+    capture: Literal["auto", "never"],
+) -> None:
+    loss, sizes = OfABuffer(), [(3, 3)] * 9
+    assert trained(loss, sizes, capture=capture)[1] == []
+    distance, said = trained(
+        loss, sizes, lambda step: setattr(loss, "factor", torch.tensor(step >= 5, dtype=torch.float64)), capture
+    )
     assert distance > 1e-5 and len(said) == 1 and "is not the mean of what its parts lose" in said[0]
 
 

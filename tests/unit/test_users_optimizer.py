@@ -299,3 +299,26 @@ def test_what_no_checkpoint_holds_is_refused() -> None:
     program.step(_batch(0))
     with pytest.raises(OptimizerError, match="keeps 'k' in its state"):
         program.state_dict()
+
+
+class _Holds(torch.optim.Optimizer):
+    """Holds another optimizer, over parameters that a program would divide."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base_optimizer = base
+
+
+@pytest.mark.parametrize("acts_on", [None, "parameter"])
+def test_an_optimizer_that_holds_another_is_refused_by_name(acts_on: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = _Holds(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    batch = (torch.randn(4, 3), torch.randn(4, 2))
+    with pytest.raises(OptimizerError, match="_Holds holds another optimizer, SGD, as 'base_optimizer'"):
+        autopar.optimize(
+            model,
+            example_inputs=batch,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=optimizer,
+            optimizer_acts_on=acts_on,
+        )
