@@ -14,6 +14,7 @@ from autopar.strategies.base import Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.column_parallel_linear import ColumnParallelLinear
 from autopar.strategies.dgc import DGC
+from autopar.strategies.diloco import DiLoCo
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
@@ -39,6 +40,7 @@ __all__ = [
     "ClassShardedHead",
     "ColumnParallelLinear",
     "Context",
+    "DiLoCo",
     "Emitter",
     "Group",
     "HierarchicalAllReduce",
@@ -70,6 +72,7 @@ STRATEGIES: dict[str, Strategy] = {
         ClassShardedHead(),
         ColumnParallelLinear(),
         DGC(),
+        DiLoCo(),
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),

@@ -39,6 +39,11 @@ Remainder = Literal["kept", "none in the mean", "lost"]
 it; or lost."""
 
 
+HELD = "held_"
+"""What the names of states begin with that hold gradients, or parameters, of an earlier step: where a checkpoint lacks
+them, a group begins anew."""
+
+
 class Options(BaseModel):
     """The settings of a strategy: subclass it with fields and their docstrings. Unknown settings are errors."""
 
@@ -59,6 +64,9 @@ class Strategy(ABC):
     warms_up: ClassVar[bool] = False
     """Whether it also lowers a group whose `from_step` has not come, as `group.moment.doing == "plain"` says; else a
     plain all-reduce stands in for it."""
+    trains_apart: ClassVar[bool] = False
+    """Whether each rank updates a replica of its own between synchronizations. Then it lowers all steps of a group
+    itself, as `group.moment` says: `alone`, or `average` where ranks synchronize behind their own update."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""

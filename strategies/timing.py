@@ -25,32 +25,42 @@ from autopar.ops.layouts import Replicate
 from autopar.ops.moments import SYNCHRONIZE, Moment
 from autopar.ops.state import HoldGradients, Recall
 from autopar.spec.plan import FIDELITIES, Fidelity, SyncGroup
+from autopar.strategies import strategy_named
 from autopar.strategies.all_reduce import AllReduce
-from autopar.strategies.base import Options, Strategy
+from autopar.strategies.base import HELD, Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 Moments = tuple[Moment, ...]
 """Of each group of a plan, in order."""
 
-HELD = "held_"
-"""What the names of states begin with in which gradients are held back."""
 LONGEST_CYCLE = 100_000
 """Steps of a cycle that are told apart; a longer one is as good as its beginning."""
 KINDS = 48
 """Kinds of steps that are priced: each is lowered for itself, which takes about 0.1 ms for each group."""
 
 
+def is_timed(group: SyncGroup) -> bool:
+    """Whether a group does not synchronize in each step with that step's gradients."""
+    return bool(group.timing) or strategy_named(group.strategy).trains_apart
+
+
+def is_local(group: SyncGroup) -> bool:
+    """Whether each rank updates a replica of its own."""
+    return group.every > 1 or strategy_named(group.strategy).trains_apart
+
+
 def moment_of(group: SyncGroup, step: int, since: int = 0) -> Moment:
-    """What a group does in a step, counted from 0. `since`: from which step on its gradients were held back, where
-    that is later than its plan says."""
-    if not group.timing:
+    """What a group does in a step, counted from 0. `since`: from which step on its gradients were held back, or its
+    ranks trained apart, where that is later than its plan says."""
+    if not is_timed(group):
         return SYNCHRONIZE
     if step < group.from_step:
         return Moment("plain")
-    if group.every > 1:
-        return Moment("average" if (step + 1) % group.every == 0 else "alone")
+    waited = step - max(group.from_step, since)
+    if is_local(group):
+        begins = waited == 0 and strategy_named(group.strategy).trains_apart
+        return Moment("average" if (step + 1) % group.every == 0 else "alone", begins=begins)
     if group.delay:
-        waited = step - max(group.from_step, since)
         return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
     return SYNCHRONIZE
 
@@ -61,8 +71,8 @@ def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()
 
 
 def fullest(groups: Sequence[SyncGroup]) -> Moments:
-    """Of a step in which all groups synchronize."""
-    return moments_of(groups, _first_full(groups))
+    """Of a step in which all groups synchronize, and none begins."""
+    return tuple(replace(m, begins=False) for m in moments_of(groups, _first_full(groups)))
 
 
 def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
@@ -132,27 +142,28 @@ def _first_full(groups: Sequence[SyncGroup]) -> int:
 
 def group_fidelity(group: SyncGroup, strategy: Strategy, options: Options) -> Fidelity:
     """What a group promises, by its strategy and by when it synchronizes."""
-    of_time: Fidelity = "local" if group.every > 1 else "stale" if group.delay else "exact"
+    of_time: Fidelity = "local" if is_local(group) else "stale" if group.delay else "exact"
     return max(strategy.fidelity(options), of_time, key=FIDELITIES.index)
 
 
 def check_timing(groups: Sequence[SyncGroup], context: Context) -> None:
     """Raises `PlanError` where groups cannot synchronize as they say."""
-    timed = [i for i, g in enumerate(groups) if g.timing]
+    timed = [i for i, g in enumerate(groups) if is_timed(g)]
     if not timed:
         return
-    shown = f"group {timed[0]}: {text_of(groups[timed[0]])}"
+    shown = f"group {timed[0]}: {text_of(groups[timed[0]]) or groups[timed[0]].strategy}"
     if not context.has_optimizer:
         raise PlanError(f"{shown} needs a program that runs the optimizer; a drop-in module synchronizes each gradient")
     times: dict[str, SyncGroup] = {}
     for g in groups:
         for name in {m.name for m in g.members if not m.whole}:
-            if times.setdefault(name, g).timing != g.timing:
+            first = times.setdefault(name, g)
+            if first.timing != g.timing or is_local(first) != is_local(g):
                 raise PlanError(
                     f"{shown}, and slices of '{name}' differ: the optimizer's state of a parameter has one number of "
                     "steps, and is one rank's own or all ranks'. Give all slices of a parameter the same timing"
                 )
-    if context.clips and len({(g.every, g.from_step if g.every > 1 else 0) for g in groups}) > 1:
+    if context.clips and len({(is_local(g), g.every, g.from_step if is_local(g) else 0) for g in groups}) > 1:
         raise PlanError(
             f"{shown}, and other groups differ: with clip_grad_norm each rank would clip by a norm of its own what all "
             "ranks must update alike. Give all groups the same 'every' and 'from_step', or do not clip"
@@ -167,12 +178,16 @@ def text_of(group: SyncGroup) -> str:
 def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:
     """Emits what a group does at its moment. Raises `PlanError` where its strategy cannot."""
     doing, spec = group.moment.doing, group.spec
-    if spec.timing:
+    if is_timed(spec):
         _check(strategy, group, options, emit)
     if doing == "plain" and not strategy.warms_up:
         plain = AllReduce()
         plain.lower(group, plain.options_type(), emit)
-    elif doing in ("synchronize", "plain") or (emit.world_size == 1 and doing not in ("hold", "delayed")):
+    elif (
+        doing in ("synchronize", "plain")
+        or (emit.world_size == 1 and doing not in ("hold", "delayed"))
+        or (strategy.trains_apart and doing in ("alone", "average"))
+    ):
         strategy.lower(group, options, emit)
     elif doing == "alone":
         emit.update_alone(group)
@@ -197,6 +212,10 @@ def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) ->
     """Raises `PlanError` where a strategy cannot synchronize when its group says."""
     spec = group.spec
     where = f"group {group.index}: {spec.strategy} cannot be used with {text_of(spec)}"
+    if strategy.trains_apart:
+        if spec.delay:
+            raise PlanError(f"{where}: its ranks train apart, and send no gradients that could be late")
+        return
     if spec.every > 1 and strategy.fidelity(options) != "exact":
         raise PlanError(f"{where}: it rounds or compresses what it sends, and parameters are averaged as they are")
     if spec.every == 1 and not spec.from_step:

@@ -19,6 +19,9 @@ class Moment:
     later steps. `delayed`: so, too, and those of an earlier step are summed as the strategy says."""
     slot: int = 0
     """Of held gradients: where they are kept; of delayed ones, how many steps they are behind."""
+    begins: bool = False
+    """Of a strategy that trains replicas apart: whether no step of that goes before this one, so that what all ranks
+    begin with is to be kept first."""
 
 
 SYNCHRONIZE = Moment()

@@ -53,9 +53,10 @@ from autopar.runtime.subject import Subject
 from autopar.runtime.sync_batch_norm import check_loss_dtype
 from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
-from autopar.spec.plan import Plan
+from autopar.spec.plan import Plan, SyncGroup
+from autopar.strategies.base import HELD
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import HELD, moments_of
+from autopar.strategies.timing import is_local, is_timed, moments_of
 
 
 class Program(BaseProgram):
@@ -86,7 +87,7 @@ class Program(BaseProgram):
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
-        self._is_timed = any(g.timing for g in plan.groups)
+        self._is_timed = any(map(is_timed, plan.groups))
         self._parts = Parts(optimizer, self._parameters, plan.groups, self._is_timed)
         self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._steps, self._since))
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
@@ -109,7 +110,8 @@ class Program(BaseProgram):
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._since = [0] * len(plan.groups)
-        """Of each group, from which step on its gradients are held back, where a checkpoint did not have them."""
+        """Of each group, from which step on its gradients are held back, or its ranks train apart, where a checkpoint
+        did not have what that needs."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._looking = Looking(self._graphs)
@@ -298,7 +300,7 @@ class Program(BaseProgram):
 
     def _owner(self) -> checkpoint.Owner:
         groups = zip(self.plan.groups, self._since, strict=True)
-        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if s and self._steps < s + g.delay)
+        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if self._lacks_held(g, s))
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
         return checkpoint.Owner(
             self.model,
@@ -316,10 +318,14 @@ class Program(BaseProgram):
             self._states,
             self._states.pieces(),
             self._steps,
-            local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
+            local=frozenset(m.name for g in self.plan.groups if is_local(g) for m in g.members),
             scaler=self.settings.scaler,
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )
+
+    def _lacks_held(self, group: SyncGroup, since: int) -> bool:
+        """Whether what a group holds of earlier steps is not there yet, or not all of what it must go on with."""
+        return self._steps <= max(group.from_step, since) or (since > 0 and self._steps < since + group.delay)
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {self._parameters[p.name]: p.name for p in self.plan.model.parameters if p.name in self._parameters}

@@ -92,12 +92,12 @@ class Rank:
             for use in self._uses(task, SAMPLES["equal"][self.group.rank]):
                 case = f"{task.name}, {use.options}, {self.group.world_size} ranks"
                 if use.fidelity != "exact":
-                    if use.wire in ROUNDED_TOLERANCE and self.group.world_size > 1:
+                    if use.wire in ROUNDED_TOLERANCE and use.fidelity != "local" and self.group.world_size > 1:
                         self._rounding(task, use, case)
                     if use.fidelity == "compressed":
                         self._feedback(task, use, case)
-                        if self.group.world_size > 1:
-                            self._issued(task, use, case)
+                    if use.fidelity in ("compressed", "local") and self.group.world_size > 1:
+                        self._issued(task, use, case)
                     continue
                 self._equality(task, use, case)
                 if self.group.world_size > 1:
@@ -203,6 +203,8 @@ class Rank:
             rank, samples = self.group.rank, SAMPLES["equal"][self.group.rank]
             batch = task.batch(samples, 0)
             program = self._program(task, use, use.training, samples)
+            if use.fidelity == "local":
+                program.step(batch)  # in which replicas begin to be apart
             compiled = program.compile_for(batch)
             recorder = Recorder(compiled.graphs["step"])
             compiled.graphs["step"] = recorder.run
