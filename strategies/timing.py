@@ -70,6 +70,11 @@ def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()
     return tuple(moment_of(g, step, s) for g, s in zip(groups, since or [0] * len(groups), strict=True))
 
 
+def lacks_held(group: SyncGroup, step: int, since: int) -> bool:
+    """Whether what a group holds of earlier steps is not there before this one, or is less than it needs to go on."""
+    return step <= max(group.from_step, since) or (since > 0 and step < since + group.delay)
+
+
 def fullest(groups: Sequence[SyncGroup]) -> Moments:
     """Of a step in which all groups synchronize, and none begins."""
     return tuple(replace(m, begins=False) for m in moments_of(groups, _first_full(groups)))

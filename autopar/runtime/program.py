@@ -53,10 +53,9 @@ from autopar.runtime.subject import Subject
 from autopar.runtime.sync_batch_norm import check_loss_dtype
 from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
-from autopar.spec.plan import Plan, SyncGroup
-from autopar.strategies.base import HELD
+from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import is_local, is_timed, moments_of
+from autopar.strategies.timing import is_local, is_timed, lacks_held, moments_of
 
 
 class Program(BaseProgram):
@@ -110,8 +109,7 @@ class Program(BaseProgram):
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._since = [0] * len(plan.groups)
-        """Of each group, from which step on its gradients are held back, or its ranks train apart, where a checkpoint
-        did not have what that needs."""
+        """Of each group, from which step on it holds something of earlier steps, where a checkpoint did not have it."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._looking = Looking(self._graphs)
@@ -293,14 +291,13 @@ class Program(BaseProgram):
 
     def _resume(self, steps: int) -> None:
         """Goes on behind a checkpoint that was loaded."""
-        found, names = self._states.found, self._states.names
-        there = [all(n in found for n in names(i) if n[0].startswith(HELD)) for i in range(len(self.plan.groups))]
+        there = map(self._states.found_held, range(len(self.plan.groups)))
         self._steps, self._since, self._loaded = steps, [0 if complete else steps for complete in there], True
         self._parts.settle(loaded=True)
 
     def _owner(self) -> checkpoint.Owner:
         groups = zip(self.plan.groups, self._since, strict=True)
-        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if self._lacks_held(g, s))
+        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if lacks_held(g, self._steps, s))
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
         return checkpoint.Owner(
             self.model,
@@ -322,10 +319,6 @@ class Program(BaseProgram):
             scaler=self.settings.scaler,
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )
-
-    def _lacks_held(self, group: SyncGroup, since: int) -> bool:
-        """Whether what a group holds of earlier steps is not there yet, or not all of what it must go on with."""
-        return self._steps <= max(group.from_step, since) or (since > 0 and self._steps < since + group.delay)
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {self._parameters[p.name]: p.name for p in self.plan.model.parameters if p.name in self._parameters}

@@ -95,6 +95,10 @@ class States:
         places = ((key, place) for key, call in held for place in _places(call, self._parameters))
         return {(key, place.name) for key, place in places if place.begin < place.end}
 
+    def found_held(self, group: int) -> bool:
+        """Whether the last checkpoint had all that a group holds of earlier steps."""
+        return all(name in self.found for name in self.names(group) if name[0].startswith(HELD))
+
     def left_out(self) -> set[str]:
         """The names of pieces that checkpoints leave out."""
         return {f"{STATE}.{k}.{n}" for i in self.unsaved for k, n in self.names(i) if k.startswith(HELD)}
