@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from autopar.strategies.emitter import Emitter
 
 Moments = tuple[Moment, ...]
 """Of each group of a plan, in order."""
+Period = tuple[int, int]
+"""Its length in steps, and in which of them groups synchronize, counted from 1; 0 for the last."""
 
 LONGEST_CYCLE = 100_000
 """Steps of a cycle that are told apart; a longer one is as good as its beginning."""
@@ -59,7 +61,7 @@ def moment_of(group: SyncGroup, step: int, since: int = 0) -> Moment:
     waited = step - max(group.from_step, since)
     if is_local(group):
         begins = waited == 0 and strategy_named(group.strategy).trains_apart
-        return Moment("average" if (step + 1) % group.every == 0 else "alone", begins=begins)
+        return Moment("average" if (step + 1 - group.offset) % group.every == 0 else "alone", begins=begins)
     if group.delay:
         return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
     return SYNCHRONIZE
@@ -76,49 +78,50 @@ def lacks_held(group: SyncGroup, step: int, since: int) -> bool:
 
 
 def fullest(groups: Sequence[SyncGroup]) -> Moments:
-    """Of a step in which all groups synchronize, and none begins."""
-    return tuple(replace(m, begins=False) for m in moments_of(groups, _first_full(groups)))
+    """Of a step in which all groups synchronize, and none begins. Where offsets differ, no such step may ever come."""
+    return tuple(replace(moment_of(g, _first_full(g)), begins=False) for g in groups)
 
 
 def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
     """The steps that come again and again, once all groups have begun: what groups do in them, and their share of all
-    steps; one in which all groups synchronize is among them. Where they are of more than `KINDS` kinds, as many that
-    stand for them."""
-    counted = Counter(g.every for g in groups)
+    steps; one in which all groups synchronize is among them, if it ever comes. Where they are of more than `KINDS`
+    kinds, as many that stand for them."""
+    counted = Counter((g.every, g.offset) for g in groups)
     # In step p no longer period than p ends: there are as many kinds as periods, or more.
     ended = _ended(sorted(counted)) if len(counted) <= KINDS else {}
     if not 0 < len(ended) <= KINDS:
         ended = _spread_out(counted)
-    ended.setdefault(frozenset(counted), 0.0)
+    if all((a - b) % math.gcd(p, q) == 0 for (p, a), (q, b) in combinations(counted, 2)):
+        ended.setdefault(frozenset(counted), 0.0)
     full = fullest(groups)
     found = []
     for which, share in ended.items():
-        each = [m if g.every in which else Moment("alone") for g, m in zip(groups, full, strict=True)]
+        each = [m if (g.every, g.offset) in which else Moment("alone") for g, m in zip(groups, full, strict=True)]
         found.append((tuple(each), share))
     return found
 
 
-def _ended(periods: Sequence[int]) -> dict[frozenset[int], float]:
+def _ended(periods: Sequence[Period]) -> dict[frozenset[Period], float]:
     """Which periods end in a step, and in which part of all steps these do. Steps are alike where the same end."""
-    length = min(math.lcm(*periods), LONGEST_CYCLE)
-    by_step: dict[int, list[int]] = {}
-    for period in periods:
-        for step in range(period, length + 1, period):
-            by_step.setdefault(step, []).append(period)
+    length = min(math.lcm(*(every for every, _ in periods)), LONGEST_CYCLE)
+    by_step: dict[int, list[Period]] = {}
+    for every, offset in periods:
+        for step in range(offset or every, length + 1, every):
+            by_step.setdefault(step, []).append((every, offset))
     alike = Counter(map(tuple, by_step.values()))
     if len(by_step) < length:
         alike[()] = length - len(by_step)
     return {frozenset(which): count / length for which, count in alike.items()}
 
 
-def _spread_out(counted: Mapping[int, int]) -> dict[frozenset[int], float]:
+def _spread_out(counted: Mapping[Period, int]) -> dict[frozenset[Period], float]:
     """The same in at most `KINDS` kinds, where there would be more. `counted`: how many groups have a period.
 
     Periods of nearly equal frequency end together, as often as they do in the mean. What ends is laid end to end around
     a circle of all steps, each as long as it is frequent: so each comes as often as it does, and as evenly as can be.
     """
-    each = frozenset(p for p in counted if p == 1)
-    classes = [([period], count, count / period) for period, count in sorted(counted.items()) if period > 1]
+    each = frozenset(p for p in counted if p[0] == 1)
+    classes = [([period], count, count / period[0]) for period, count in sorted(counted.items()) if period[0] > 1]
     while len(classes) >= KINDS:
         size, total = np.array([c[1] for c in classes], float), np.array([c[2] for c in classes], float)
         # Ward's criterion: what merging two neighbours adds to the sum of squared distances from the mean.
@@ -131,7 +134,7 @@ def _spread_out(counted: Mapping[int, int]) -> dict[frozenset[int], float]:
         arcs.append((end % 1.0, frequencies / groups_with, periods))
         end += frequencies / groups_with
     cuts = sorted({0.0, 1.0, *(begin for begin, _, _ in arcs), end % 1.0})
-    found: dict[frozenset[int], float] = {}
+    found: dict[frozenset[Period], float] = {}
     for first, last in pairwise(cuts):
         middle = (first + last) / 2
         which = each.union(*(periods for begin, part, periods in arcs if (middle - begin) % 1.0 < part))
@@ -139,10 +142,10 @@ def _spread_out(counted: Mapping[int, int]) -> dict[frozenset[int], float]:
     return found
 
 
-def _first_full(groups: Sequence[SyncGroup]) -> int:
-    begun = max((g.from_step + g.delay for g in groups), default=0)
-    length = math.lcm(*(g.every for g in groups))
-    return -(-(begun + 1) // length) * length - 1
+def _first_full(group: SyncGroup) -> int:
+    """The first step in which a group synchronizes, once it has begun."""
+    begun = group.from_step + group.delay
+    return begun + (group.offset - begun - 1) % group.every
 
 
 def group_fidelity(group: SyncGroup, strategy: Strategy, options: Options) -> Fidelity:

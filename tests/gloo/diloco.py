@@ -154,9 +154,10 @@ def program_of(rank: int, n: int, case: Case, model: nn.Module) -> Program:
             options=case.options,
             members=tuple(ParameterSlice(name=name) for name in names),
             every=every,
+            offset=offset,
             from_step=case.from_step,
         )
-        for names, every in zip(GROUPS, case.every, strict=True)
+        for names, every, offset in zip(GROUPS, case.every, case.offset, strict=True)
     )
     found: Program = autopar.optimize(
         model,
@@ -212,6 +213,7 @@ CASES = {
     "momentum, equal batches, clipped": Case((2, 2), how=HOWS["clipped"], size=3),
     "later, accumulated": Case((4, 4), from_step=2, how=HOWS["accumulated"]),
     "scheduled, of two periods": Case((2, 3), how=HOWS["scheduled"]),
+    "in fragments, clipped": Case((3, 3), (0, 2), how=HOWS["clipped"]),
     "in each step": Case((1, 1), how=HOWS["momentum"]),
     "eager": Case(settings={"capture": "never"}),
     "other settings": Case((3, 3), how=HOWS["momentum"], options={"outer_lr": 0.3, "outer_momentum": 0.5}),
@@ -285,7 +287,10 @@ def losses(rank: int, n: int, strategy: str) -> list[float]:
     return [values[0], values[-1]]
 
 
-SAVED = {"whole": CASES["adamw"], "narrow": Case((3, 3), how=HOWS["momentum"], options={"wire": "int8", "block": 16})}
+SAVED = {
+    "whole": Case((4, 4), (3, 1)),
+    "narrow": Case((3, 3), how=HOWS["momentum"], options={"wire": "int8", "block": 16}),
+}
 AT = 4
 
 
