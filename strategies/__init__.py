@@ -13,6 +13,7 @@ from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.column_parallel_linear import ColumnParallelLinear
+from autopar.strategies.des_loc import DesLoc
 from autopar.strategies.dgc import DGC
 from autopar.strategies.diloco import DiLoCo
 from autopar.strategies.emitter import Emitter
@@ -40,6 +41,7 @@ __all__ = [
     "ClassShardedHead",
     "ColumnParallelLinear",
     "Context",
+    "DesLoc",
     "DiLoCo",
     "Emitter",
     "Group",
@@ -72,6 +74,7 @@ STRATEGIES: dict[str, Strategy] = {
         ClassShardedHead(),
         ColumnParallelLinear(),
         DGC(),
+        DesLoc(),
         DiLoCo(),
         HierarchicalAllReduce(),
         ParameterServer(),

@@ -76,6 +76,11 @@ class Strategy(ABC):
         """What becomes of what is not sent, where the strategy compresses with these options."""
         return "kept"
 
+    def also_every(self, options: Options) -> tuple[int, ...]:
+        """Of a strategy that trains replicas apart: periods, counted in synchronizations, in the last of which it does
+        more than in others."""
+        return ()
+
     def applies(self, member: Member, context: Context) -> str | None:
         """`None` where the parameter can use this strategy, else the reason why not."""
         return None

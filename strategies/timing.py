@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
+from pydantic import ValidationError
 
 from autopar.errors import PlanError
 from autopar.ir.dtypes import WireDtype
@@ -61,7 +62,10 @@ def moment_of(group: SyncGroup, step: int, since: int = 0) -> Moment:
     waited = step - max(group.from_step, since)
     if is_local(group):
         begins = waited == 0 and strategy_named(group.strategy).trains_apart
-        return Moment("average" if (step + 1 - group.offset) % group.every == 0 else "alone", begins=begins)
+        if (step + 1 - group.offset) % group.every:
+            return Moment("alone", begins=begins)
+        ended = [(step + 1 - offset) % every == 0 for every, offset in _longer(group)]
+        return Moment("average", _bits(ended), begins)
     if group.delay:
         return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
     return SYNCHRONIZE
@@ -86,7 +90,7 @@ def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
     """The steps that come again and again, once all groups have begun: what groups do in them, and their share of all
     steps; one in which all groups synchronize is among them, if it ever comes. Where they are of more than `KINDS`
     kinds, as many that stand for them."""
-    counted = Counter((g.every, g.offset) for g in groups)
+    counted = Counter(period for g in groups for period in ((g.every, g.offset), *_longer(g)))
     # In step p no longer period than p ends: there are as many kinds as periods, or more.
     ended = _ended(sorted(counted)) if len(counted) <= KINDS else {}
     if not 0 < len(ended) <= KINDS:
@@ -96,9 +100,32 @@ def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
     full = fullest(groups)
     found = []
     for which, share in ended.items():
-        each = [m if (g.every, g.offset) in which else Moment("alone") for g, m in zip(groups, full, strict=True)]
-        found.append((tuple(each), share))
+        found.append((tuple(_in_step(g, m, which) for g, m in zip(groups, full, strict=True)), share))
     return found
+
+
+def _in_step(group: SyncGroup, full: Moment, ended: frozenset[Period]) -> Moment:
+    """What a group does where these periods end, that does `full` where all of its own end."""
+    if (group.every, group.offset) not in ended:
+        return Moment("alone")
+    longer = _longer(group)
+    return replace(full, slot=_bits([p in ended for p in longer])) if longer else full
+
+
+def _longer(group: SyncGroup) -> list[Period]:
+    """Multiples of a group's period in the last step of which its strategy does more."""
+    strategy = strategy_named(group.strategy)
+    if not strategy.trains_apart:
+        return []
+    try:
+        options = strategy.options_type.model_validate(group.options)
+    except ValidationError:  # as lowering says
+        return []
+    return [(group.every * times, group.offset) for times in strategy.also_every(options)]
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    return sum(flag << i for i, flag in enumerate(flags))
 
 
 def _ended(periods: Sequence[Period]) -> dict[frozenset[Period], float]:
@@ -143,9 +170,9 @@ def _spread_out(counted: Mapping[Period, int]) -> dict[frozenset[Period], float]
 
 
 def _first_full(group: SyncGroup) -> int:
-    """The first step in which a group synchronizes, once it has begun."""
+    """The first step in which a group synchronizes, and does all that it does then, once it has begun."""
     begun = group.from_step + group.delay
-    return begun + (group.offset - begun - 1) % group.every
+    return begun + (group.offset - begun - 1) % math.lcm(group.every, *(every for every, _ in _longer(group)))
 
 
 def group_fidelity(group: SyncGroup, strategy: Strategy, options: Options) -> Fidelity:
