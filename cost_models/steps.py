@@ -31,7 +31,8 @@ def predict_steps(
     if len(estimates) == 1:
         return estimates[0]
     shares = [share for _, share in steps]
-    fullest = max(zip(estimates, steps, strict=True), key=lambda e: sum(m.doing == "average" for m in e[1][0]))[0]
+    averaged = [sum((m.doing == "average") * (1 + m.slot.bit_count()) for m in moments) for moments, _ in steps]
+    fullest = estimates[max(range(len(steps)), key=averaged.__getitem__)]
 
     def mean(of: str) -> float:
         return sum(share * float(getattr(e, of)) for share, e in zip(shares, estimates, strict=True))

@@ -13,7 +13,9 @@ from autopar.strategies.all_reduce import AllReduce
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.class_sharded_head import ClassShardedHead
 from autopar.strategies.column_parallel_linear import ColumnParallelLinear
+from autopar.strategies.des_loc import DesLoc
 from autopar.strategies.dgc import DGC
+from autopar.strategies.diloco import DiLoCo
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
 from autopar.strategies.parameter_server import ParameterServer
@@ -39,6 +41,8 @@ __all__ = [
     "ClassShardedHead",
     "ColumnParallelLinear",
     "Context",
+    "DesLoc",
+    "DiLoCo",
     "Emitter",
     "Group",
     "HierarchicalAllReduce",
@@ -70,6 +74,8 @@ STRATEGIES: dict[str, Strategy] = {
         ClassShardedHead(),
         ColumnParallelLinear(),
         DGC(),
+        DesLoc(),
+        DiLoCo(),
         HierarchicalAllReduce(),
         ParameterServer(),
         PartitionedParameterServer(),

@@ -39,6 +39,11 @@ Remainder = Literal["kept", "none in the mean", "lost"]
 it; or lost."""
 
 
+HELD = "held_"
+"""What the names of states begin with that hold gradients, or parameters, of an earlier step: where a checkpoint lacks
+them, a group begins anew."""
+
+
 class Options(BaseModel):
     """The settings of a strategy: subclass it with fields and their docstrings. Unknown settings are errors."""
 
@@ -59,6 +64,9 @@ class Strategy(ABC):
     warms_up: ClassVar[bool] = False
     """Whether it also lowers a group whose `from_step` has not come, as `group.moment.doing == "plain"` says; else a
     plain all-reduce stands in for it."""
+    trains_apart: ClassVar[bool] = False
+    """Whether each rank updates a replica of its own between synchronizations. Then it lowers all steps of a group
+    itself, as `group.moment` says: `alone`, or `average` where ranks synchronize behind their own update."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """What the strategy promises with these options."""
@@ -67,6 +75,11 @@ class Strategy(ABC):
     def remainder(self, options: Options) -> Remainder:
         """What becomes of what is not sent, where the strategy compresses with these options."""
         return "kept"
+
+    def also_every(self, options: Options) -> tuple[int, ...]:
+        """Of a strategy that trains replicas apart: periods, counted in synchronizations, in the last of which it does
+        more than in others."""
+        return ()
 
     def applies(self, member: Member, context: Context) -> str | None:
         """`None` where the parameter can use this strategy, else the reason why not."""

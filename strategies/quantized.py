@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import field_validator
-
 from autopar.ops.context import Context
 from autopar.ops.quantizers import Quantizer
 from autopar.strategies.base import Options
-from autopar.strategies.quantized_exchange import Exchange, QuantizedExchange
+from autopar.strategies.quantized_exchange import Block, Exchange, QuantizedExchange
 
 
 class QuantizedOptions(Options):
     bits: Literal[4, 8] = 8
     """Of each number on the wire."""
-    block: int = 256
+    block: Block = 256
     """Numbers that share a scale: 16, 64, 256, 1024 or 4096."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """`nearest` keeps what is lost for the next step; `stochastic` is right in the mean, and keeps nothing."""
@@ -29,13 +27,6 @@ class QuantizedOptions(Options):
     """Whether each block is multiplied with a Hadamard matrix first, which spreads outliers; it takes longer."""
     exchange: Exchange = "parts"
     """`parts`: ranks share out what they add up, and round twice; `gather`: every rank adds up all messages."""
-
-    @field_validator("block")
-    @classmethod
-    def _a_power_of_four(cls, block: int) -> int:
-        if block not in (16, 64, 256, 1024, 4096):
-            raise ValueError(f"blocks have 16, 64, 256, 1024 or 4096 numbers, not {block}")
-        return block
 
 
 class Quantized(QuantizedExchange):

@@ -9,7 +9,9 @@ the quantizer is contractive (error feedback; Karimireddy et al., ICML 2019); an
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from autopar.ir.dtypes import wide_dtype
 from autopar.ops.base import Call
@@ -23,6 +25,16 @@ from autopar.strategies.compressed import Compressed
 from autopar.strategies.emitter import Emitter
 
 Exchange = Literal["gather", "parts"]
+
+
+def _a_power_of_four(block: int) -> int:
+    if block not in (16, 64, 256, 1024, 4096):
+        raise ValueError(f"blocks have 16, 64, 256, 1024 or 4096 numbers, not {block}")
+    return block
+
+
+Block = Annotated[int, AfterValidator(_a_power_of_four)]
+"""Numbers that share a scale."""
 
 
 class QuantizedExchange(Compressed):
@@ -43,18 +55,25 @@ class QuantizedExchange(Compressed):
             emit.update(emit.pack(group), group)
             return
         quantizer, in_parts = self.quantizer(options), self.exchange(options) == "parts"
-        wide, kept = wide_dtype(group.dtype), quantizer.is_contractive
-        also = [_step_count(group, emit)] if quantizer.stochastic else []
-        residual = [emit.state(group, "residual", dtype=wide)] if kept else []
-        inputs = [emit.pack(group), *also, *residual]
-        messages = emit.emit(EncodeGradients(quantizer, kept, in_parts), group, inputs)
-        if in_parts:
-            layout = Shard(part_elements(group.elements, emit.world_size, quantizer.block))
-            of_parts = [emit.state(group, "residual_of_sum", layout=layout, dtype=wide)] if kept else []
-            received = emit.wait(emit.all_to_all(messages))
-            messages = emit.emit(SumAndEncode(quantizer, kept, wide), group, [received, *also, *of_parts])
-        gathered = emit.wait(emit.all_gather(messages))
-        emit.update(emit.emit(DecodeSum(quantizer, in_parts, wide), group, [gathered]), group)
+        emit.update(quantized_sum(emit.pack(group), quantizer, in_parts, emit), group)
+
+
+def quantized_sum(packed: Call, quantizer: Quantizer, in_parts: bool, emit: Emitter) -> Call:
+    """The sum over ranks of what each has packed, on every rank, through a quantizer; what it loses is kept.
+
+    `in_parts`: whether ranks share out what they add up."""
+    group = packed.owner_group
+    wide, kept = wide_dtype(group.dtype), quantizer.is_contractive
+    also = [_step_count(group, emit)] if quantizer.stochastic else []
+    residual = [emit.state(group, "residual", dtype=wide)] if kept else []
+    messages = emit.emit(EncodeGradients(quantizer, kept, in_parts), group, [packed, *also, *residual])
+    if in_parts:
+        layout = Shard(part_elements(group.elements, emit.world_size, quantizer.block))
+        of_parts = [emit.state(group, "residual_of_sum", layout=layout, dtype=wide)] if kept else []
+        received = emit.wait(emit.all_to_all(messages))
+        messages = emit.emit(SumAndEncode(quantizer, kept, wide), group, [received, *also, *of_parts])
+    gathered = emit.wait(emit.all_gather(messages))
+    return emit.emit(DecodeSum(quantizer, in_parts, wide), group, [gathered])
 
 
 def _step_count(group: Group, emit: Emitter) -> Call:

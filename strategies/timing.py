@@ -11,9 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
+from pydantic import ValidationError
 
 from autopar.errors import PlanError
 from autopar.ir.dtypes import WireDtype
@@ -25,32 +26,47 @@ from autopar.ops.layouts import Replicate
 from autopar.ops.moments import SYNCHRONIZE, Moment
 from autopar.ops.state import HoldGradients, Recall
 from autopar.spec.plan import FIDELITIES, Fidelity, SyncGroup
+from autopar.strategies import strategy_named
 from autopar.strategies.all_reduce import AllReduce
-from autopar.strategies.base import Options, Strategy
+from autopar.strategies.base import HELD, Options, Strategy
 from autopar.strategies.emitter import Emitter
 
 Moments = tuple[Moment, ...]
 """Of each group of a plan, in order."""
+Period = tuple[int, int]
+"""Its length in steps, and in which of them groups synchronize, counted from 1; 0 for the last."""
 
-HELD = "held_"
-"""What the names of states begin with in which gradients are held back."""
 LONGEST_CYCLE = 100_000
 """Steps of a cycle that are told apart; a longer one is as good as its beginning."""
 KINDS = 48
 """Kinds of steps that are priced: each is lowered for itself, which takes about 0.1 ms for each group."""
 
 
+def is_timed(group: SyncGroup) -> bool:
+    """Whether a group does not synchronize in each step with that step's gradients."""
+    return bool(group.timing) or strategy_named(group.strategy).trains_apart
+
+
+def is_local(group: SyncGroup) -> bool:
+    """Whether each rank updates a replica of its own."""
+    return group.every > 1 or strategy_named(group.strategy).trains_apart
+
+
 def moment_of(group: SyncGroup, step: int, since: int = 0) -> Moment:
-    """What a group does in a step, counted from 0. `since`: from which step on its gradients were held back, where
-    that is later than its plan says."""
-    if not group.timing:
+    """What a group does in a step, counted from 0. `since`: from which step on its gradients were held back, or its
+    ranks trained apart, where that is later than its plan says."""
+    if not is_timed(group):
         return SYNCHRONIZE
     if step < group.from_step:
         return Moment("plain")
-    if group.every > 1:
-        return Moment("average" if (step + 1) % group.every == 0 else "alone")
+    waited = step - max(group.from_step, since)
+    if is_local(group):
+        begins = waited == 0 and strategy_named(group.strategy).trains_apart
+        if (step + 1 - group.offset) % group.every:
+            return Moment("alone", begins=begins)
+        ended = [(step + 1 - offset) % every == 0 for every, offset in _longer(group)]
+        return Moment("average", _bits(ended), begins)
     if group.delay:
-        waited = step - max(group.from_step, since)
         return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
     return SYNCHRONIZE
 
@@ -60,50 +76,79 @@ def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()
     return tuple(moment_of(g, step, s) for g, s in zip(groups, since or [0] * len(groups), strict=True))
 
 
+def lacks_held(group: SyncGroup, step: int, since: int) -> bool:
+    """Whether what a group holds of earlier steps is not there before this one, or is less than it needs to go on."""
+    return step <= max(group.from_step, since) or (since > 0 and step < since + group.delay)
+
+
 def fullest(groups: Sequence[SyncGroup]) -> Moments:
-    """Of a step in which all groups synchronize."""
-    return moments_of(groups, _first_full(groups))
+    """Of a step in which all groups synchronize, and none begins. Where offsets differ, no such step may ever come."""
+    return tuple(replace(moment_of(g, _first_full(g)), begins=False) for g in groups)
 
 
 def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
     """The steps that come again and again, once all groups have begun: what groups do in them, and their share of all
-    steps; one in which all groups synchronize is among them. Where they are of more than `KINDS` kinds, as many that
-    stand for them."""
-    counted = Counter(g.every for g in groups)
+    steps; one in which all groups synchronize is among them, if it ever comes. Where they are of more than `KINDS`
+    kinds, as many that stand for them."""
+    counted = Counter(period for g in groups for period in ((g.every, g.offset), *_longer(g)))
     # In step p no longer period than p ends: there are as many kinds as periods, or more.
     ended = _ended(sorted(counted)) if len(counted) <= KINDS else {}
     if not 0 < len(ended) <= KINDS:
         ended = _spread_out(counted)
-    ended.setdefault(frozenset(counted), 0.0)
+    if all((a - b) % math.gcd(p, q) == 0 for (p, a), (q, b) in combinations(counted, 2)):
+        ended.setdefault(frozenset(counted), 0.0)
     full = fullest(groups)
     found = []
     for which, share in ended.items():
-        each = [m if g.every in which else Moment("alone") for g, m in zip(groups, full, strict=True)]
-        found.append((tuple(each), share))
+        found.append((tuple(_in_step(g, m, which) for g, m in zip(groups, full, strict=True)), share))
     return found
 
 
-def _ended(periods: Sequence[int]) -> dict[frozenset[int], float]:
+def _in_step(group: SyncGroup, full: Moment, ended: frozenset[Period]) -> Moment:
+    """What a group does where these periods end, that does `full` where all of its own end."""
+    if (group.every, group.offset) not in ended:
+        return Moment("alone")
+    longer = _longer(group)
+    return replace(full, slot=_bits([p in ended for p in longer])) if longer else full
+
+
+def _longer(group: SyncGroup) -> list[Period]:
+    """Multiples of a group's period in the last step of which its strategy does more."""
+    strategy = strategy_named(group.strategy)
+    if not strategy.trains_apart:
+        return []
+    try:
+        options = strategy.options_type.model_validate(group.options)
+    except ValidationError:  # as lowering says
+        return []
+    return [(group.every * times, group.offset) for times in strategy.also_every(options)]
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    return sum(flag << i for i, flag in enumerate(flags))
+
+
+def _ended(periods: Sequence[Period]) -> dict[frozenset[Period], float]:
     """Which periods end in a step, and in which part of all steps these do. Steps are alike where the same end."""
-    length = min(math.lcm(*periods), LONGEST_CYCLE)
-    by_step: dict[int, list[int]] = {}
-    for period in periods:
-        for step in range(period, length + 1, period):
-            by_step.setdefault(step, []).append(period)
+    length = min(math.lcm(*(every for every, _ in periods)), LONGEST_CYCLE)
+    by_step: dict[int, list[Period]] = {}
+    for every, offset in periods:
+        for step in range(offset or every, length + 1, every):
+            by_step.setdefault(step, []).append((every, offset))
     alike = Counter(map(tuple, by_step.values()))
     if len(by_step) < length:
         alike[()] = length - len(by_step)
     return {frozenset(which): count / length for which, count in alike.items()}
 
 
-def _spread_out(counted: Mapping[int, int]) -> dict[frozenset[int], float]:
+def _spread_out(counted: Mapping[Period, int]) -> dict[frozenset[Period], float]:
     """The same in at most `KINDS` kinds, where there would be more. `counted`: how many groups have a period.
 
     Periods of nearly equal frequency end together, as often as they do in the mean. What ends is laid end to end around
     a circle of all steps, each as long as it is frequent: so each comes as often as it does, and as evenly as can be.
     """
-    each = frozenset(p for p in counted if p == 1)
-    classes = [([period], count, count / period) for period, count in sorted(counted.items()) if period > 1]
+    each = frozenset(p for p in counted if p[0] == 1)
+    classes = [([period], count, count / period[0]) for period, count in sorted(counted.items()) if period[0] > 1]
     while len(classes) >= KINDS:
         size, total = np.array([c[1] for c in classes], float), np.array([c[2] for c in classes], float)
         # Ward's criterion: what merging two neighbours adds to the sum of squared distances from the mean.
@@ -116,7 +161,7 @@ def _spread_out(counted: Mapping[int, int]) -> dict[frozenset[int], float]:
         arcs.append((end % 1.0, frequencies / groups_with, periods))
         end += frequencies / groups_with
     cuts = sorted({0.0, 1.0, *(begin for begin, _, _ in arcs), end % 1.0})
-    found: dict[frozenset[int], float] = {}
+    found: dict[frozenset[Period], float] = {}
     for first, last in pairwise(cuts):
         middle = (first + last) / 2
         which = each.union(*(periods for begin, part, periods in arcs if (middle - begin) % 1.0 < part))
@@ -124,35 +169,36 @@ def _spread_out(counted: Mapping[int, int]) -> dict[frozenset[int], float]:
     return found
 
 
-def _first_full(groups: Sequence[SyncGroup]) -> int:
-    begun = max((g.from_step + g.delay for g in groups), default=0)
-    length = math.lcm(*(g.every for g in groups))
-    return -(-(begun + 1) // length) * length - 1
+def _first_full(group: SyncGroup) -> int:
+    """The first step in which a group synchronizes, and does all that it does then, once it has begun."""
+    begun = group.from_step + group.delay
+    return begun + (group.offset - begun - 1) % math.lcm(group.every, *(every for every, _ in _longer(group)))
 
 
 def group_fidelity(group: SyncGroup, strategy: Strategy, options: Options) -> Fidelity:
     """What a group promises, by its strategy and by when it synchronizes."""
-    of_time: Fidelity = "local" if group.every > 1 else "stale" if group.delay else "exact"
+    of_time: Fidelity = "local" if is_local(group) else "stale" if group.delay else "exact"
     return max(strategy.fidelity(options), of_time, key=FIDELITIES.index)
 
 
 def check_timing(groups: Sequence[SyncGroup], context: Context) -> None:
     """Raises `PlanError` where groups cannot synchronize as they say."""
-    timed = [i for i, g in enumerate(groups) if g.timing]
+    timed = [i for i, g in enumerate(groups) if is_timed(g)]
     if not timed:
         return
-    shown = f"group {timed[0]}: {text_of(groups[timed[0]])}"
+    shown = f"group {timed[0]}: {text_of(groups[timed[0]]) or groups[timed[0]].strategy}"
     if not context.has_optimizer:
         raise PlanError(f"{shown} needs a program that runs the optimizer; a drop-in module synchronizes each gradient")
     times: dict[str, SyncGroup] = {}
     for g in groups:
         for name in {m.name for m in g.members if not m.whole}:
-            if times.setdefault(name, g).timing != g.timing:
+            first = times.setdefault(name, g)
+            if first.timing != g.timing or is_local(first) != is_local(g):
                 raise PlanError(
                     f"{shown}, and slices of '{name}' differ: the optimizer's state of a parameter has one number of "
                     "steps, and is one rank's own or all ranks'. Give all slices of a parameter the same timing"
                 )
-    if context.clips and len({(g.every, g.from_step if g.every > 1 else 0) for g in groups}) > 1:
+    if context.clips and len({(is_local(g), g.every, g.from_step if is_local(g) else 0) for g in groups}) > 1:
         raise PlanError(
             f"{shown}, and other groups differ: with clip_grad_norm each rank would clip by a norm of its own what all "
             "ranks must update alike. Give all groups the same 'every' and 'from_step', or do not clip"
@@ -167,12 +213,16 @@ def text_of(group: SyncGroup) -> str:
 def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:
     """Emits what a group does at its moment. Raises `PlanError` where its strategy cannot."""
     doing, spec = group.moment.doing, group.spec
-    if spec.timing:
+    if is_timed(spec):
         _check(strategy, group, options, emit)
     if doing == "plain" and not strategy.warms_up:
         plain = AllReduce()
         plain.lower(group, plain.options_type(), emit)
-    elif doing in ("synchronize", "plain") or (emit.world_size == 1 and doing not in ("hold", "delayed")):
+    elif (
+        doing in ("synchronize", "plain")
+        or (emit.world_size == 1 and doing not in ("hold", "delayed"))
+        or (strategy.trains_apart and doing in ("alone", "average"))
+    ):
         strategy.lower(group, options, emit)
     elif doing == "alone":
         emit.update_alone(group)
@@ -197,6 +247,10 @@ def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) ->
     """Raises `PlanError` where a strategy cannot synchronize when its group says."""
     spec = group.spec
     where = f"group {group.index}: {spec.strategy} cannot be used with {text_of(spec)}"
+    if strategy.trains_apart:
+        if spec.delay:
+            raise PlanError(f"{where}: its ranks train apart, and send no gradients that could be late")
+        return
     if spec.every > 1 and strategy.fidelity(options) != "exact":
         raise PlanError(f"{where}: it rounds or compresses what it sends, and parameters are averaged as they are")
     if spec.every == 1 and not spec.from_step:

@@ -46,6 +46,9 @@ class Context:
     """Whether updated parameters may still be on their way between one step and the next."""
     sparse_update: bool = False
     """Whether the optimizer leaves an element alone whose gradient is zero, and can be given the others only."""
+    keeps_moments: bool | None = None
+    """Whether the optimizer keeps a first and a second moment of each element, as Adam does; `None` where that is not
+    known yet."""
     plain_sgd: bool | None = None
     """Whether the optimizer is SGD without momentum, which keeps nothing from step to step; `None` where that is not
     known yet."""

@@ -18,7 +18,11 @@ class Moment:
     `average`: so, too, and then parameters are averaged, as the strategy sums. `hold`: gradients are held back for
     later steps. `delayed`: so, too, and those of an earlier step are summed as the strategy says."""
     slot: int = 0
-    """Of held gradients: where they are kept; of delayed ones, how many steps they are behind."""
+    """Of held gradients: where they are kept; of delayed ones, how many steps they are behind. Of replicas that are
+    averaged: a bit for each period of its own (`Strategy.also_every`) that ends."""
+    begins: bool = False
+    """Of a strategy that trains replicas apart: whether no step of that goes before this one, so that what all ranks
+    begin with is to be kept first."""
 
 
 SYNCHRONIZE = Moment()

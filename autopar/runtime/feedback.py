@@ -23,7 +23,7 @@ from autopar.ops.layouts import REPLICATE, Partial, Replicate, Varying
 from autopar.runtime.differences import FLOOR, TOLERANCE, Difference, Held, Row, times, tolerance_of
 from autopar.runtime.probes import Seen
 from autopar.runtime.subject import Subject, summed
-from autopar.strategies.timing import HELD
+from autopar.strategies.base import HELD
 
 KIND = "what is updated with and kept of"
 """What its differences begin with."""

@@ -32,6 +32,8 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers that update each element from that element's gradient and state alone."""
 
+_WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+"""Optimizers that keep a first and a second moment, `exp_avg` and `exp_avg_sq`."""
 _FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -93,6 +95,7 @@ def context_for(
         elementwise_update=scope == "element",
         clips=clip_grad_norm is not None or is_scaled,
         sparse_update=leaves_zeros_alone(optimizer),
+        keeps_moments=None if optimizer is None else all(type(o) in _WITH_MOMENTS for o in each_of(optimizer)),
         plain_sgd=is_plain_sgd(optimizer),
         late_parameters=late_parameters and updates,
     )

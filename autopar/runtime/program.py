@@ -56,7 +56,7 @@ from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import HELD, moments_of
+from autopar.strategies.timing import is_local, is_timed, lacks_held, moments_of
 
 
 class Program(BaseProgram):
@@ -87,7 +87,7 @@ class Program(BaseProgram):
         self._states = States(group, self._parameters, self._device)
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
-        self._is_timed = any(g.timing for g in plan.groups)
+        self._is_timed = any(map(is_timed, plan.groups))
         self._parts = Parts(optimizer, self._parameters, plan.groups, self._is_timed)
         self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._steps, self._since))
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
@@ -103,7 +103,7 @@ class Program(BaseProgram):
         self._has_stepped = False
         """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
         self._since = [0] * len(plan.groups)
-        """Of each group, from which step on its gradients are held back, where a checkpoint did not have them."""
+        """Of each group, from which step on it holds something of earlier steps, where a checkpoint did not have it."""
         self._loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._looking = Looking(self._graphs)
@@ -285,14 +285,13 @@ class Program(BaseProgram):
 
     def _resume(self, steps: int) -> None:
         """Goes on behind a checkpoint that was loaded."""
-        found, names = self._states.found, self._states.names
-        there = [all(n in found for n in names(i) if n[0].startswith(HELD)) for i in range(len(self.plan.groups))]
+        there = map(self._states.found_held, range(len(self.plan.groups)))
         self._steps, self._since, self._loaded = steps, [0 if complete else steps for complete in there], True
         self._parts.settle(loaded=True)
 
     def _owner(self) -> checkpoint.Owner:
         groups = zip(self.plan.groups, self._since, strict=True)
-        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if s and self._steps < s + g.delay)
+        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if lacks_held(g, self._steps, s))
         loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
         return checkpoint.Owner(
             self.model,
@@ -310,7 +309,7 @@ class Program(BaseProgram):
             self._states,
             self._states.pieces(),
             self._steps,
-            local=frozenset(m.name for g in self.plan.groups if g.every > 1 for m in g.members),
+            local=frozenset(m.name for g in self.plan.groups if is_local(g) for m in g.members),
             scaler=self.settings.scaler,
             apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
         )

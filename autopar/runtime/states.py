@@ -23,7 +23,7 @@ from autopar.runtime.local_proof import copies
 from autopar.runtime.pieces import Over, Piece
 from autopar.runtime.process_group import Group
 from autopar.spec.plan import ParameterSlice
-from autopar.strategies.timing import HELD
+from autopar.strategies.base import HELD
 
 STATE = "state"
 """What names in checkpoints on disk begin with."""
@@ -45,7 +45,7 @@ class States:
         self.found: frozenset[tuple[str, str]] = frozenset()
         """What the last checkpoint had, by the names of states and of places."""
         self.unsaved: frozenset[int] = frozenset()
-        """Groups of which fewer gradients are held back than there should be, so that checkpoints leave these out."""
+        """Groups that lack some of what they should hold of earlier steps, so that checkpoints leave that out."""
 
     def of(self, call: Call, key: str) -> torch.Tensor:
         """A call's state, by its name in the group: the same for every graph."""
@@ -94,6 +94,10 @@ class States:
         held = [(key, call) for (of, key), (call, _) in self._held.items() if group in (None, of)]
         places = ((key, place) for key, call in held for place in _places(call, self._parameters))
         return {(key, place.name) for key, place in places if place.begin < place.end}
+
+    def found_held(self, group: int) -> bool:
+        """Whether the last checkpoint had all that a group holds of earlier steps."""
+        return all(name in self.found for name in self.names(group) if name[0].startswith(HELD))
 
     def left_out(self) -> set[str]:
         """The names of pieces that checkpoints leave out."""

@@ -20,7 +20,7 @@ MAX_ELEMENTS: Final = 2**53
 """Of one parameter: as many as a float counts exactly."""
 
 MAX_STEPS: Final = 10**12
-TIMING: Final = ("every", "delay", "from_step")
+TIMING: Final = ("every", "offset", "delay", "from_step")
 """The fields of a group that say when it synchronizes."""
 
 Fidelity = Literal["exact", "rounded", "compressed", "stale", "local"]
@@ -137,6 +137,10 @@ class SyncGroup(Record):
     every: int = Field(default=1, ge=1, le=MAX_STEPS, strict=True)
     """k > 1: each rank updates its own replica, and every k-th step the parameters are averaged, as the strategy would
     sum gradients (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019)."""
+    offset: int = Field(default=0, ge=0, le=MAX_STEPS, strict=True)
+    """In which step of each period it synchronizes: the steps `offset`, `offset` + k, ..., counted from 1, and with 0
+    the last of each. Groups of several offsets spread what they send over the period ("Streaming DiLoCo", 2025, arXiv
+    2501.18512)."""
     delay: int = Field(default=0, ge=0, le=16, strict=True)
     """d > 0: a step updates with the gradients of the step that lies d steps back, so that what is sent has as long."""
     from_step: int = Field(default=0, ge=0, le=MAX_STEPS, strict=True)
@@ -153,6 +157,8 @@ class SyncGroup(Record):
                 f"every={self.every} and delay={self.delay}: a group that is averaged from time to time has no "
                 "gradients to delay; leave one of them out"
             )
+        if self.offset >= self.every:
+            raise ValueError(f"offset={self.offset} and every={self.every}: a period has no such step")
         return self
 
     @property
@@ -160,8 +166,7 @@ class SyncGroup(Record):
         """When it synchronizes, where that is not in each step, with its gradients."""
         if self.every == 1 and self.delay == 0 == self.from_step:
             return {}
-        when = {"every": self.every, "delay": self.delay, "from_step": self.from_step}
-        return {k: v for k, v in when.items() if v != type(self).model_fields[k].default}
+        return {k: v for k in TIMING if (v := getattr(self, k)) != type(self).model_fields[k].default}
 
     @property
     def settings(self) -> dict[str, OptionValue]:

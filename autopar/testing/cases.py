@@ -25,7 +25,7 @@ class Use:
     wire: str
     remainder: Remainder
     training: str = "sgd"
-    """Of the trainings with SGD, the name of the first that the strategy takes."""
+    """The name of the plainest training that the strategy takes: with SGD, if it takes it."""
 
 
 SERVERS = ("server-0", "server-1")

@@ -28,6 +28,7 @@ from autopar.runtime.servers import serve_here
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.spec.topology import Topology
 from autopar.strategies import Strategy
+from autopar.strategies.timing import cycle
 from autopar.testing.cases import SERVERS, Use, cluster_of, uses
 from autopar.testing.deadline import Deadline
 from autopar.testing.declared import memory_differences, traffic_differences, work_differences
@@ -51,8 +52,8 @@ from autopar.testing.wire import SAMPLES as WIDE_SAMPLES
 from autopar.verification import ROUNDED_TOLERANCE
 
 STEPS = 4
-PLAIN = ("sgd", "plain")
-"""Trainings by SGD, with momentum and without."""
+PLAIN = ("sgd", "plain", "adamw")
+"""Trainings by SGD, with momentum and without; and by AdamW, for strategies that do not take SGD."""
 MARK = "autopar-conformance "
 """In front of what is found, on a line of its own: strategies may print, too."""
 LOOKS_AT = "autopar-conformance looks at "
@@ -69,6 +70,15 @@ def _sum_of(state: dict[str, Any], name: str, like: torch.Tensor, momenta: Mappi
     of = {key: value for key, value in of.items() if value.shape == like.shape}
     added = sum((momenta[key] * value for key, value in of.items() if key in momenta), 0.0)
     return sum((value for key, value in of.items() if key not in momenta), 0.0), added
+
+
+def _alike(use: Use) -> bool:
+    """Whether steps are all alike, so that any is what is declared."""
+    return len(cycle(use.plan.groups)) == 1
+
+
+def _plainest(use: Use) -> str:
+    return "plain" if use.training == "sgd" else use.training
 
 
 class Rank:
@@ -92,18 +102,20 @@ class Rank:
             for use in self._uses(task, SAMPLES["equal"][self.group.rank]):
                 case = f"{task.name}, {use.options}, {self.group.world_size} ranks"
                 if use.fidelity != "exact":
-                    if use.wire in ROUNDED_TOLERANCE and self.group.world_size > 1:
+                    if use.wire in ROUNDED_TOLERANCE and use.fidelity != "local" and self.group.world_size > 1:
                         self._rounding(task, use, case)
                     if use.fidelity == "compressed":
                         self._feedback(task, use, case)
-                        if self.group.world_size > 1:
-                            self._issued(task, use, case)
+                    if use.fidelity in ("compressed", "local") and self.group.world_size > 1 and _alike(use):
+                        self._issued(task, use, case)
                     continue
                 self._equality(task, use, case)
                 if self.group.world_size > 1:
                     self._issued(task, use, case)
         for use in self._uses(WIDE, WIDE_SAMPLES) if self.group.world_size > 1 else ():
             case = f"{use.options}, {self.group.world_size} ranks"
+            if not _alike(use):
+                continue
             self._declared(use, case)
             if with_bytes:
                 self._bytes(use, case)
@@ -203,6 +215,8 @@ class Rank:
             rank, samples = self.group.rank, SAMPLES["equal"][self.group.rank]
             batch = task.batch(samples, 0)
             program = self._program(task, use, use.training, samples)
+            if use.fidelity == "local":
+                program.step(batch)  # in which replicas begin to be apart
             compiled = program.compile_for(batch)
             recorder = Recorder(compiled.graphs["step"])
             compiled.graphs["step"] = recorder.run
@@ -239,7 +253,7 @@ class Rank:
         n, batch = self.group.world_size, WIDE.batch(WIDE_SAMPLES, 0)
 
         def traffic() -> str | None:
-            calls = self._program(WIDE, use, "plain", WIDE_SAMPLES).compile_for(batch).program.calls
+            calls = self._program(WIDE, use, _plainest(use), WIDE_SAMPLES).compile_for(batch).program.calls
             return "; ".join(traffic_differences(calls, n, len(SERVERS))) or None
 
         def memory() -> str | None:
@@ -252,7 +266,7 @@ class Rank:
 
     def _bytes(self, use: Use, case: str) -> None:
         def look() -> str | None:
-            program = self._program(WIDE, use, "plain", WIDE_SAMPLES)
+            program = self._program(WIDE, use, _plainest(use), WIDE_SAMPLES)
             seen, declared = seen_and_declared(program, WIDE.batch(WIDE_SAMPLES, 0))
             if use.fidelity == "compressed":  # few bytes, beside which headers count
                 narrow = use.plan.model_copy(update={"model": self._graph(NARROW, WIDE_SAMPLES).model})

@@ -2,8 +2,9 @@
 
 `BUILDERS` names those that are exact. A name with `+bf16` behind it is the same plan with bfloat16 on the wire,
 which `fidelity="rounded"` allows; with `+late`, one whose parameters come back in the next step, which
-`late_parameters=True` allows. `+every=4`, `+delay=1` and `+from_step=100` say when all groups synchronize, as the
-fields of `SyncGroup` do, which `fidelity="local"` allows, and of delays `"stale"`.
+`late_parameters=True` allows. `+every=4`, `+offset=1`, `+delay=1` and `+from_step=100` say when all groups synchronize,
+as the fields of `SyncGroup` do, which `fidelity="local"` allows, and of delays `"stale"`. `+fragments=2` behind
+`+every=4` spreads the groups over two steps of the period.
 """
 
 from __future__ import annotations
@@ -98,14 +99,15 @@ def builder_named(name: str) -> Builder:
     """Looks a builder up, with any of the suffixes; of a strategy by its name, one that puts buckets of DDP's size
     through it. Raises `PlanError` with the nearest name where there is none."""
     plain, *suffixes = name.split("+")
-    changes = [SUFFIXES.get(f"+{s}") or _timed(s) for s in suffixes]
+    changes = [SUFFIXES.get(f"+{s}") or _timed(s) or _fragments(s) for s in suffixes]
     builder = BUILDERS.get(plain)
     if builder is None and plain in STRATEGIES:
         builder = by_hand.bucketed(plain, by_hand.DDP_BUCKET_BYTES)
     if builder is None or None in changes:
         raise PlanError(
             f"neither a plan builder nor a strategy is called '{name}'{among(plain, [*BUILDERS, *STRATEGIES])}, each "
-            f"also with {', '.join(SUFFIXES)}, and with +every=K, +delay=D or +from_step=S"
+            f"also with {', '.join(SUFFIXES)}, and with +every=K, +offset=O, +fragments=F, +delay=D "
+            "or +from_step=S"
         )
     for change in filter(None, changes):
         builder = _changed(builder, change)
@@ -120,7 +122,11 @@ def names(rounded: bool, late: bool) -> list[str]:
     return found
 
 
-def _changed(builder: Builder, change: Callable[[SyncGroup, Parameter], SyncGroup]) -> Builder:
+Change = Callable[[SyncGroup, Parameter, int], SyncGroup]
+"""What a suffix makes of a group, with its first parameter and its place among the groups."""
+
+
+def _changed(builder: Builder, change: Change) -> Builder:
     """The same groups, each changed, where there are several ranks."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
@@ -128,35 +134,51 @@ def _changed(builder: Builder, change: Callable[[SyncGroup, Parameter], SyncGrou
         if context.world_size == 1:
             return groups
         table = {p.name: p for p in parameters}
-        return tuple(change(g, table[g.members[0].name]) for g in groups)
+        return tuple(change(g, table[g.members[0].name], i) for i, g in enumerate(groups))
 
     return build
 
 
-def _rounded(group: SyncGroup, first: Parameter) -> SyncGroup:
+def _rounded(group: SyncGroup, first: Parameter, index: int) -> SyncGroup:
     """With bfloat16 on the wire, where the dtype has something to narrow."""
     return _with(group, "wire", "bfloat16") if first.spec.dtype in ("float32", "float64") else group
 
 
-def _late(group: SyncGroup, first: Parameter) -> SyncGroup:
+def _late(group: SyncGroup, first: Parameter, index: int) -> SyncGroup:
     """With parameters that come back in the next step."""
     return _with(group, "late", True)
 
 
-def _timed(suffix: str) -> Callable[[SyncGroup, Parameter], SyncGroup] | None:
+def _timed(suffix: str) -> Change | None:
     """What `every=4` makes of a group; `None` where a suffix says no such thing."""
-    said = re.fullmatch(r"(every|delay|from_step)=(\d{1,12})", suffix)
+    said = re.fullmatch(r"(every|offset|delay|from_step)=(\d{1,12})", suffix)
     if said is None:
         return None
     changed = {said[1]: int(said[2])}
+    return lambda group, first, index: _with_timing(group, changed, suffix)
 
-    def change(group: SyncGroup, first: Parameter) -> SyncGroup:
-        try:
-            return SyncGroup.model_validate({**group.model_dump(), **changed})
-        except ValidationError as e:
-            raise PlanError(explain(e, SyncGroup, f"+{suffix}")) from e
+
+def _fragments(suffix: str) -> Change | None:
+    """What `fragments=2` makes of a group of a period: groups take turns at as many steps of it, evenly spaced."""
+    said = re.fullmatch(r"fragments=([1-9]\d{0,11})", suffix)
+    if said is None:
+        return None
+    count = int(said[1])
+
+    def change(group: SyncGroup, first: Parameter, index: int) -> SyncGroup:
+        if count > group.every:
+            steps = "1 step" if group.every == 1 else f"{group.every} steps"
+            raise PlanError(f"+{suffix}: a period of {steps} has no {count} of them; say +every=K before it")
+        return _with_timing(group, {"offset": index % count * group.every // count}, suffix)
 
     return change
+
+
+def _with_timing(group: SyncGroup, changed: dict[str, int], suffix: str) -> SyncGroup:
+    try:
+        return SyncGroup.model_validate({**group.model_dump(), **changed})
+    except ValidationError as e:
+        raise PlanError(explain(e, SyncGroup, f"+{suffix}")) from e
 
 
 def _with(group: SyncGroup, option: str, value: OptionValue) -> SyncGroup:

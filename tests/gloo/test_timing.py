@@ -15,7 +15,7 @@ from autopar.ops.moments import Moment
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies.lowering import fidelity_of, lower_plan
-from autopar.strategies.timing import KINDS, cycle, moments_of
+from autopar.strategies.timing import KINDS, cycle, fullest, moments_of
 from tests.gloo import timing
 from tests.gloo.ranks import run_ranks, run_worlds
 from tests.gloo.training import adamw, batch, net
@@ -79,6 +79,36 @@ def test_a_cycle_has_each_kind_of_step_once() -> None:
     assert cycle([_group(delay=1), _group()]) == [((Moment("delayed", 1), Moment()), 1.0)]
 
 
+def test_groups_spread_over_a_period() -> None:
+    """Of four steps, two groups synchronize in the second and two in the last, and never all."""
+    groups = [_group(every=4, offset=offset) for offset in (0, 2, 0, 2)]
+    doing = [[m.doing for m in moments_of(groups, step)] for step in range(4)]
+    assert [d[0] for d in doing] == ["alone", "alone", "alone", "average"]
+    assert [d[1] for d in doing] == ["alone", "average", "alone", "alone"]
+    shares = {tuple(m.doing for m in moments): share for moments, share in cycle(groups)}
+    assert shares == {tuple(doing[3]): 0.25, tuple(doing[1]): 0.25, tuple(doing[0]): 0.5}
+    assert {m.doing for m in fullest(groups)} == {"average"}
+    meet = cycle([_group(every=4, offset=1), _group(every=6, offset=5)])  # in step 5
+    assert any(all(m.doing == "average" for m in moments) for moments, _ in meet)
+
+
+def test_a_period_has_no_step_beyond_it() -> None:
+    with pytest.raises(ValueError, match="a period has no such step"):
+        _group(every=2, offset=2)
+
+
+def test_the_first_step_of_replicas_that_train_apart_begins() -> None:
+    group = _group("diloco", every=3, from_step=2)
+    moments = [moments_of([group], step)[0] for step in range(6)]
+    assert [m.doing for m in moments] == ["plain", "plain", "average", "alone", "alone", "average"]
+    assert [m.begins for m in moments] == [False, False, True, False, False, False]
+    assert moments_of([group], 4, [4])[0].begins
+    assert fullest([group]) == (Moment("average"),)
+    assert moments_of([_group("diloco")], 3) == (Moment("average"),)  # in each step
+    with pytest.raises(PlanError, match="no gradients that could be late"):
+        lower_plan([_group("diloco", delay=1)], GRAPH, Context(4))
+
+
 @pytest.mark.parametrize(
     "periods", [range(1, 302), range(1000, 1301), [1, *range(2, 60), *[10**9 + i for i in range(60)]]]
 )
@@ -133,7 +163,9 @@ def test_both_at_once_are_refused() -> None:
         _group(every=2, delay=1)
 
 
-@pytest.mark.parametrize("fields", [{"every": True}, {"every": "4"}, {"delay": 1.5}, {"from_step": True}])
+@pytest.mark.parametrize(
+    "fields", [{"every": True}, {"every": "4"}, {"delay": 1.5}, {"from_step": True}, {"offset": "1"}]
+)
 def test_numbers_of_steps_are_whole_numbers(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="valid integer"):
         _group("all_reduce", **fields)
@@ -142,6 +174,7 @@ def test_numbers_of_steps_are_whole_numbers(fields: dict[str, object]) -> None:
 def test_what_a_group_promises() -> None:
     promises = [fidelity_of([g], Context(4)) for g in (_group(), _group(delay=1), _group(every=2), _group(from_step=9))]
     assert promises == ["exact", "stale", "local", "exact"]
+    assert fidelity_of([_group("diloco")], Context(4)) == "local"
 
 
 def test_a_plan_that_promises_more_than_it_keeps_is_refused() -> None:

@@ -62,6 +62,7 @@ class Reference:
         every: int = 1,
         delay: int = 0,
         from_step: int = 0,
+        offset: int = 0,
         max_norm: float | None = None,
         *,
         make: Callable[[], nn.Module] = net,
@@ -69,6 +70,7 @@ class Reference:
         self.models = [make() for _ in range(n)]
         self.optimizers = [adamw(m) for m in self.models]
         self.every, self.delay, self.from_step, self.max_norm = every, delay, from_step, max_norm
+        self.offset = offset
         self.held: list[list[torch.Tensor]] = []
 
     def step(self, step: int) -> None:
@@ -77,7 +79,7 @@ class Reference:
             self._update([summed(self.models, step)] * n)
         elif self.every > 1:
             self._update([[n * g for g in gradients(m, step, r, n)] for r, m in enumerate(self.models)])
-            if (step + 1) % self.every == 0:
+            if (step + 1 - self.offset) % self.every == 0:
                 for of_ranks in zip(*map(trained, self.models), strict=True):
                     mean = torch.stack([p.detach() for p in of_ranks]).mean(0)
                     for p in of_ranks:
@@ -224,6 +226,7 @@ STRATEGIES = (
     "all_reduce_one_bucket+every=4",
     "PartitionedAR+every=2",
     "ddp+every=2+from_step=3",
+    "all_reduce_1MiB+every=3+offset=2",
     "ddp+delay=1",
     "zero1+delay=2",
     "PS+delay=1",

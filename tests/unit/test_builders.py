@@ -189,3 +189,14 @@ def test_an_unknown_builder_names_the_nearest() -> None:
         builder_named("Paralax")
     with pytest.raises(PlanError, match="did you mean 'zero1'"):
         builder_named("zero+bf16")
+
+
+def test_fragments_take_turns_in_a_period() -> None:
+    graph, context = training_graph([(name, (512, 1024)) for name in "abcd"]), Context(2)
+    groups = builder_named("all_reduce_1MiB+every=6+fragments=2")(graph.parameters, context, cpu_hosts(2))
+    assert [g.offset for g in groups] == [0, 3, 0, 3]
+    assert {g.every for g in groups} == {6}
+    one = builder_named("diloco+every=8+offset=3")(graph.parameters, context, cpu_hosts(2))
+    assert {(g.strategy, g.every, g.offset) for g in one} == {("diloco", 8, 3)}
+    with pytest.raises(PlanError, match="a period of 1 step has no 2 of them"):
+        builder_named("diloco+fragments=2")(graph.parameters, context, cpu_hosts(2))
