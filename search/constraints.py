@@ -3,12 +3,11 @@ strategies that are not to be used."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
+from autopar.search.strategy_text import strategy_and_options
 from autopar.spec.plan import OptionValue
 from autopar.strategies import strategy_named
 
@@ -18,9 +17,6 @@ which the memory model leaves out. [Empirical: the field keeps 5 to 20 %.]"""
 
 Pinned = str | tuple[str, Mapping[str, OptionValue]]
 """A strategy, `parameter_server` or `parameter_server(owner=1)`; or its name, and options of it."""
-
-_SAID = re.compile(r"\s*(?P<strategy>[^\s()]+)\s*(?:\((?P<options>.*)\))?\s*")
-_COMMA = re.compile(r",(?![^\[]*\])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +33,10 @@ class Pin:
     def of(cls, pattern: str, said: Pinned) -> Pin:
         """Raises `PlanError` where there is no such strategy, or the options cannot be read."""
         if isinstance(said, str):
-            match = _SAID.fullmatch(said)
-            if match is None:
-                raise PlanError(
-                    f"pin '{pattern}': '{said}' names no strategy: write parameter_server, or "
-                    "parameter_server(owner=1) with options"
-                )
-            name, options = match["strategy"], _options(pattern, match["options"] or "")
+            try:
+                name, options = strategy_and_options(said)
+            except PlanError as e:
+                raise PlanError(f"pin '{pattern}': {e}") from e
         else:
             name, options = said[0], dict(said[1])
         try:
@@ -99,18 +92,3 @@ class Constraints:
 
 NONE = Constraints()
 """What holds where nothing is asked: a tenth of the memory is kept free."""
-
-
-def _options(pattern: str, text: str) -> dict[str, OptionValue]:
-    """`owner=1, wire=bfloat16` as options."""
-    found: dict[str, OptionValue] = {}
-    for part in filter(str.strip, _COMMA.split(text)):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not name or not value:
-            raise PlanError(f"pin '{pattern}': option '{part.strip()}' has no value: write NAME=VALUE, as owner=1")
-        try:
-            read = json.loads(value)
-        except ValueError:
-            read = value
-        found[name] = tuple(read) if isinstance(read, list) else read
-    return found

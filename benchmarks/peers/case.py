@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
@@ -68,20 +68,12 @@ class Case:
         budget = Budget(time_s=self.search_time_s)
         return search(graph, self.cluster, context, fidelity=fidelity, budget=budget, cost_model=cost_model)
 
-    def built(self, builder: str, from_step: int = 0, **options: Any) -> Plan:
-        """The plan of one builder, as `autopar.plan(strategy=builder)` makes it; its groups with these options, which
-        hold from a step on."""
+    def built(self, builder: str) -> Plan:
+        """The plan of one builder, as `autopar.plan(strategy=builder)` makes it."""
         from autopar.search import build_plan
-        from autopar.search.run import price
 
         graph, context, cost_model = self._captured
-        plan = build_plan(builder, graph, self.cluster, context, cost_model=cost_model)
-        if not options:
-            return plan
-        changed = [{"options": {**g.options, **options}, "from_step": from_step} for g in plan.groups]
-        groups = tuple(g.model_copy(update=u) for g, u in zip(plan.groups, changed, strict=True))
-        edited = plan.model_copy(update={"groups": groups})
-        return price(edited, graph, self.cluster, context, cost_model=cost_model)
+        return build_plan(builder, graph, self.cluster, context, cost_model=cost_model)
 
     def save(self, plan: Plan) -> str:
         """Writes a plan under its digest; returns the file's path."""

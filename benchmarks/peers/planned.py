@@ -63,7 +63,7 @@ class Autopar(Planned):
     def choices(self, case: Case) -> Sequence[Options]:
         plans = [case.searched(self.fidelity)]
         if case.given is None and self.fidelity == "compressed":
-            plans.append(case.built("power_sgd", FIRST_STEP, rank=RANK))
+            plans.append(case.built(f"power_sgd(rank={RANK})+from_step={FIRST_STEP}"))
         if case.given is None and self.fidelity == "local":
             plans.append(case.built(f"ddp+every={PERIOD}"))
         return tuple({"plan": case.save(plan)} for plan in plans)

@@ -4,13 +4,14 @@
 which `fidelity="rounded"` allows; with `+late`, one whose parameters come back in the next step, which
 `late_parameters=True` allows. `+every=4`, `+offset=1`, `+delay=1` and `+from_step=100` say when all groups synchronize,
 as the fields of `SyncGroup` do, which `fidelity="local"` allows, and of delays `"stale"`. `+fragments=2` behind
-`+every=4` spreads the groups over two steps of the period.
+`+every=4` spreads the groups over two steps of the period. A strategy's name builds buckets that go through
+it, `power_sgd(rank=4)` with those options.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import ValidationError
 
@@ -22,6 +23,7 @@ from autopar.search.builders.common import MIB, Builder, fuse
 from autopar.search.builders.parallax import parallax
 from autopar.search.builders.parameter_server import partitioned_ps, ps, ps_load_balancing, uneven_partitioned_ps
 from autopar.search.builders.structured import structured
+from autopar.search.strategy_text import strategy_and_options
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import OptionValue, SyncGroup
 from autopar.spec.validation import explain
@@ -96,13 +98,11 @@ BASELINES = frozenset(
 
 
 def builder_named(name: str) -> Builder:
-    """Looks a builder up, with any of the suffixes; of a strategy by its name, one that puts buckets of DDP's size
-    through it. Raises `PlanError` with the nearest name where there is none."""
+    """Looks a builder up, with any of the suffixes; of a strategy by its name, with or without options, one that puts
+    buckets of DDP's size through it. Raises `PlanError` with the nearest name where there is none."""
     plain, *suffixes = name.split("+")
     changes = [SUFFIXES.get(f"+{s}") or _timed(s) or _fragments(s) for s in suffixes]
-    builder = BUILDERS.get(plain)
-    if builder is None and plain in STRATEGIES:
-        builder = by_hand.bucketed(plain, by_hand.DDP_BUCKET_BYTES)
+    builder = BUILDERS.get(plain) or _of_strategy(plain)
     if builder is None or None in changes:
         raise PlanError(
             f"neither a plan builder nor a strategy is called '{name}'{among(plain, [*BUILDERS, *STRATEGIES])}, each "
@@ -112,6 +112,23 @@ def builder_named(name: str) -> Builder:
     for change in filter(None, changes):
         builder = _changed(builder, change)
     return builder
+
+
+def _of_strategy(text: str) -> Builder | None:
+    """Buckets through a strategy, `power_sgd` or `power_sgd(rank=4)`; `None` where there is none of that name."""
+    name, options = strategy_and_options(text)
+    if name not in STRATEGIES:
+        return None
+    builder = by_hand.bucketed(name, by_hand.DDP_BUCKET_BYTES)
+    return _changed(builder, lambda group, *_: _with_options(name, options, group)) if options else builder
+
+
+def _with_options(strategy: str, options: Mapping[str, OptionValue], group: SyncGroup) -> SyncGroup:
+    """A group of that strategy with the options, whether there are such or not, which is looked at when plans are
+    lowered."""
+    if group.strategy != strategy:
+        return group
+    return group.model_copy(update={"options": {**group.options, **options}})
 
 
 def names(rounded: bool, late: bool) -> list[str]:

@@ -184,6 +184,17 @@ def test_bf16_narrows_what_is_wide() -> None:
     assert by_first == {"e": "bfloat16", "d": None}
 
 
+def test_a_strategy_is_named_with_options_where_they_are_not_its_own() -> None:
+    groups = groups_of("power_sgd(rank=4, min_compression=3)+from_step=20", LIST)
+    assert {(g.strategy, g.options["rank"], g.options["min_compression"], g.from_step) for g in groups} == {
+        ("power_sgd", 4, 3, 20)
+    }
+    with pytest.raises(PlanError, match="did you mean 'power_sgd'"):
+        builder_named("powersgd(rank=4)")
+    with pytest.raises(PlanError, match="option 'rank' has no value"):
+        builder_named("power_sgd(rank)")
+
+
 def test_an_unknown_builder_names_the_nearest() -> None:
     with pytest.raises(PlanError, match="did you mean 'Parallax'"):
         builder_named("Paralax")
