@@ -76,6 +76,13 @@ def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()
     return tuple(moment_of(g, step, s) for g, s in zip(groups, since or [0] * len(groups), strict=True))
 
 
+def exactly(groups: Sequence[SyncGroup], moments: Moments) -> Moments:
+    """The same step, in which groups with a time of their own synchronize as exactly as they can: by a plain
+    all-reduce, or, where ranks have trained apart, by an average in each step."""
+    each = zip(groups, moments, strict=True)
+    return tuple(Moment("average") if g.every > 1 else Moment("plain") if g.timing else m for g, m in each)
+
+
 def lacks_held(group: SyncGroup, step: int, since: int) -> bool:
     """Whether what a group holds of earlier steps is not there before this one, or is less than it needs to go on."""
     return step <= max(group.from_step, since) or (since > 0 and step < since + group.delay)

@@ -62,8 +62,10 @@ class HeadShard(nn.Module):
     ) -> torch.Tensor:
         """What the layer is given here, with its targets, as one flat value as long as that of the largest batch.
 
-        `counts`: each rank's samples, negative where its step has further micro-batches to come.
+        `counts`: each rank's samples, negative where its step has further micro-batches to come. Raises `IndexError`,
+        as PyTorch does, where a target is no class.
         """
+        self._check(target)
         extra = index_width(str(dtype).removeprefix("torch."))
         longest, count = max(agreed(counts, "a head whose classes are")), len(hidden)
         size = longest * (hidden.shape[1] + extra)
@@ -158,6 +160,14 @@ class HeadShard(nn.Module):
         """This rank's samples among those of all."""
         first = sum(scored.counts[: self.rank])
         return slice(first, first + scored.counts[self.rank])
+
+    def _check(self, target: torch.Tensor) -> None:
+        """Here, where the targets come from: the rank that would keep such a class may have none at all."""
+        wrong = (target != self.head.ignored) & ((target < 0) | (target >= self.head.classes))
+        if target.is_cuda:  # without waiting for the device
+            torch._assert_async(~wrong.any(), f"a target is not one of {self.head.classes} classes")
+        elif wrong.any():
+            raise IndexError(f"target {int(target[wrong][0])} is not one of {self.head.classes} classes")
 
     def _kept(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each sample's target among the classes kept here, and whether it is one of them."""

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.capture import JointGraph, Mode, capture_joint
 from autopar.ir.structure import is_random
+from autopar.runtime.replay import as_captured
 
 _SHOWN = 5
 
@@ -64,7 +65,7 @@ def first_difference(
     raw = capture_joint(model, flat, loss_fn, mode)
     if raw.inputs != joint.inputs or any(is_random(n) for n in raw.module.graph.nodes):
         return "Where it begins was not looked for, as the model draws random numbers"
-    with torch.no_grad():
+    with as_captured():
         known = _Values(raw.module)
         known.run(*arguments)
         told = _Compared(joint.module, known.values)

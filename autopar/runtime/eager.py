@@ -77,10 +77,12 @@ def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.T
     after: dict[str, torch.Tensor] = {}
     for p in parameters:
         p.grad = None
+    torch.clear_autocast_cache()  # it knows weights by who they are, and not by what was written to them since
     try:
         with without_hooks(parameters):
             yield after
     finally:
+        torch.clear_autocast_cache()
         after.update({n: b.detach().clone() for n, b in _buffers(owners)})
         set_generators(random)
         for p, g in zip(parameters, gradients, strict=True):

@@ -28,6 +28,7 @@ from autopar.runtime.one_pass import How, Ran
 from autopar.runtime.outputs import fill, holds_numbers, output_template
 from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
+from autopar.runtime.replay import as_captured
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
@@ -116,7 +117,7 @@ class GradientProgram(BaseProgram):
 
     def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The output's tensors, followed by the values that the backward pass reads."""
-        with torch.no_grad(), self._random:
+        with as_captured(), self._random:
             return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
 
     def run_backward(
@@ -265,7 +266,8 @@ class _Passes(torch.autograd.Function):
             arrived[i] if i in arrived else torch.zeros(shape, dtype=dtype, device=device)
             for i, (shape, dtype, device) in ctx.likes.items()
         ]
-        found = backward(saved, tangents, reached)
+        with as_captured():
+            found = backward(saved, tangents, reached)
         own = len(c.graph.parameters)
         of_inputs = dict(zip(c.joint.input_gradients, _only(found[own:], reached.inputs), strict=True))
         return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]

@@ -13,6 +13,7 @@ from autopar.ir.batch import Batch
 from autopar.ir.capture import JointGraph
 from autopar.runtime.differences import FLOOR, difference, times
 from autopar.runtime.eager import backward, loss_of, without_trace
+from autopar.runtime.replay import as_captured
 
 Tensors = Mapping[str, torch.Tensor | None]
 """By what they are called in messages; `None` for no gradient, which is one of zeros."""
@@ -61,7 +62,7 @@ def differences(found: Ran, expected: Ran, tolerance: float, over: float = 1.0) 
 
 def step_by_graph(joint: JointGraph, arguments: Sequence[torch.Tensor]) -> Ran:
     """One rank's part of a step, as the joint graph computes it, on the values of its placeholders in order."""
-    with torch.no_grad():
+    with as_captured():
         values = joint.module(*arguments)
     results = joint.module.graph.output_node().args[0]
     by_node = {n: v for n, v in zip(results, values, strict=True) if n is not None}  # type: ignore[arg-type]

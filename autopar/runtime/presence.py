@@ -26,6 +26,8 @@ from autopar.runtime.pulse import BEAT_S, ENDED, Pulse, beat_of
 
 SILENCE_S = 5.0
 """How long a rank, or the store, may give no sign of life: several beats, as a loaded machine skips some."""
+LONGEST_CALL_S = 4 * SILENCE_S
+"""How long a rank tries to find out who lives, on a machine so loaded that the store answers late again and again."""
 LINGER_S = 15.0
 """How long the process that serves the store waits for the others to read what was written down."""
 _GONE, _LATE, _ABSENT = "gone", "late", "absent"
@@ -185,8 +187,13 @@ class Presence:
     def _roll_call(self, awaited: Sequence[int] = (), watch: _Watch | None = None) -> dict[int, str]:
         """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
         else the one that is awaited."""
-        watch, place = watch or _Watch(self, self._others()), self._pulse.place
-        _until(watch.is_done, SILENCE_S + BEAT_S)
+        watch, place, begun = watch or _Watch(self, self._others()), self._pulse.place, time.monotonic()
+
+        def is_over() -> bool:  # nobody's silence says anything before the store last answered in time
+            limit = max(begun, self.store.silent_until) + SILENCE_S + BEAT_S
+            return watch.is_done() or time.monotonic() > limit
+
+        _until(is_over, LONGEST_CALL_S)
         beats = {r: self.beat(r) for r in self._others()}
         return (
             watch.look()

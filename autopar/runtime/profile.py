@@ -22,6 +22,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compute import CompiledRegion, Compiler
 from autopar.runtime.eager import owners_of
 from autopar.runtime.operator_times import OperatorTimes, operator_key
+from autopar.runtime.replay import as_captured
 
 REPEATS = 3
 """Behind one that warms up."""
@@ -77,7 +78,7 @@ def node_seconds(
 def _seconds(module: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], clock: _Clock) -> dict[str, float]:
     """Of each call in a graph, by its node's name; as much together as the graph takes as a whole."""
     rows = []
-    with torch.no_grad():
+    with as_captured():
         for _ in range(1 + REPEATS):
             nodes = _Nodes(module, clock)
             nodes.run(*arguments)

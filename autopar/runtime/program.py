@@ -41,6 +41,7 @@ from autopar.runtime.outputs import output_template
 from autopar.runtime.parameter_groups import ParameterGroups
 from autopar.runtime.parts import Parts
 from autopar.runtime.process_group import Group
+from autopar.runtime.replay import as_captured
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import Memory
@@ -56,7 +57,7 @@ from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import is_local, is_timed, lacks_held, moments_of
+from autopar.strategies.timing import Moments, is_local, is_timed, lacks_held, moments_of
 
 
 class Program(BaseProgram):
@@ -93,8 +94,8 @@ class Program(BaseProgram):
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
             check_scaled(self._parameters, plan, self._context)
-        loss_fn, weight = settings.loss_fn, settings.weight
-        self._meaning = LossMeaning(model, loss_fn, weight, self._rendezvous, self._buffers, self._device)
+        of = model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
+        self._meaning = LossMeaning(*of)
         self._looks = LossLooks(model, group, self.gathered, self._sharded.is_spread, settings.check)
         self._shares = LossShares(settings.weight, group, self._device, self._meaning)
         how = self._arguments, self.written, self._scale
@@ -196,10 +197,7 @@ class Program(BaseProgram):
     ) -> torch.Tensor | StepResult:
         """`sizes`: of all ranks' batches, where ranks gather them."""
         captures = [self.compile_for(b, asked.outputs, sizes) for b in batches]
-        compiled = captures
-        if self._is_timed:
-            moments = moments_of(self.plan.groups, self._steps, self._since)
-            compiled = [self.at(c, moments) for c in captures]
+        compiled = [self.at(c, self._moments()) for c in captures] if self._is_timed else captures
         if self.world_size > 1 or len(batches) > 1:
             self._meaning.settle(captures, batches, self._looks)
         run = partial(self._run, compiled, batches, given)
@@ -210,6 +208,7 @@ class Program(BaseProgram):
             timed = compiled[-1].program.groups if self._is_timed else ()
             loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, is_first, timed)
         self._parts.settle()
+        torch.clear_autocast_cache()  # what it has cast before the update
         if self._scale is not None:
             self._scale.update()
         self._steps, self._has_stepped = self._steps + 1, True
@@ -326,6 +325,9 @@ class Program(BaseProgram):
         self._looking.watch(graph)
         return graph
 
+    def _moments(self) -> Moments:
+        return moments_of(self.plan.groups, self._steps, self._since)
+
     def _graphs(self) -> Iterator[nn.Module]:
         for compiled in [*self._compiled, *([self._outlined] if self._outlined else ())]:
             for one in (compiled, *compiled.others.values()):
@@ -367,7 +369,8 @@ class Program(BaseProgram):
         self._proofs.capture(compiled, batch)
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
+        running = torch.no_grad() if self._eager is not None else as_captured()
+        with running, self._random, self._group.guard(f"step {self._steps}"):
             self._parts.begin()
             if self._eager is not None:
                 self._eager.begin()

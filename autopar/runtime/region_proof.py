@@ -10,6 +10,7 @@ import torch.fx
 from autopar.errors import VerificationError
 from autopar.runtime.differences import TOLERANCE
 from autopar.runtime.proof import ROUNDING
+from autopar.runtime.replay import as_captured
 
 
 class RegionProof:
@@ -24,7 +25,7 @@ class RegionProof:
         part, self._part = self._part, None
         if part is None:
             return
-        with torch.no_grad():
+        with as_captured():
             expected: Sequence[torch.Tensor] = part(*inputs)
             allowed = _tolerance(part)
             off = [_distance(a, b) / allowed for a, b in zip(found, expected, strict=True)]

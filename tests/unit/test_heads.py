@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import Head, TrainingGraph
+from autopar.ops.head_shard import HeadShard
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
@@ -156,3 +158,15 @@ def test_a_head_is_shared_out_with_its_bias_or_not_at_all() -> None:
     both = tuple(ParameterSlice(name=n) for n in ("head.weight", "head.bias"))
     with pytest.raises(PlanError, match=reason):
         lower_plan((SyncGroup(strategy="class_sharded_head", members=both),), sixteen, Context(2))
+
+
+@pytest.mark.parametrize("target", [[0, 1, 2], [0, -1, 1], [-100, 1, 11]])
+def test_a_target_that_is_no_class_is_refused_where_it_comes_from(target: list[int]) -> None:
+    # Of two classes on three ranks, one rank keeps none, and would see nothing wrong.
+    (head,) = heads_of(graph_of(Model()))
+    classes = replace(head, classes=2)
+    shard = HeadShard(classes, torch.randn(1, 6), None, 0, 3)
+    hidden, counts = torch.randn(3, 6), torch.tensor([3, 3, 3])
+    shard.samples(hidden, torch.tensor([0, -100, 1]), counts, torch.float32)
+    with pytest.raises(IndexError, match=r"is not one of 2 classes"):
+        shard.samples(hidden, torch.tensor(target), counts, torch.float32)
