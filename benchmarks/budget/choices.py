@@ -1,0 +1,161 @@
+"""Choices under a budget, judged: what `optimize(..., budget=)` takes on each task, what it loses, how fast it is.
+
+A cell is a task, a network and a budget. The choice is made as a user would have it made; then the chosen plan trains
+to the end, beside exact training of the same weights and batches. Speeds are those that are predicted of a network with
+compute as the device's data sheet has it; what a plan loses does not depend on them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import autopar
+from autopar.quality.candidates import loses, predicted_s
+from autopar.quality.program import BudgetedProgram
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import Plan
+from benchmarks.budget.methods import EXACT
+from benchmarks.budget.processes import on_ranks
+from benchmarks.budget.task import Task
+from benchmarks.budget.tasks import TASKS
+from benchmarks.budget.training import Trained, finished, lost_by, train
+
+NETWORKS = ("1 Gbit/s", "200 Mbit/s", "50 Mbit/s")
+BUDGETS = (0.005, 0.01, 0.02)
+METRIC_SAMPLES = 2_000
+"""Of the metric that a user would hand in: another set than the one that judges."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was chosen in one cell, and what came of it."""
+
+    task: str
+    network: str
+    budget: float
+    seed: int
+    chosen: str
+    speed: float
+    """Exact training's time over the chosen plan's, as predicted, for all steps."""
+    rounded_speed: float
+    """The same of the fastest plan that only rounds."""
+    expected: float | None
+    """What the map expected the chosen plan to lose, and at most; 0 where it is exact, `None` for everything."""
+    bound: float | None
+    lost: float | None
+    lost_error: float | None
+    guard: str
+    """Why the guard stepped in; empty where it did not."""
+
+    @property
+    def key(self) -> tuple[str, str, float, int]:
+        return self.task, self.network, self.budget, self.seed
+
+
+def read(path: Path) -> dict[tuple[str, str, float, int], Cell]:
+    """All cells of a journal that can be read."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            cell = Cell(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found[cell.key] = cell
+    return found
+
+
+def cluster_of(ranks: int, network: str) -> ClusterSpec:
+    """Equal hosts of a processor each, on one switch."""
+    return ClusterSpec.loads(
+        f"{{hosts: [{{name: host, count: {ranks}, devices: 1 x cpu}}], network: {{bandwidth: {network}}}}}"
+    )
+
+
+def run(rank: int, ranks: int, name: str, cells: Sequence[tuple[str, float]], seed: int, journal: str) -> None:
+    """A task's cells of one seed in this rank; rank 0 adds each to the journal."""
+    warnings.simplefilter("ignore", autopar.AutoparWarning)
+    task = TASKS[name]
+    exact = train(task, EXACT, seed, rank, ranks)
+    gained = float(task.trivial().double().mean()) - float(exact.values.mean())
+    known: dict[str, tuple[Trained, str]] = {}
+    for network, budget in cells:
+        program = chosen(task, seed, rank, ranks, network, budget)
+        if program.plan.digest not in known:
+            losing = program.guard is not None
+            trained = finished(task, program, seed, rank, ranks) if losing else exact
+            known[program.plan.digest] = trained, "" if program.guard is None else program.guard.reason
+        if rank == 0:
+            cell = judged(task, program, (network, budget, seed), known[program.plan.digest], exact, gained)
+            with Path(journal).open("a") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+
+
+def chosen(task: Task, seed: int, rank: int, ranks: int, network: str, budget: float) -> BudgetedProgram:
+    """The choice, as a user would have it made."""
+    model = task.build(seed)
+    optimizer = task.optimizer(model)
+    batches = (task.rank_batch(seed, step, rank) for step in itertools.count())
+
+    def metric(model: torch.nn.Module) -> float:
+        return float(task.metric_on(model, METRIC_SAMPLES // ranks, rank).mean())
+
+    program = autopar.optimize(
+        model,
+        cluster_of(ranks, network),
+        example_inputs=task.rank_batch(seed, 0, rank),
+        loss_fn=task.loss_fn,
+        optimizer=optimizer,
+        budget=autopar.QualityBudget(budget, metric, batches, task.steps, higher_is_better=False),
+        time_budget_s=5.0,
+    )
+    assert isinstance(program, BudgetedProgram)
+    return program
+
+
+def judged(
+    task: Task,
+    program: BudgetedProgram,
+    of: tuple[str, float, int],
+    trained: tuple[Trained, str],
+    exact: Trained,
+    gained: float,
+) -> Cell:
+    """A cell, on rank 0."""
+    (network, budget, seed), plan = of, program.plan
+    choice = plan.quality
+    assert choice is not None
+    taken = next((one for one in choice.considered if one.name == plan.name), None)
+    rounded = min((o.step_time_s for o in choice.considered if o.name == "rounded"), default=choice.exact_step_s)
+    lost, error = lost_by(trained[0], exact, gained)
+    return Cell(
+        task.name,
+        network,
+        budget,
+        seed,
+        plan.name,
+        choice.exact_step_s / mean_step_s(plan, choice.exact_step_s, task.steps, program),
+        choice.exact_step_s / min(rounded, choice.exact_step_s),
+        0.0 if taken is None else taken.expected,
+        0.0 if taken is None else taken.bound,
+        lost,
+        error,
+        trained[1],
+    )
+
+
+def mean_step_s(plan: Plan, exact_s: float, steps: int, program: BudgetedProgram) -> float:
+    """Over all steps, the first of which are exact where a plan loses something."""
+    first = min((g.from_step for g in plan.groups if loses(g, program.context)), default=0)
+    return (first * exact_s + (steps - first) * predicted_s(plan)) / steps
+
+
+def start(name: str, cells: Sequence[tuple[str, float]], seed: int, journal: Path) -> None:
+    """Starts the ranks of a task, and waits for them. Raises where one of them does."""
+    on_ranks(TASKS[name].ranks, run, name, tuple(cells), seed, str(journal))

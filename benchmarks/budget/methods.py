@@ -1,0 +1,81 @@
+"""The methods whose cost in quality is measured: plans by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from autopar.spec.plan import Fidelity
+
+WARM_UP = 0.1
+"""Part of the steps that is exact before a compressed method begins, as PowerSGD's manual in torch advises."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to synchronize all gradients, by the name of its plan."""
+
+    name: str
+    strategy: str
+    """A plan's name, without the step that it begins with."""
+    fidelity: Fidelity
+    warm_up: float = 0.0
+    """Part of the steps before it, which are exact."""
+    own_momentum: bool = False
+    """Whether it takes over SGD's momentum, and needs an optimizer without."""
+    other_batches: bool = False
+    """Whether it trains on other batches than the rest."""
+
+    @property
+    def probed(self) -> bool:
+        """Whether a probe says something of it: what needs another optimizer has no exact training beside it, and of
+        what begins late, the probe is that of what begins at once."""
+        return self is not EXACT and not self.own_momentum and not self.other_batches and self.warm_up <= WARM_UP
+
+    def plan(self, steps: int) -> str:
+        """The plan's name for so many steps."""
+        first = round(self.warm_up * steps)
+        return self.strategy + (f"+from_step={first}" if first else "")
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Whether the method is defined for the optimizer."""
+        return not self.own_momentum or isinstance(optimizer, torch.optim.SGD)
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Leaves momentum to the method where it has its own."""
+        if self.own_momentum:
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.0
+
+
+EXACT = Method("exact", "ddp", "exact")
+
+
+def _compressed(name: str, strategy: str, own_momentum: bool = False) -> Method:
+    return Method(name, strategy, "compressed", WARM_UP, own_momentum)
+
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        EXACT,
+        Method("exact, other batches", "ddp", "exact", other_batches=True),
+        Method("bf16", "ddp+bf16", "rounded"),
+        *(_compressed(f"power_sgd {rank}", f"power_sgd(rank={rank})") for rank in (1, 2, 4)),
+        *(_compressed(f"top_k {density:.0%}", f"top_k(density={density},chunk=8)") for density in (0.01, 0.1)),
+        _compressed("random_k 10%", "random_k(density=0.1,chunk=8)"),
+        _compressed("dgc 1%", "dgc(density=0.01,chunk=8)", own_momentum=True),
+        _compressed("quantized 8", "quantized(bits=8)"),
+        _compressed("quantized 4", "quantized(bits=4)"),
+        _compressed("quantized 4 rotated", "quantized(bits=4,rotated=true)"),
+        _compressed("scaled_sign", "scaled_sign"),
+        _compressed("qsgd 4", "qsgd(bits=4)"),
+        _compressed("terngrad", "terngrad"),
+        *(Method(f"local {k}", f"ddp+every={k}", "local") for k in (4, 16)),
+        Method("post-local 16", "ddp+every=16", "local", warm_up=0.5),
+        Method("delayed", "ddp+delay=1", "stale"),
+    )
+}
+"""By name; exact training first, which all are paired with."""

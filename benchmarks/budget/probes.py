@@ -1,0 +1,98 @@
+"""Probes of methods on the tasks: what a few steps show, beside what a whole training loses."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+import autopar
+from autopar.quality.probe import Job, Probe, Probed
+from autopar.search import build_plan
+from benchmarks.budget.methods import EXACT, METHODS
+from benchmarks.budget.outcome import Key
+from benchmarks.budget.processes import on_ranks
+from benchmarks.budget.tasks import TASKS
+
+EXACT_PART = 0.1
+"""Of the steps, those before the probe, which are exact."""
+STEPS = 32
+"""Of a probe: two periods of the longest."""
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """A probe of one method on one task, from one seed's weights."""
+
+    task: str
+    method: str
+    seed: int
+    probed: Probed
+
+    @property
+    def key(self) -> Key:
+        return self.task, self.method, self.seed
+
+
+def read(path: Path) -> dict[Key, ProbeOutcome]:
+    """All outcomes of a journal that can be read."""
+    found: dict[Key, ProbeOutcome] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            told = json.loads(line)
+            one = ProbeOutcome(told["task"], told["method"], told["seed"], Probed(**told["probed"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+        found[one.key] = one
+    return found
+
+
+def run(rank: int, ranks: int, name: str, methods: tuple[str, ...], seed: int, journal: str) -> None:
+    """Probes of one task in this rank; rank 0 adds each to the journal."""
+    warnings.simplefilter("ignore", autopar.AutoparWarning)
+    task, cluster = TASKS[name], autopar.ClusterSpec.local(ranks)
+    model = task.build(seed)
+    optimizer = task.optimizer(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    program = autopar.optimize(
+        model,
+        cluster,
+        example_inputs=task.rank_batch(seed, 0, rank),
+        loss_fn=task.loss_fn,
+        optimizer=optimizer,
+        strategy=EXACT.strategy,
+    )
+    first = round(EXACT_PART * task.steps)
+
+    def at_rate(step: int, of: Optimizer) -> None:
+        for group, rate in zip(of.param_groups, rates, strict=True):
+            group["lr"] = rate * task.rate(step)
+
+    for step in range(first):
+        at_rate(step, optimizer)
+        program.step(task.rank_batch(seed, step, rank))
+    job = Job.of(program)
+    batches = [task.rank_batch(seed, first + i, rank) for i in range(2 * STEPS)]
+    probe = Probe(job, program.plan, batches, STEPS, lambda step, of: at_rate(first + step, of))
+    for method in methods:
+        plan = build_plan(METHODS[method].strategy, job.graph, cluster, job.context)
+        outcome = ProbeOutcome(name, method, seed, probe.of(plan))
+        if rank == 0:
+            path = Path(journal)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def missing(path: Path, task: str, seed: int, methods: tuple[str, ...]) -> tuple[str, ...]:
+    """Methods that there is no probe of yet, of those that can be probed."""
+    known = read(path)
+    return tuple(m for m in methods if METHODS[m].probed and (task, m, seed) not in known)
+
+
+def start(name: str, methods: tuple[str, ...], seed: int, journal: Path) -> None:
+    """Starts the ranks of a task, and waits for them. Raises where one of them does."""
+    on_ranks(TASKS[name].ranks, run, name, methods, seed, str(journal))
