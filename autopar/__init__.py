@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparWarning as AutoparWarning
     from autopar.ir.passes import Pass as Pass
     from autopar.ir.passes import Passes as Passes
+    from autopar.quality.budget import QualityBudget as QualityBudget
     from autopar.runtime.checkpoint_load import load_checkpoint as load_checkpoint
     from autopar.runtime.gathering import gather as gather
     from autopar.runtime.module import SyncedModule as SyncedModule
@@ -40,6 +41,7 @@ _HOMES = {
     "Passes": "autopar.ir.passes",
     "Plan": "autopar.spec.plan",
     "Program": "autopar.runtime.program",
+    "QualityBudget": "autopar.quality.budget",
     "StepResult": "autopar.runtime.step_result",
     "SyncedModule": "autopar.runtime.module",
     "Verification": "autopar.verification",
@@ -61,6 +63,7 @@ __all__ = [
     "Passes",
     "Plan",
     "Program",
+    "QualityBudget",
     "StepResult",
     "SyncedModule",
     "Verification",

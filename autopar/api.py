@@ -17,6 +17,9 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training, check_choices
+from autopar.quality.budget import QualityBudget
+from autopar.quality.planned import check_budget, choose_for
+from autopar.quality.program import BudgetedProgram
 from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
 from autopar.runtime.compute import Compiler
@@ -32,7 +35,7 @@ from autopar.runtime.optimizer import Scope, check_optimizer, described
 from autopar.runtime.padding import Pad, Padding
 from autopar.runtime.process_group import Group, join, take_from_rank_0
 from autopar.runtime.program import Program
-from autopar.runtime.same_call import check_same_call, plan_on_rank_0
+from autopar.runtime.same_call import check_same_call, job_cluster, plan_on_rank_0
 from autopar.runtime.sync_batch_norm import synchronize_batch_norm
 from autopar.runtime.wrapped import check_has_values, check_unwrapped
 from autopar.search.constraints import Constraints, Pinned
@@ -123,6 +126,7 @@ def optimize(
     plan: Plan | None = None,
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
+    budget: QualityBudget | None = None,
     late_parameters: bool = False,
     memory_reserve: float = 0.1,
     pin: Mapping[str, Pinned] | None = None,
@@ -186,6 +190,7 @@ def optimize(
     plan: Plan | None = None,
     strategy: str | None = None,
     fidelity: Fidelity = "exact",
+    budget: QualityBudget | None = None,
     late_parameters: bool = False,
     memory_reserve: float = 0.1,
     pin: Mapping[str, Pinned] | None = None,
@@ -227,6 +232,8 @@ def optimize(
         plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
         strategy: a plan by name instead of a search.
         fidelity: what the search may choose from; "rounded" allows 16-bit gradients on the wire.
+        budget: chooses among all methods, lossy ones too, by what a metric of yours may lose; plans are tried on copies
+            of the model for a minute and more. `program.plan.explain()` says what was tried. In place of `fidelity`.
         late_parameters: allows plans that leave updated parameters on their way while the next step's forward pass
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
@@ -306,6 +313,7 @@ def optimize(
     if optimizer is not None:
         check_optimizer(optimizer, parameters, may_leave=unused_parameters == "freeze")
     plan = plan or _plan_from_environment()
+    check_budget(budget, optimizer, strategy, fidelity, plan)
     if plan is not None:
         plan.check_world_size(group.world_size)
         if cluster_spec is not None and cluster_spec.fingerprint.digest != plan.cluster.digest:
@@ -351,6 +359,8 @@ def optimize(
         training.settle(group)
         settings = training.settings
         graph = training.graph("none" if plan is None else plan.recompute)
+        if budget is not None:
+            plan = choose_for(training, planner, job_cluster(cluster_spec, group), group, budget)
         if plan is None:
             plan = plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
             graph = training.graph(plan.recompute)
@@ -360,7 +370,8 @@ def optimize(
             gradients = of(model, plan, group, settings, context)
             gradients.adopt(graph, training.batch)
             return SyncedModule(gradients)
-        program = Program(model, plan, group, optimizer, settings, context)
+        made = Program if plan.quality is None else BudgetedProgram
+        program = made(model, plan, group, optimizer, settings, context)
         of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
         program.adopt(graph, training.batch, sizes=of_all)
         return program
@@ -368,19 +379,6 @@ def optimize(
 
 def _scale(scaler: GradScaler | None) -> str:
     return "none" if scaler is None else str(scaler.state_dict())
-
-
-def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
-    """The cluster of this job: as it is given, or what `ClusterSpec.detect()` sees. Raises `PlanMismatchError` where it
-    has another number of ranks."""
-    # One process is one rank, however many devices the machine has.
-    cluster = given or (ClusterSpec.local(1) if group.pg is None else ClusterSpec.detect())
-    if cluster.world_size != group.world_size:
-        raise PlanMismatchError(
-            f"the cluster description has {cluster.world_size} devices ({cluster.summary}), this job has "
-            f"{group.world_size} ranks: start one rank a device, with torchrun, or describe the cluster that is used"
-        )
-    return cluster
 
 
 def _plan_from_environment() -> Plan | None:

@@ -277,11 +277,11 @@ class Planner:
         if self.may_not_fit:
             return plans[0]
         graphs = [training.graph(recompute) for recompute in levels]
-        context, cost_model = self._setting(training, cluster, graphs[0])
+        context, cost_model = self.setting(training, cluster, graphs[0])
         assert self.strategy is not None
         raise infeasible(self.strategy, graphs, cluster, context, cost_model=cost_model, constraints=self.constraints)
 
-    def _setting(self, training: Training, cluster: ClusterSpec, graph: TrainingGraph) -> tuple[Context, CostModel]:
+    def setting(self, training: Training, cluster: ClusterSpec, graph: TrainingGraph) -> tuple[Context, CostModel]:
         """What strategies may depend on, and what prices plans for the graph."""
         settings = training.settings
         late = self.given is not None and any(g.options.get("late") for g in self.given.groups)
@@ -308,7 +308,7 @@ class Planner:
         from autopar.search import build_plan, price
 
         graph = training.graph(recompute)
-        context, cost_model = self._setting(training, cluster, graph)
+        context, cost_model = self.setting(training, cluster, graph)
         if self.given is not None:
             return price(self.given, graph, cluster, context, cost_model=cost_model, constraints=self.constraints)
         assert self.strategy is not None
@@ -327,7 +327,7 @@ class Planner:
         from autopar.search import Budget, search_result, searcher_named
 
         graph = training.graph(recompute)
-        context, cost_model = self._setting(training, cluster, graph)
+        context, cost_model = self.setting(training, cluster, graph)
         return search_result(
             graph,
             cluster,

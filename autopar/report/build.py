@@ -74,6 +74,7 @@ def build_report(
         facts=rows.facts(plan),
         comparison=compared,
         has_measured=any(row.measured_s is not None for row in compared),
+        quality=rows.quality(plan),
         groups=groups,
         has_runners_up=any(row["runner_up"] for row in groups),
         what_if=what_if_rows(what_if) if what_if is not None else [],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.formatting import count, duration, mebibytes, name_pattern, size
 from autopar.report.parameter import parameter_rows
 from autopar.spec.plan import Plan, Prediction
+from autopar.spec.quality import percent
 from autopar.spec.summary import (
     BASELINE,
     alternative_rows,
@@ -170,3 +171,27 @@ def model_size(plan: Plan) -> str:
     """`10.4 M elements, 39.6 MiB`."""
     held = sum(parameter_bytes(p) for p in plan.model.parameters)
     return f"{count(sum(p.numel for p in plan.model.parameters))} elements, {size(held)}"
+
+
+def quality(plan: Plan) -> dict[str, Any] | None:
+    """Why a quality budget took the plan: a sentence or two, and a row for each plan that was looked at; `None` where
+    none did, or the plan was edited since."""
+    choice = plan.quality
+    if choice is None or plan.was_edited:
+        return None
+    first, *rest = choice.lines
+    return {
+        "said": ". ".join([first, *rest[len(choice.considered) :]]).replace("..", "."),
+        "rows": [
+            {
+                "name": one.name,
+                "step": duration(one.step_time_s),
+                "expected": percent(one.expected),
+                "bound": percent(one.bound),
+                "lost": "" if one.metric is None else percent(one.lost),
+                "verdict": one.verdict,
+                "chosen": one.name == plan.name,
+            }
+            for one in choice.considered
+        ],
+    }

@@ -94,6 +94,21 @@ class BaseProgram:
         self._steps = 0
 
     @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self._group
+
+    @property
+    def context(self) -> Context:
+        """What strategies may depend on."""
+        return self._context
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """What was captured on the first batch."""
+        return (self._outlined or next(iter(self._compiled))).graph
+
+    @property
     def rank(self) -> int:
         return self._group.rank
 

@@ -57,6 +57,17 @@ class States:
             self._fill(key, call, tensor)
         return self._held[of][1]
 
+    def residual_norm(self) -> float:
+        """Of what all ranks have not sent yet; to be called by all of them together."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (_, key), (call, tensor) in self._held.items():
+            if isinstance(call.layout, Partial) and call.op.momentum is None and not key.startswith(HELD):
+                squares += tensor.double().square().sum()
+        if self._group.pg is not None:
+            with self._group.guard("the norm of residuals"), may_fail():
+                dist.all_reduce(squares, group=self._group.pg)
+        return float(squares.sqrt())
+
     def kept(self) -> Callable[[], None]:
         """Copies all states; what is returned puts them back."""
         before = dict(self._held)

@@ -32,7 +32,7 @@ _MAX_ALTERNATIVES = 8
 
 def explain(plan: PlanParts, kept: Fidelity | None = None) -> str:
     """The whole plan as a page of plain text. `kept`: what its groups promise, where strategies were asked."""
-    return "\n".join([*_header(plan, kept), "", *_predictions(plan), "", *_groups(plan)]) + "\n"
+    return "\n".join([*_header(plan, kept), "", *_predictions(plan), "", *_quality(plan), *_groups(plan)]) + "\n"
 
 
 def _header(plan: PlanParts, kept: Fidelity | None) -> list[str]:
@@ -92,6 +92,19 @@ def _prediction_row(name: str, prediction: Prediction, mine: Prediction) -> tupl
         size(prediction.wire_bytes),
         size(prediction.peak_memory_bytes),
     )
+
+
+def _quality(plan: PlanParts) -> list[str]:
+    """Why a quality budget took the plan, where one did."""
+    if plan.quality is None:
+        return []
+    if plan.was_edited:
+        return [*textwrap.wrap("It was edited since a quality budget took it: what it loses is not known.", WIDTH), ""]
+    first, *rest = plan.quality.lines
+    indented = [
+        line for one in rest for line in textwrap.wrap(one, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
+    ]
+    return [*textwrap.wrap(first, WIDTH), *indented, ""]
 
 
 def _groups(plan: PlanParts) -> list[str]:

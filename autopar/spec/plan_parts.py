@@ -14,6 +14,7 @@ from autopar.errors import PlanError, SpecError
 from autopar.spec.cluster import ClusterFingerprint
 from autopar.spec.json_file import JsonFile, Record
 from autopar.spec.memory_use import MemoryUse
+from autopar.spec.quality import QualityChoice
 
 SCHEMA_VERSION: Final = 1
 MAX_ELEMENTS: Final = 2**53
@@ -255,6 +256,8 @@ class PlanParts(JsonFile):
     """Plans that a person would write which the search had no time to price."""
     measured: Measured | None = None
     """What trials have measured; `None` for a plan that was searched without."""
+    quality: QualityChoice | None = None
+    """Why it was taken, where a quality budget decided; `None` for a plan that was searched without."""
     priced: str | None = None
     """The `basis` of `prediction`, as it was when that was made; `None` in files that are older than this field."""
 
@@ -281,7 +284,7 @@ class PlanParts(JsonFile):
     @model_serializer(mode="wrap")
     def _without_what_is_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = write(self)
-        for name in ("measured", "left_out"):
+        for name in ("measured", "left_out", "quality"):
             if not found.get(name):
                 found.pop(name, None)
         return found

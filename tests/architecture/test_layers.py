@@ -21,6 +21,7 @@ ORDER = [
     "search",
     "runtime",
     "planning",
+    "quality",
     "api",
     "integrations",
     "calibration",

@@ -1,0 +1,229 @@
+"""The choice among lossy methods under a declared budget: the fastest plan that is shown to keep to it.
+
+1. Candidates: plans that are predicted to be faster than the fastest one that loses nothing but bits (`candidates`).
+2. Each is probed on copies of the job, for some tens of steps (`probe`); a map that was learned from other tasks says
+   what a whole training will lose (`degradation`). Plans that are expected to lose more than the budget are left out.
+3. The fastest few of the rest are piloted: they train copies for longer, and the user's own metric judges (`pilots`).
+4. The fastest is taken that either of the two vouches for, and neither speaks against. None is an answer, too.
+
+Pilots take at most a tenth of the steps that the training will have, and probes about a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.quality.budget import QualityBudget
+from autopar.quality.candidates import WORTH, Candidate, begun_exactly, candidates, fastest, predicted_s
+from autopar.quality.degradation import Loss, Map, shipped
+from autopar.quality.pilots import Piloted, Pilots
+from autopar.quality.probe import Job, Probe, Probed
+from autopar.runtime.process_group import Rendezvous
+from autopar.spec.plan import Fidelity, Plan
+from autopar.spec.quality import Considered, QualityChoice
+
+SPENT = 0.1
+"""Part of the training's steps that pilots take together, at most."""
+AHEAD = 0.02
+"""Of these, the part of the training's steps that a copy trains exactly before it is probed: the very first steps are
+unlike all others."""
+WARM_UP = 0.1
+"""Part of the training's steps that is exact before a lossy plan begins, as torch's manual advises for PowerSGD."""
+PROBE_STEPS = 32
+"""Two of the longest periods that are considered."""
+PROBED_S = 45.0
+MOST_PROBED = 16
+MOST_VOUCHED, MOST_HOPED = 2, 2
+"""Plans that are piloted at most: of those that the map's bound vouches for, and of faster ones that it does not."""
+
+
+@dataclass(frozen=True)
+class Plans:
+    """How plans are made and priced; called on rank 0 alone."""
+
+    searched: Callable[[Fidelity], Plan]
+    """The best plan of a fidelity."""
+    build: Callable[[str], Plan]
+    """The plan of a name, as `autopar.plan(strategy=...)` makes it."""
+    price: Callable[[Plan], Plan]
+    """A plan whose groups were changed, with what is predicted of it."""
+
+
+def choose(job: Job, plans: Plans, budget: QualityBudget, learned: Map | None = None) -> Plan:
+    """Chooses for a job, whose model and optimizer stay as they are; the plan's `quality` says why. By all ranks
+    together."""
+    return _Chooser(job, plans, budget, learned or shipped()).plan()
+
+
+@dataclass(frozen=True)
+class _Hopeful:
+    """A candidate that is not expected to lose more than the budget."""
+
+    candidate: Candidate
+    loss: Loss
+    lag_steps: float
+    """How many steps it was behind exact training at the end of its probe: what it keeps is sent later, and is missing
+    at the end of a pilot, which is short, and not at the end of a training."""
+
+
+class _Chooser:
+    """One choice. Plans are made on rank 0; all ranks train."""
+
+    def __init__(self, job: Job, plans: Plans, budget: QualityBudget, learned: Map) -> None:
+        self._job, self._plans, self._budget, self._learned = job, plans, budget, learned
+        self._left = int(SPENT * budget.steps)
+        self._trained = 0
+        self._batches = budget.taken(self._left + 2 * PROBE_STEPS)
+        self._considered: list[Considered] = []
+        self._chance: float | None = None
+        self._note = ""
+
+    def plan(self) -> Plan:
+        """Exact training is the answer where no other is better."""
+        exact, rounded, lossy = self._priced()
+        chosen = exact
+        if rounded is not None or lossy:
+            plain = self._plain()
+            base = self._ahead(plain)
+            began = time.monotonic()
+            probe = Probe(base, plain, self._batches, PROBE_STEPS)
+            most = self._most_probed((time.monotonic() - began) / 2)
+            self._trained += 2 * PROBE_STEPS
+            if rounded is not None:
+                chosen = self._rounded(probe, rounded) or exact
+            kept = self._within(probe, fastest(lossy, most))
+            if kept:
+                chosen = self._piloted(base, plain, kept) or chosen
+        choice = QualityChoice(
+            budget=self._budget.loss,
+            exact_step_s=exact.step_time_s,
+            considered=tuple(sorted(self._considered, key=lambda one: one.step_time_s)),
+            chance=_number(self._chance),
+            steps=self._trained,
+            note=self._note,
+        )
+        return self._warmed_up(chosen.plan).model_copy(update={"name": chosen.name, "quality": choice})
+
+    def _priced(self) -> tuple[Candidate, Candidate | None, list[Candidate]]:
+        """The fastest exact plan; the fastest that rounds, where it is faster; and those that lose more, and are worth
+        it beside both."""
+
+        def make() -> str:
+            exact, rounded = self._plans.searched("exact"), self._plans.searched("rounded")
+            is_faster = predicted_s(rounded) <= WORTH * predicted_s(exact)
+            found = candidates(self._job.context, self._plans.build, self._plans.price, rounded if is_faster else exact)
+            named = [("exact", exact), ("rounded", rounded if is_faster else None), *((c.name, c.plan) for c in found)]
+            return json.dumps([(name, None if plan is None else plan.model_dump_json()) for name, plan in named])
+
+        told = json.loads(Rendezvous(self._job.group).from_rank_0("candidates", make))
+        exact, rounded, *lossy = (
+            None if text is None else Candidate(name, Plan.loads(text, "rank 0's plan")) for name, text in told
+        )
+        assert exact is not None
+        return exact, rounded, [one for one in lossy if one is not None]
+
+    def _plain(self) -> Plan:
+        """What copies are trained by exactly, since it leaves parameters whole: any exact plan has its numbers."""
+        text = Rendezvous(self._job.group).from_rank_0("plan", lambda: self._plans.build("ddp").model_dump_json())
+        return Plan.loads(text, "rank 0's plan")
+
+    def _most_probed(self, probe_s: float) -> int:
+        """How many probes there is time for, as long as each takes so many seconds."""
+        fit = int(PROBED_S / max(probe_s, 1e-3))
+        return int(Rendezvous(self._job.group).from_rank_0("probes", lambda: str(max(1, min(MOST_PROBED, fit)))))
+
+    def _ahead(self, exact: Plan) -> Job:
+        """A copy of the job, some exact steps ahead."""
+        base = self._job.copy()
+        count = max(1, int(AHEAD * self._budget.steps))
+        self._left, self._trained = self._left - count, self._trained + count
+        program = base.program(exact, self._batches[0])
+        for batch in self._batches[:count]:
+            program.step(batch)
+        self._batches = self._batches[count:]
+        return base
+
+    def _rounded(self, probe: Probe, rounded: Candidate) -> Candidate | None:
+        """Fewer bits, where the map vouches for them."""
+        loss = self._learned.of(self._probed(probe, rounded))
+        is_kept = loss.bound <= self._budget.loss
+        self._say(rounded, loss, "kept" if is_kept else "may lose more than the budget")
+        return rounded if is_kept else None
+
+    def _within(self, probe: Probe, lossy: Sequence[Candidate]) -> list[_Hopeful]:
+        """Those that are not expected to lose more than the budget."""
+        kept = []
+        for candidate in lossy:
+            probed = self._probed(probe, candidate)
+            loss = self._learned.of(probed)
+            if loss.expected <= self._budget.loss:
+                kept.append(_Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS))
+            else:
+                self._say(candidate, loss, "expected to lose more than the budget")
+        return kept
+
+    def _probed(self, probe: Probe, candidate: Candidate) -> Probed:
+        self._trained += PROBE_STEPS
+        return probe.of(candidate.plan)
+
+    def _piloted(self, base: Job, exact: Plan, kept: Sequence[_Hopeful]) -> Candidate | None:
+        """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
+        budget = self._budget
+        vouched = [one for one in kept if one.loss.bound <= budget.loss][:MOST_VOUCHED]
+        limit_s = vouched[0].candidate.step_time_s if vouched else math.inf
+        hoped = [h for h in kept if h not in vouched and h.candidate.step_time_s < limit_s][:MOST_HOPED]
+        tried = [*hoped, *vouched]  # the hoped for are faster
+        steps = self._left // (2 + len(tried))
+        self._trained += 2 * steps
+        pilots = Pilots(base, exact, self._batches, steps, budget.metric, budget.higher_is_better)
+        self._chance = pilots.chance
+        if not pilots.gained:
+            self._note = (
+                f"In {steps} steps of a pilot, exact training made the metric no better ({pilots.start:.5g} before, "
+                f"{pilots.exact:.5g} behind): the map alone decided. Is higher_is_better={budget.higher_is_better} as "
+                "you mean it?"
+            )
+        chosen = None
+        for one in kept:
+            if one not in tried or chosen is not None:
+                self._say(one.candidate, one.loss, "not tried further" if chosen is None else "slower")
+                continue
+            piloted = pilots.of(one.candidate.plan)
+            self._trained += steps
+            late = one.lag_steps / steps
+            refuted = pilots.gained and not piloted.lost <= budget.loss + pilots.chance + late
+            shown = one.loss.bound <= budget.loss or piloted.lost + pilots.chance <= budget.loss
+            verdict = "lost too much" if refuted else "chosen" if shown else "not shown to keep to the budget"
+            self._say(one.candidate, one.loss, verdict, piloted)
+            chosen = one.candidate if shown and not refuted else None
+        return chosen
+
+    def _say(self, candidate: Candidate, loss: Loss, verdict: str, piloted: Piloted | None = None) -> None:
+        self._considered.append(
+            Considered(
+                name=candidate.name,
+                step_time_s=candidate.step_time_s,
+                expected=_number(loss.expected),
+                bound=_number(loss.bound),
+                lost=None if piloted is None else _number(piloted.lost),
+                metric=None if piloted is None else _number(piloted.metric),
+                verdict=verdict,
+            )
+        )
+
+    def _warmed_up(self, plan: Plan) -> Plan:
+        """The plan, whose lossy groups begin after a tenth of the steps."""
+        begun = begun_exactly(plan, int(WARM_UP * self._budget.steps), self._job.context)
+        if begun.groups == plan.groups:
+            return plan
+        text = Rendezvous(self._job.group).from_rank_0("plan", lambda: self._plans.price(begun).model_dump_json())
+        return Plan.loads(text, "rank 0's plan")
+
+
+def _number(value: float | None) -> float | None:
+    """What a file can hold: no infinity."""
+    return value if value is not None and math.isfinite(value) else None

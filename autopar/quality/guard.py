@@ -1,0 +1,83 @@
+"""A guard that runs with a training whose plan loses something, and has it go on exactly where that goes wrong.
+
+It looks at what costs nothing more: the loss, which is the same number on every rank, and, every `LOOK_STEPS` steps,
+the norm of what ranks have not sent yet, for which they exchange one number. It steps in where
+
+- the smoothed loss has risen from where the lossy steps began by a quarter of what it had fallen by until then;
+- the loss is no number in three steps running, and was one before;
+- residuals are ten times as large as in their first looks: what is kept is added faster than it is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autopar.errors import AutoparWarning
+
+LOOK_STEPS = 20
+SETTLING_LOOKS = 5
+"""Looks at residuals that the later ones are compared with: they fill up first."""
+MOST_GROWN = 10.0
+MOST_RISEN = 0.25
+"""Part of what the loss had fallen by before the lossy steps."""
+SMOOTHING = 0.98
+LOST_STEPS = 3
+
+
+@dataclass
+class Guard:
+    """Watches one program. All ranks see the same numbers, and decide alike."""
+
+    begins: int
+    """The first step that loses something."""
+    residual_norm: Callable[[], float]
+    """Over all ranks, by all of them together."""
+    says: bool
+    """Whether this rank warns."""
+    reason: str = ""
+    """Why training has to go on exactly; empty as long as it need not."""
+    _first: float | None = None
+    _smoothed: float | None = None
+    _limit: float = math.inf
+    _lost: int = 0
+    _norms: list[float] = field(default_factory=list)
+
+    def look(self, step: int, loss: float) -> None:
+        """Behind a step, counted from 0, with its loss over all ranks."""
+        if self.reason:
+            return
+        if not math.isfinite(loss):
+            self._lost += 1
+            if self._lost >= LOST_STEPS and self._smoothed is not None and step >= self.begins:
+                self._end(step, f"the loss was no number in {LOST_STEPS} steps running")
+            return
+        self._lost = 0
+        self._first = loss if self._first is None else self._first
+        self._smoothed = loss if self._smoothed is None else SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
+        if step < self.begins:
+            return
+        if math.isinf(self._limit):
+            self._limit = self._smoothed + MOST_RISEN * max(self._first - self._smoothed, abs(self._first) / 10)
+        if self._smoothed > self._limit:
+            self._end(step, f"the smoothed loss rose to {self._smoothed:.5g}, above {self._limit:.5g}")
+        elif (step - self.begins) % LOOK_STEPS == LOOK_STEPS - 1:
+            self._look_at_residuals(step)
+
+    def _look_at_residuals(self, step: int) -> None:
+        norm = self.residual_norm()
+        if len(self._norms) < SETTLING_LOOKS:
+            self._norms.append(norm)
+        elif not norm <= MOST_GROWN * max(self._norms) and max(self._norms) > 0:
+            self._end(step, f"what ranks have not sent yet grew to {norm:.3g}, from {max(self._norms):.3g}")
+
+    def _end(self, step: int, reason: str) -> None:
+        self.reason = f"step {step}: {reason}"
+        if self.says:
+            warnings.warn(
+                f"the plan loses more than it may ({self.reason}): training goes on with exact synchronization",
+                AutoparWarning,
+                stacklevel=5,
+            )

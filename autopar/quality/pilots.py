@@ -1,0 +1,84 @@
+"""Pilots: longer trainings of copies of the user's job, judged by the user's own metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import SpecError
+from autopar.quality.budget import Metric
+from autopar.quality.probe import Job
+from autopar.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Piloted:
+    """What a pilot came to."""
+
+    metric: float
+    lost: float
+    """Of what the exact pilot gained over the model that pilots begin with; infinite where the metric is no number."""
+
+
+class Pilots:
+    """An exact pilot, and one more on other batches, which shows what chance does; plans are compared with them. By all
+    ranks together."""
+
+    def __init__(
+        self, job: Job, exact: Plan, batches: Sequence[Any], steps: int, metric: Metric, higher_is_better: bool
+    ) -> None:
+        """`batches`: of this rank, at least twice as many as there are steps."""
+        self._job, self._metric, self._sign = job, metric, 1 if higher_is_better else -1
+        self._batches = batches[:steps]
+        self.start = self._judged(job.copy())
+        self.exact = self._trained(exact, self._batches)
+        self.other = self._trained(exact, batches[steps : 2 * steps])
+        if not all(map(math.isfinite, (self.start, self.exact, self.other))):
+            raise SpecError(
+                f"the quality budget's metric is {self.start} before exact training, and {self.exact} and {self.other} "
+                f"after {steps} steps of it: expected numbers, on every rank"
+            )
+
+    @property
+    def gained(self) -> bool:
+        """Whether exact training made the metric better; else pilots are too short to say anything."""
+        return self._sign * (self.exact - self.start) > 0
+
+    @property
+    def chance(self) -> float:
+        """What the second exact pilot differs by from the first, in what that gained; infinite where that is
+        nothing."""
+        return abs(self._lost(self.other))
+
+    def of(self, plan: Plan) -> Piloted:
+        """Trains a copy with the plan."""
+        metric = self._trained(plan, self._batches)
+        return Piloted(metric, self._lost(metric))
+
+    def _lost(self, metric: float) -> float:
+        is_known = math.isfinite(metric) and self.gained
+        return (self.exact - metric) / (self.exact - self.start) if is_known else math.inf
+
+    def _trained(self, plan: Plan, batches: Sequence[Any]) -> float:
+        job = self._job.copy()
+        program = job.program(plan, batches[0])
+        for batch in batches:
+            program.step(batch)
+        with program.evaluation():
+            return self._judged(job)
+
+    def _judged(self, job: Job) -> float:
+        """The mean of what the ranks find. Replicas that are apart between averages are averaged before."""
+        parameters = [p for group in job.optimizer.param_groups for p in group["params"]]
+        training = job.model.training
+        job.model.eval()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, job.means(parameters), strict=True):
+                parameter.copy_(value)
+            found = torch.tensor([float(self._metric(job.model))], dtype=torch.float64)
+        job.model.train(training)
+        return float(job.means([found])[0])

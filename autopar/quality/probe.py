@@ -1,0 +1,161 @@
+"""A probe: how far a few steps with a plan lead away from where exact training goes, on the user's model and batches.
+
+Exact training goes from parameters x to e in P steps, and on other batches, by chance, to o; with the plan it goes from
+x to m on the batches of e. What the probe measures has no unit, and says the same of any method and model:
+
+- `divergence`, |m - e| / |e - x|: how far the plan is off, as a part of the way;
+- `lag`, <e - m, e - x> / |e - x|^2: how much of the way it is behind, or, below 0, ahead;
+- `noise`, |m - e| / |o - e|: how far it is off, in what chance does anyway;
+- `loss_gap`, by how much the loss fell less than in exact training, as a part of what that fell by.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.ir.build import named_parameters
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.runtime.compiled import Settings
+from autopar.runtime.process_group import Group
+from autopar.runtime.program import Program
+from autopar.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found of one plan; the module says what each figure is. Infinite where numbers were not finite."""
+
+    divergence: float
+    lag: float
+    noise: float
+    loss_gap: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job of this rank, to make copies of."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    settings: Settings
+    graph: TrainingGraph
+    context: Context
+    group: Group
+
+    @classmethod
+    def of(cls, program: Program) -> Job:
+        """What a program trains, as it is now."""
+        return cls(program.model, program.optimizer, program.settings, program.graph, program.context, program.group)
+
+    def copy(self) -> Job:
+        """The same, whose training leaves this one as it is."""
+        own = self.settings
+        loss_fn = own.loss_fn if isinstance(own.loss_fn, nn.Module) else None
+        model, optimizer, scaler, loss_fn = copy.deepcopy((self.model, self.optimizer, own.scaler, loss_fn))
+        settings = replace(own, scaler=scaler, loss_fn=loss_fn or own.loss_fn)
+        return replace(self, model=model, optimizer=optimizer, settings=settings)
+
+    def program(self, plan: Plan, batch: Any) -> Program:
+        """A program that trains this job's model. Its first steps are not compared with the model run eagerly, nor its
+        times with what was predicted: those of a plan that is taken will be."""
+        settings, plan = replace(self.settings, check="never"), plan.model_copy(update={"prediction": None})
+        made = Program(self.model, plan, self.group, self.optimizer, settings, self.context)
+        made.adopt(self.graph, batch)
+        return made
+
+    def means(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in 32 bits or more: the mean over all ranks, whose replicas differ between averages."""
+        found = []
+        for tensor in tensors:
+            value = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+            if self.group.world_size > 1:
+                dist.all_reduce(value, group=self.group.pg)
+                value /= self.group.world_size
+            found.append(value)
+        return found
+
+    def values(self) -> list[torch.Tensor]:
+        """Such means of the parameters."""
+        return self.means(named_parameters(self.model, self.settings.loss_fn).values())
+
+
+class Probe:
+    """Exact training of a few steps, with which plans are compared. By all ranks together."""
+
+    def __init__(
+        self,
+        job: Job,
+        exact: Plan,
+        batches: Sequence[Any],
+        steps: int,
+        before_step: Callable[[int, Optimizer], None] = lambda step, optimizer: None,
+    ) -> None:
+        """`batches`: of this rank, at least twice as many as there are steps; each plan trains on the first half, and
+        chance is measured on the second. `before_step`: is called with the number of the step and the optimizer, as a
+        schedule of learning rates would be."""
+        if len(batches) < 2 * steps:
+            raise ValueError(f"{len(batches)} batches for {steps} steps: a probe needs twice as many")
+        self._job, self._steps, self._before_step = job, steps, before_step
+        self._batches = batches[:steps]
+        self._start = job.values()
+        self._exact, self._losses = self._way(exact, self._batches)
+        other, _ = self._way(exact, batches[steps : 2 * steps])
+        self._way_squared = _dot(self._exact, self._exact)
+        self._noise = _distance(other, self._exact)
+
+    def of(self, plan: Plan) -> Probed:
+        """Trains a copy with the plan."""
+        way, losses = self._way(plan, self._batches)
+        distance = _distance(way, self._exact)
+        tail = max(1, self._steps // 4)
+        fell = sum(self._losses[:tail]) - sum(self._losses[-tail:])
+        gap = sum(losses[-tail:]) - sum(self._losses[-tail:])
+        if not math.isfinite(distance) or not math.isfinite(gap):
+            return Probed(math.inf, math.inf, math.inf, math.inf)
+        return Probed(
+            divergence=_ratio(distance, math.sqrt(self._way_squared)),
+            lag=1 - _ratio(_dot(way, self._exact), self._way_squared) if self._way_squared else 0.0,
+            noise=_ratio(distance, self._noise),
+            loss_gap=_ratio(gap, abs(fell)),
+        )
+
+    def _way(self, plan: Plan, batches: Iterable[Any]) -> tuple[list[torch.Tensor], list[float]]:
+        """Where the plan leads from the start, and the losses of its steps."""
+        job = self._job.copy()
+        first, rest = _first_and_all(batches)
+        program = job.program(plan, first)
+        losses = []
+        for step, batch in enumerate(rest):
+            self._before_step(step, job.optimizer)
+            losses.append(float(program.step(batch)))
+        with program.gathered():
+            return [end - start for end, start in zip(job.values(), self._start, strict=True)], losses
+
+
+def _first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    rest = iter(batches)
+    first = next(rest)
+    return first, itertools.chain([first], rest)
+
+
+def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+
+
+def _distance(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    return math.sqrt(sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b, strict=True)))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else (math.copysign(math.inf, part) if part else 0.0)

@@ -1,0 +1,59 @@
+"""A program whose plan a quality budget has chosen, with the guard that watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.ops.context import Context
+from autopar.quality.candidates import loses
+from autopar.quality.guard import Guard
+from autopar.runtime.compiled import Settings
+from autopar.runtime.process_group import Group
+from autopar.runtime.program import Program
+from autopar.runtime.step_result import StepResult
+from autopar.spec.plan import Plan
+from autopar.strategies.timing import Moments, exactly
+
+
+class BudgetedProgram(Program):
+    """A program whose plan may lose something, and that goes on exactly where it loses too much.
+
+    From then on, groups that lose something synchronize by a plain all-reduce of each step's gradients, or, where ranks
+    train apart, by an average in each step; what was not sent until then is left out. A checkpoint does not know of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, group: Group, optimizer: Optimizer, settings: Settings, context: Context
+    ) -> None:
+        super().__init__(model, plan, group, optimizer, settings, context)
+        self.guard: Guard | None = None
+        """`guard.reason` says why it has stepped in; `None` where nothing is lost."""
+        begins = [g.from_step for g in self.plan.groups if loses(g, self.context)]
+        if begins and group.world_size > 1:
+            self.guard = Guard(min(begins), self._states.residual_norm, group.rank == 0)
+
+    def step(
+        self,
+        batch: Any = None,
+        *,
+        micro_batches: Sequence[Any] | None = None,
+        outputs: bool = False,
+        grad_norm: bool = False,
+    ) -> Any:
+        """As `Program.step`, with the guard behind it."""
+        step = self._steps
+        result: torch.Tensor | StepResult = super().step(
+            batch, micro_batches=micro_batches, outputs=cast(Any, outputs), grad_norm=cast(Any, grad_norm)
+        )
+        if self.guard is not None:
+            self.guard.look(step, float(result if isinstance(result, torch.Tensor) else result.loss))
+        return result
+
+    def _moments(self) -> Moments:
+        moments = super()._moments()
+        return exactly(self.plan.groups, moments) if self.guard is not None and self.guard.reason else moments

@@ -1,0 +1,76 @@
+"""What a choice under a quality budget has found, as a plan keeps it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from autopar.formatting import duration
+from autopar.spec.json_file import Record
+
+Part = Annotated[float, Field(allow_inf_nan=False)] | None
+"""Of what exact training gains: 0.01 for one per cent; `None` for no number, or one without bound."""
+
+
+class Considered(Record):
+    """A plan that was looked at, and what became of it."""
+
+    name: str
+    step_time_s: float
+    """As predicted, in seconds, behind the exact steps that it begins with."""
+    expected: Part
+    """What the map expects a whole training to lose, after the plan's probe."""
+    bound: Part
+    """What it loses at most, with the confidence of the map."""
+    lost: Part = None
+    """What its pilot lost of what the exact pilot gained; `None` without a pilot."""
+    metric: Part = None
+    """What the user's metric was behind its pilot; `None` without one."""
+    verdict: str
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        found = [
+            duration(self.step_time_s),
+            f"expected to lose {percent(self.expected)}, at most {percent(self.bound)}",
+        ]
+        if self.metric is not None:
+            found.append(f"lost {percent(self.lost)} in its pilot")
+        return f"{self.name}: {', '.join(found)}: {self.verdict}"
+
+
+class QualityChoice(Record):
+    """Why a plan was taken under a quality budget."""
+
+    budget: float = Field(gt=0, lt=1)
+    """What the metric may lose, as a part of what exact training gains."""
+    exact_step_s: float
+    """The step time of the fastest exact plan, as predicted."""
+    considered: tuple[Considered, ...] = ()
+    """The fastest first."""
+    chance: Part = None
+    """What two exact pilots on different batches differed by; `None` without pilots, or where they gained nothing."""
+    steps: int = Field(ge=0)
+    """That each rank trained on copies."""
+    note: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: what was asked for, each plan that was looked at, and how."""
+        found = [
+            f"Taken under a quality budget: at most {self.budget:.2%} of what exact training gains; the fastest exact "
+            f"plan takes {duration(self.exact_step_s)}",
+            *(one.text for one in self.considered),
+        ]
+        if not self.considered:
+            found.append("No plan that loses something is predicted to be faster.")
+        if self.chance is not None:
+            found.append(f"Two exact pilots on different batches differ by {percent(self.chance)}.")
+        return [*found, *filter(None, [self.note]), f"{self.steps} steps were trained on copies of the model."]
+
+
+def percent(part: float | None) -> str:
+    """A part, for people."""
+    return "everything" if part is None else f"{part:.2%}"

@@ -1,0 +1,141 @@
+"""A choice under a quality budget, on real ranks: what probes show, that the job is left as it was, and the guard."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.gloo.ranks import run_ranks
+from tests.unit.synthetic import cpu_hosts
+
+STEPS = 600
+SLOW = "20 Mbit/s"
+LOSSY = ("ddp+bf16", "power_sgd(rank=4)", "scaled_sign", "ddp+every=4", "ddp+delay=1")
+
+
+def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).to(dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batch(step: int, rank: int, samples: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.Tensor]:
+    """Which of three sums of the inputs is the largest."""
+    x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(1_000 * rank + step))
+    return x.to(dtype), x[:, :15].view(-1, 3, 5).sum(2).argmax(1)
+
+
+def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    import autopar
+    from autopar.quality.probe import Job, Probe
+    from autopar.quality.program import BudgetedProgram
+    from autopar.search import build_plan
+
+    warnings.simplefilter("ignore", autopar.AutoparWarning)
+    cluster = cpu_hosts(world_size, SLOW)
+    found: dict[str, Any] = {}
+
+    def accuracy(model: nn.Module) -> float:
+        x, y = batch(-1, 7, 500)
+        return float((model(x).argmax(1) == y).double().mean())
+
+    model, optimizer = made()
+    before, stream = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    budget = autopar.QualityBudget(0.05, accuracy, (batch(i, rank) for i in itertools.count()), STEPS)
+    program = autopar.optimize(
+        model,
+        cluster,
+        example_inputs=batch(0, rank),
+        loss_fn=F.cross_entropy,
+        optimizer=optimizer,
+        budget=budget,
+        time_budget_s=2.0,
+    )
+    assert isinstance(program, BudgetedProgram)
+    found["untouched"] = (
+        all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+        and not optimizer.state
+        and torch.equal(stream, torch.get_rng_state())
+    )
+    found["name"], found["text"] = program.plan.name, program.plan.explain()
+    found["plan"] = program.plan.digest
+    found["losses"] = [float(program.step(batch(i, rank))) for i in range(80)]
+
+    exact = build_plan("ddp", program.graph, cluster, program.context)
+    batches = [batch(i, rank) for i in range(64)]
+    model, optimizer = made()
+    job = Job(model, optimizer, program.settings, program.graph, program.context, program.group)
+    probe = Probe(job, exact, batches, 32)
+    found["exact"] = list(asdict(probe.of(exact)).values())
+    plans = {name: build_plan(name, program.graph, cluster, program.context) for name in LOSSY}
+    found["divergence"] = {name: probe.of(plan).divergence for name, plan in plans.items()}
+
+    # Once the guard has stepped in, training is that of one process again, from where it is.
+    for name in ("power_sgd+from_step=2", "ddp+delay=2"):
+        model, optimizer = made(torch.float64)
+        first = batch(0, rank, dtype=torch.float64)
+        plain = autopar.optimize(
+            model, cluster, example_inputs=first, loss_fn=F.cross_entropy, optimizer=optimizer, strategy="ddp"
+        )
+        plan = build_plan(name, plain.graph, cluster, plain.context)
+        guarded = BudgetedProgram(model, plan, plain.group, optimizer, plain.settings, plain.context)
+        guarded.adopt(plain.graph, first)
+        for step in range(6):
+            guarded.step(batch(step, rank, dtype=torch.float64))
+        assert guarded.guard is not None
+        guarded.guard.reason = "forced"
+        alone, its_optimizer = copy.deepcopy((model, optimizer))
+        whole = autopar.optimize(
+            alone, cluster, example_inputs=first, loss_fn=F.cross_entropy, optimizer=its_optimizer, strategy="ddp"
+        )
+        state = guarded.state_dict()
+        whole.load_state_dict({**state, "random": whole.state_dict()["random"]})
+        for step in range(6, 10):
+            here = batch(step, rank, dtype=torch.float64)
+            guarded.step(here)
+            whole.step(here)
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        found[name] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    return run_ranks(2, of_ranks)
+
+
+def test_the_job_is_left_as_it_was_and_all_ranks_choose_alike(outcomes: list[dict[str, Any]]) -> None:
+    assert all(found["untouched"] for found in outcomes)
+    assert len({(found["name"], found["plan"], found["text"]) for found in outcomes}) == 1
+    assert "exact" not in outcomes[0]["name"]  # there is much to gain on so slow a network
+    assert "were trained on copies of the model" in outcomes[0]["text"]
+
+
+def test_what_was_chosen_trains(outcomes: list[dict[str, Any]]) -> None:
+    losses = outcomes[0]["losses"]
+    assert losses == outcomes[1]["losses"]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+def test_a_probe_of_exact_training_finds_nothing_and_coarser_methods_diverge_more(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    found = outcomes[0]["divergence"]
+    assert outcomes[0]["exact"] == [0.0, 0.0, 0.0, 0.0]
+    assert 0 < found["ddp+bf16"] < 0.02
+    assert found["ddp+bf16"] < found["ddp+every=4"] < 1
+    assert 0.02 < found["power_sgd(rank=4)"] < found["scaled_sign"] < 3
+    assert found == outcomes[1]["divergence"]
+
+
+@pytest.mark.parametrize("name", ["power_sgd+from_step=2", "ddp+delay=2"])
+def test_behind_a_guard_that_steps_in_training_is_exact(outcomes: list[dict[str, Any]], name: str) -> None:
+    assert outcomes[0][name] < 1e-12

@@ -1,0 +1,238 @@
+"""What lossy plans cost: the map that was learned, candidates, the guard, and what a user may ask for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparWarning, SpecError
+from autopar.quality.budget import QualityBudget
+from autopar.quality.candidates import begun_exactly, candidates, fastest, loses, predicted_s
+from autopar.quality.degradation import Lesson, Map, learn, shipped
+from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
+from autopar.quality.probe import Probed
+from autopar.search import build_plan, price
+from autopar.strategies import Context
+from tests.unit.synthetic import cpu_hosts, training_graph
+
+CONTEXT = Context(4)
+
+
+def probed(divergence: float) -> Probed:
+    return Probed(divergence, 0.0, 0.0, 0.0)
+
+
+def lessons(factor: float = 0.02, families: int = 10) -> list[Lesson]:
+    """Of a law d^1.5 with noise, a tenth of which is three times as bad."""
+    draw = np.random.default_rng(0)
+    found = []
+    for family in range(families):
+        for divergence in (0.03, 0.1, 0.3, 0.6, 1.0, 1.5):
+            noise = math.exp(0.2 * draw.normal()) * (3 if draw.random() < 0.1 else 1)
+            found.append(Lesson(str(family), divergence, factor * divergence**1.5 * noise))
+    return found
+
+
+def test_a_map_finds_the_law_that_lessons_were_made_by() -> None:
+    found = learn(lessons())
+    assert 0.9 <= found.covered <= 1.0
+    for divergence in (0.1, 0.3, 1.0):
+        law = 0.02 * divergence**1.5
+        assert found.of(probed(divergence)).expected == pytest.approx(law, rel=1.2)
+        assert 1.3 * law < found.of(probed(divergence)).bound < 15 * law
+    assert list(found.bound) == sorted(found.bound) and list(found.expected) == sorted(found.expected)
+
+
+def test_of_few_trainings_the_worst_is_the_bound() -> None:
+    few = [*lessons(families=2), *(Lesson("2", 0.1, lost) for lost in (0.001, 0.2))]
+    assert learn(few).of(probed(0.1)).bound == pytest.approx(0.2)
+
+
+def test_a_training_that_diverged_lost_everything_and_no_more() -> None:
+    diverged = [*lessons(), *(Lesson(str(f), 0.6, math.inf) for f in range(10))]
+    assert learn(diverged).of(probed(0.6)).bound == 1.0
+    assert learn(diverged).of(probed(0.03)).bound < 0.01
+
+
+def test_a_probe_that_is_no_number_loses_everything() -> None:
+    assert learn(lessons()).of(probed(math.inf)).expected == 1.0
+    with pytest.raises(ValueError, match="at least two"):
+        learn(lessons(families=1))
+
+
+def test_a_map_that_is_saved_is_the_same(tmp_path: Path) -> None:
+    found = learn(lessons())
+    found.save(tmp_path / "map.json")
+    assert Map.load((tmp_path / "map.json").read_text()) == found
+
+
+def test_the_map_that_comes_with_autopar_holds_where_it_was_not_learned() -> None:
+    found = shipped()
+    assert found.families >= 10 and found.covered >= 0.9
+    assert found.of(probed(0.005)).bound < 0.01 < found.of(probed(1.0)).bound
+
+
+def planned(name: str) -> autopar.Plan:
+    return build_plan(name, GRAPH, CLUSTER, CONTEXT)
+
+
+def priced(plan: autopar.Plan) -> autopar.Plan:
+    return price(plan, GRAPH, CLUSTER, CONTEXT)
+
+
+GRAPH = training_graph([(f"w{i}", (512, 512)) for i in range(8)])
+CLUSTER = cpu_hosts(4, "50 Mbit/s")
+
+
+def test_candidates_are_lossy_plans_that_are_worth_it_the_fastest_first() -> None:
+    exact = planned("ddp")
+    found = candidates(CONTEXT, planned, priced, exact)
+    times = [c.step_time_s for c in found]
+    assert times == sorted(times) and times[-1] <= 0.95 * predicted_s(exact)
+    assert {"power_sgd", "top_k", "ddp+every=16"} <= {c.name for c in found}
+    assert all(any(loses(g, CONTEXT) for g in c.plan.groups) for c in found)
+    few = fastest(found, 5)
+    assert len(few) == 5 and len({c.name.partition("(")[0] for c in few}) == 5
+
+
+def test_where_the_network_is_no_bottleneck_nothing_is_lost() -> None:
+    def fast(name: str) -> autopar.Plan:
+        return build_plan(name, GRAPH, cpu_hosts(4, "400 Gbit/s"), CONTEXT)
+
+    assert candidates(CONTEXT, fast, lambda plan: plan, fast("ddp")) == []
+
+
+def test_lossy_groups_begin_with_exact_steps_and_others_stay_as_they_are() -> None:
+    plan = planned("power_sgd")
+    mixed = plan.model_copy(update={"groups": (*plan.groups[:1], *planned("ddp").groups[1:])})
+    begun = begun_exactly(mixed, 7, CONTEXT)
+    assert [g.from_step for g in begun.groups] == [7] + [0] * (len(begun.groups) - 1)
+
+
+def guard(norms: Any = (), begins: int = 10) -> Guard:
+    left = iter(norms)
+    return Guard(begins, lambda: next(left), says=False)
+
+
+def test_a_training_that_goes_well_is_let_go_on() -> None:
+    steady = guard([1.0] * 1_000)
+    for step in range(2_000):
+        steady.look(step, 5 / (1 + step / 50) + 0.3 * math.sin(step))
+    assert steady.reason == ""
+
+
+def test_a_loss_that_rises_ends_what_is_lossy_and_exact_steps_do_not() -> None:
+    early = guard([1.0] * 100, begins=1_000)
+    for step in range(500):
+        early.look(step, float(step))
+    assert early.reason == ""
+    late = guard([1.0] * 100)
+    for step in range(400):
+        late.look(step, 5.0 - 0.1 * step if step < 20 else 3.0 + 0.1 * (step - 20))
+    assert "smoothed loss rose" in late.reason
+
+
+def test_a_loss_that_is_no_number_ends_it_where_it_was_one_before() -> None:
+    lost = guard([1.0] * 10)
+    for step in range(20):
+        lost.look(step, 1.0)
+    for step in range(20, 20 + LOST_STEPS - 1):
+        lost.look(step, math.nan)
+    assert lost.reason == ""
+    lost.look(22, math.nan)
+    assert "no number" in lost.reason
+
+
+def test_residuals_that_grow_for_ever_end_it() -> None:
+    growing = guard([2.0**i for i in range(100)])
+    for step in range(10 + LOOK_STEPS * (SETTLING_LOOKS + 3)):
+        growing.look(step, 1.0)
+        assert growing.reason == ""
+    for step in range(10 + LOOK_STEPS * (SETTLING_LOOKS + 3), 10 + LOOK_STEPS * (SETTLING_LOOKS + 4)):
+        growing.look(step, 1.0)
+    assert "grew" in growing.reason
+
+
+def test_it_is_said_once() -> None:
+    told = replace(guard(), says=True)
+    told.look(0, 1.0)
+    told.look(10, 1.0)
+    with pytest.warns(AutoparWarning, match="exact synchronization"):
+        for step in range(11, 300):
+            told.look(step, 3.0)
+
+
+def test_what_cannot_be_asked_for_is_said() -> None:
+    model = nn.Linear(4, 2)
+    asked: dict[str, Any] = {"metric": lambda model: 0.0, "batches": [], "steps": 1_000}
+    with pytest.raises(SpecError, match=r"expected a part of what training gains"):
+        QualityBudget(1.0, **asked)
+    with pytest.raises(SpecError, match="fewer than 500 steps"):
+        QualityBudget(0.01, **{**asked, "steps": 400})
+    budget = QualityBudget(0.01, **asked)
+    with pytest.raises(SpecError, match="batches are empty"):
+        budget.taken(3)
+    assert replace(budget, batches=[1, 2]).taken(5) == [1, 2, 1, 2, 1]
+    given: dict[str, Any] = {"example_inputs": torch.randn(2, 4), "budget": budget}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SpecError, match="needs the optimizer"):
+        autopar.optimize(model, **given)
+    with pytest.raises(SpecError, match="the strategy 'ddp' is given as well"):
+        autopar.optimize(model, optimizer=optimizer, strategy="ddp", **given)
+    with pytest.raises(SpecError, match="fidelity='rounded' is given as well"):
+        autopar.optimize(model, optimizer=optimizer, fidelity="rounded", **given)
+
+
+def chosen_plan() -> autopar.Plan:
+    """As a quality budget leaves it."""
+    from autopar.spec.quality import Considered, QualityChoice
+
+    plan = planned("power_sgd(rank=2)")
+    looked_at = (
+        Considered(
+            name=plan.name, step_time_s=0.1, expected=0.002, bound=0.008, lost=-0.001, metric=0.9, verdict="chosen"
+        ),
+        Considered(name="top_k", step_time_s=0.2, expected=None, bound=None, verdict="may lose more"),
+    )
+    choice = QualityChoice(budget=0.01, exact_step_s=0.5, considered=looked_at, chance=0.03, steps=640)
+    return plan.model_copy(update={"quality": choice})
+
+
+def test_a_plan_says_why_a_budget_took_it_also_when_it_comes_from_a_file(tmp_path: Path) -> None:
+    plan = chosen_plan()
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.digest == plan.digest
+    text = " ".join(loaded.explain().split())
+    assert "at most 1.00% of what exact training gains; the fastest exact plan takes 500 ms" in text
+    assert "expected to lose 0.20%, at most 0.80%, lost -0.10% in its pilot: chosen" in text
+    assert "top_k: 200 ms, expected to lose everything, at most everything: may lose more" in text
+    assert "640 steps were trained on copies" in text
+    assert "quality" not in planned("ddp").model_dump()
+
+
+def test_a_plan_that_was_edited_since_says_that_nothing_is_known(tmp_path: Path) -> None:
+    plan = chosen_plan()
+    group = plan.groups[0].model_copy(update={"options": {"rank": 1}})
+    edited = plan.model_copy(update={"groups": (group, *plan.groups[1:])})
+    assert "what it loses is not known" in " ".join(edited.explain().split())
+    assert priced(edited).quality is None
+
+
+def test_the_report_has_a_row_for_each_plan_that_was_looked_at(tmp_path: Path) -> None:
+    from autopar.report import build_report
+
+    page = build_report(chosen_plan(), tmp_path / "report.html").read_text()
+    section = page[page.index('id="quality"') : page.index('id="groups"')]
+    assert "at most 1.00% of what exact training gains" in section
+    assert section.count("<tr") == 3 and "0.80%" in section and "may lose more" in section
+    without = build_report(planned("ddp"), tmp_path / "other.html").read_text()
+    assert 'id="quality"' not in without
