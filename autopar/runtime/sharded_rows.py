@@ -134,7 +134,7 @@ class ShardedRows:
         its rows are elsewhere, and what was written would be lost. It holds nothing again behind that."""
         for name in self.shards:
             p, mine = self._parameters[name], self._stand_ins[name]
-            if p.data_ptr() != mine.data_ptr() or (mine.is_cpu and not mine.isnan()):
+            if p.numel() and (p.data_ptr() != mine.data_ptr() or (mine.is_cpu and not mine.isnan())):
                 self._empty(name)
                 raise PlanError(
                     f"parameter '{name}' was written to (`p.data = ...`, say) while its rows were spread over the "
