@@ -19,6 +19,7 @@ from autopar.runtime.eager_gradients import EagerGradients
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.eager_steps import Run
 from autopar.runtime.gradient_program import GradientProgram
+from autopar.runtime.kept_gradients import Kept, KeptGradients
 from autopar.runtime.local_proof import SynchronizedOnce
 from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.process_group import Group
@@ -40,15 +41,17 @@ class EagerGradientProgram(BaseProgram):
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
         super().__init__(model, plan, group, settings, context)
         self.synchronizes = True
-        """Whether `backward()` sends gradients, rather than keeping them for a later one."""
-        self._earlier: dict[str, torch.Tensor] = {}
-        self._earlier_weight, self._earlier_count = 0.0, 0
+        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
+        through while it is set."""
+        self._kept = KeptGradients(self._parameters)
+        self._taken = Kept()
+        """What was kept back, of the backward pass under way."""
         self._gradients: EagerGradients | None = None
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
-        return self._earlier_count > 0
+        return self._kept.passes > 0
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
@@ -65,7 +68,8 @@ class EagerGradientProgram(BaseProgram):
         assert self._gradients is not None
         self._unchanged.check()
         with self._random:
-            return self._gradients.forward(self._weight(args, kwargs), lambda: self.model(*args, **kwargs))
+            weight = self._weight(args, kwargs)
+            return self._gradients.forward(weight, self.synchronizes, lambda: self.model(*args, **kwargs))
 
     def _weight(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self.settings.weight is None:
@@ -73,38 +77,35 @@ class EagerGradientProgram(BaseProgram):
             return 1.0 if size is None else float(size)
         return one_weight(self.settings.weight, inspect.signature(self.model.forward).bind(*args, **kwargs).arguments)
 
-    def _begin(self, weight: float) -> Run | None:
-        """Begins to synchronize the gradients of a backward pass."""
+    def _begin(self, weight: float, synchronizes: bool) -> Run | None:
+        """Begins to synchronize the gradients of a backward pass. `synchronizes`: whether the forward pass was to."""
         c, model = self._parts()
-        several = self._group.world_size > 1
-        if several and not self.synchronizes:
-            return None
         arguments: list[Any] = [None, c.tangent(1.0, self._device)]
-        if several:
-            numbers = [weight, weight + self._earlier_weight, 1 + self._earlier_count]
-            arguments += [torch.tensor(float(x), dtype=torch.float64, device=self._device) for x in numbers]
-        if not self._earlier:
+        if self._group.world_size == 1:
             return Run(self.written(c, "backward"), arguments)
-        for name in self._earlier:
+        if not (synchronizes or self.synchronizes):
+            return None
+        kept = self._taken = self._kept.take(weight)
+        numbers = [weight, weight + kept.weight, 1 + kept.passes]
+        arguments += [torch.tensor(float(x), dtype=torch.float64, device=self._device) for x in numbers]
+        if not kept.sums:
+            return Run(self.written(c, "backward"), arguments)
+        for name in kept.sums:
             model.reach(name)
-        arguments += [self._earlier.get(n, torch.zeros_like(p)) for n, p in model.parameters.items()]
+        arguments += [kept.sums.get(n, torch.zeros_like(p)) for n, p in model.parameters.items()]
         return Run(self.written(c, "backward after accumulation"), arguments)
 
     def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
         """Ends a backward pass; returns the synchronized gradients, by name. Without `run`, this rank keeps its own."""
         c, model = self._parts()
         if run is None:
-            for name, gradient in own.items():
-                weighted = gradient * weight
-                self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
-            self._earlier_weight += weight
-            self._earlier_count += 1
+            self._kept.add(own, weight)
             return {}
         run.end()
         found = dict(zip(model.parameters, run.result(), strict=True))
         if self.settings.check == "always" or (self.settings.check == "first" and not self._steps):
             self._compare(c, own, weight, found)
-        self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
+        self._taken = Kept()
         unused = model.unused()
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
@@ -118,8 +119,9 @@ class EagerGradientProgram(BaseProgram):
         clips = self.settings.clip_grad_norm is not None
         proof = SynchronizedOnce(c.eager.parameters, self._group, tolerance_of(c.graph), clips)
         local = [own.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()]
-        count, total = 1 + self._earlier_count, weight + self._earlier_weight
-        proof.compare(proof.expected(local, self._earlier, weight, count, total), found.values())
+        kept = self._taken
+        expected = proof.expected(local, kept.sums, weight, 1 + kept.passes, weight + kept.weight)
+        proof.compare(expected, found.values())
 
     def _parts(self) -> tuple[Compiled, EagerModel]:
         c = self._outlined

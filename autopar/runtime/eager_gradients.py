@@ -24,17 +24,20 @@ if TYPE_CHECKING:
     from autopar.runtime.eager_model import EagerModel
 
 Guard = contextlib.AbstractContextManager[None]
-Begin = Callable[[float], Run | None]
-"""Begins to synchronize a backward pass of a batch that counts so much; `None` where it is to be kept to this rank."""
+Begin = Callable[[float, bool], Run | None]
+"""Begins to synchronize a backward pass of a batch that counts so much; `None` where it is to be kept to this rank.
+Second, whether a forward pass that it goes through was to be synchronized."""
 End = Callable[[Mapping[str, torch.Tensor], float, Run | None], Mapping[str, torch.Tensor]]
-"""Is given this rank's own gradients, how much they count, and what synchronizes them; returns what `grad` gets."""
+"""Is given this rank's own gradients, how much they count, and what synchronizes them; returns what `grad` gets
+besides what it did itself."""
 
 
 class _Forward:
     """A forward pass, for as long as a backward pass may begin from what it has returned."""
 
-    def __init__(self, weight: float) -> None:
+    def __init__(self, weight: float, synchronizes: bool) -> None:
         self.weight = weight
+        self.synchronizes = synchronizes
         self.is_reached = False
         self.is_hooked = False
         """Whether it has an output that tells it when a gradient comes."""
@@ -71,8 +74,8 @@ class EagerGradients:
             node.register_prehook(lambda _, name=name: self._begins(name))
             node.register_hook(lambda *_, name=name: self._complete(name))
 
-    def forward(self, weight: float, call: Callable[[], Any]) -> Any:
-        """Calls the model; `weight`: how much the batch counts."""
+    def forward(self, weight: float, synchronizes: bool, call: Callable[[], Any]) -> Any:
+        """Calls the model; `weight`: how much the batch counts. `synchronizes`: whether gradients are to be sent."""
         if self._is_open and self._task == torch._C._current_graph_task_id():
             return call()  # within a backward pass, for a checkpoint that lies around the module
         if torch._C._current_graph_task_id() == -1:
@@ -81,7 +84,7 @@ class EagerGradients:
         self._close()
         self._model.begin(goes_on=bool(self._fresh))
         output = call()
-        passed = _Forward(weight)
+        passed = _Forward(weight, synchronizes)
         for tensor in held_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep the hook
                 tensor.register_hook(passed)  # type: ignore[no-untyped-call]
@@ -110,7 +113,7 @@ class EagerGradients:
         self._guard = self._new_guard()
         self._guard.__enter__()
         with self._guarded():
-            self._run = self._begin(self._weight)
+            self._run = self._begin(self._weight, any(f.synchronizes for f in reached))
             if self._run is not None:
                 self._run.advance()
 

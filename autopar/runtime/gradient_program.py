@@ -21,6 +21,7 @@ from autopar.runtime.base_program import BaseProgram, Write, leaves
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_hooks, without_trace
+from autopar.runtime.kept_gradients import KeptGradients
 from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
@@ -62,9 +63,9 @@ class GradientProgram(BaseProgram):
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
         super().__init__(model, plan, group, settings, context)
         self.synchronizes = True
-        """Whether `backward()` sends gradients, rather than keeping them for a later one."""
-        self._earlier: dict[str, torch.Tensor] = {}
-        self._earlier_weight, self._earlier_count = 0.0, 0
+        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
+        through while it is set."""
+        self._kept = KeptGradients(self._parameters)
         self._proof: SynchronizedOnce | None = None
         self._compared = False
         """Whether synchronized gradients were compared with what the ranks' own add up to."""
@@ -79,7 +80,7 @@ class GradientProgram(BaseProgram):
     @property
     def accumulates(self) -> bool:
         """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
-        return self._earlier_count > 0
+        return self._kept.passes > 0
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
@@ -103,8 +104,12 @@ class GradientProgram(BaseProgram):
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
                 self._prove(compiled, batch)
 
+        synchronizes = self.synchronizes
+
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
-            return self.run_backward(compiled, saved, tangents, reached, float(weight))
+            if self._group.world_size == 1 or synchronizes or self.synchronizes:
+                return self.run_backward(compiled, saved, tangents, reached, float(weight))
+            return self.run_backward_alone(compiled, saved, tangents, reached, float(weight))
 
         return fill(compiled.output, iter(self._outputs(compiled, batch, backward)))
 
@@ -129,17 +134,10 @@ class GradientProgram(BaseProgram):
         names = [p.name for p in c.graph.parameters]
         if self._group.world_size == 1:
             return _only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
-        if not self.synchronizes:
-            gradients = self._backward(c, "local backward", reached)(*saved, *tangents)
-            for name, gradient, is_reached in zip(names, gradients, reached.parameters, strict=False):
-                if is_reached:
-                    weighted = gradient * weight
-                    self._earlier[name] = weighted if name not in self._earlier else self._earlier[name].add_(weighted)
-            self._earlier_weight += weight
-            self._earlier_count += 1
-            return (*(None for _ in names), *gradients[len(names) :])
-        total, count = weight + self._earlier_weight, 1 + self._earlier_count
-        has = [r or n in self._earlier for n, r in zip(names, reached.parameters, strict=True)]
+        with self._group.guard(f"backward pass {self._steps}"):
+            kept = self._kept.take(weight)
+        total, count = weight + kept.weight, 1 + kept.passes
+        has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
         if not self._tells and any(has) and not all(has):
             raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
         numbers = [weight, [total, *has] if self._tells else [total], count]
@@ -147,15 +145,14 @@ class GradientProgram(BaseProgram):
         proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
             local = self._backward(c, "local backward", reached)(*saved, *tangents)[: len(names)]
-            expected = proof.expected(local, self._earlier, weight, count, total)
+            expected = proof.expected(local, kept.sums, weight, count, total)
         with self._group.guard(f"backward pass {self._steps}"):
-            if self._earlier:
-                earlier = [self._earlier.get(n, torch.zeros_like(self._parameters[n])) for n in names]
+            if kept.sums:
+                earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names]
                 after = self._backward(c, "backward after accumulation", reached)
                 *gradients, sums = after(*saved, *tangents, *scalars, *earlier)
             else:
                 *gradients, sums = self._backward(c, "backward", reached)(*saved, *tangents, *scalars)
-        self._earlier, self._earlier_weight, self._earlier_count = {}, 0.0, 0
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
@@ -163,6 +160,16 @@ class GradientProgram(BaseProgram):
         if all(has) or not self._tells:
             return tuple(gradients)
         return _only(gradients, [ranks > 0 for ranks in sums[1:].tolist()])
+
+    def run_backward_alone(
+        self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached, weight: float
+    ) -> Gradients:
+        """As `run_backward`, of this rank's own gradients, which a later backward pass synchronizes. Those of a batch
+        that counts as nothing, which may be no numbers, are left out."""
+        gradients = self._backward(c, "local backward", reached)(*saved, *tangents)
+        found = _only(gradients, [weight > 0 and is_reached for is_reached in reached.parameters])
+        self._kept.expect({p.name: g for p, g in zip(c.graph.parameters, found, strict=False)}, weight)
+        return found
 
     def _backward(self, c: Compiled, name: str, reached: Reached) -> Any:
         """One of a capture's backward passes. Of outputs that are not used, the passes compute with zeros: where these

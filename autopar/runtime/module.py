@@ -57,8 +57,9 @@ class SyncedModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, `backward()` keeps gradients on this rank, to be synchronized with those of the next `backward()`
-        outside. The parameters' `grad` does not change until then."""
+        """What is called and passed back through within it leaves this rank's own gradients in the parameters' `grad`,
+        as `DistributedDataParallel` does. The next `backward()` outside synchronizes what lies there then, with its
+        own: what was changed there as it was changed, what `zero_grad()` has dropped not at all."""
         before, self.program.synchronizes = self.program.synchronizes, False
         try:
             yield

@@ -1,0 +1,209 @@
+"""What the tests of `no_sync()` run on each rank: the same loops with DistributedDataParallel and with the drop-in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.errors import CaptureError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.first(x).tanh())
+
+
+def batch(k: int, rank: int, samples: int = 3) -> torch.Tensor:
+    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(10 * k + rank), dtype=torch.float64)
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+Loop = Callable[[Any, nn.Module, int], Iterator[None]]
+"""Is given a wrapped module, its model and the rank; what lies in `grad` is compared at each `yield`."""
+
+
+def looks(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    for k in range(2):
+        with module.no_sync():
+            loss(module(batch(3 * k, rank))).backward()
+            yield
+            loss(module(batch(3 * k + 1, rank))).backward()
+            yield
+        loss(module(batch(3 * k + 2, rank))).backward()
+        yield
+        model.zero_grad()
+
+
+def drops(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    for to_none in (True, False):
+        with module.no_sync():
+            loss(module(batch(0, rank))).backward()
+        model.zero_grad(set_to_none=to_none)
+        loss(module(batch(1, rank))).backward()
+        yield
+        model.zero_grad(set_to_none=to_none)
+
+
+def changes(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    with module.no_sync():
+        for k in range(2):
+            loss(module(batch(k, rank))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for p in model.parameters():
+        p.grad = p.grad * 2 if p.grad is not None and p.dim() > 1 else None
+    loss(module(batch(2, rank))).backward()
+    yield
+
+
+def continues(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """Adds to gradients that were synchronized."""
+    loss(module(batch(0, rank))).backward()
+    with module.no_sync():
+        loss(module(batch(1, rank))).backward()
+        yield
+    loss(module(batch(2, rank))).backward()
+    yield
+
+
+def takes_derivatives(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    with module.no_sync():
+        first = torch.autograd.grad(loss(module(batch(0, rank))), [*model.parameters()])
+        loss(module(batch(1, rank))).backward()
+        yield
+    for p, g in zip(model.parameters(), first, strict=True):
+        assert p.grad is not None
+        p.grad += g
+    loss(module(batch(2, rank))).backward()
+    yield
+
+
+def calls_outside(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """The forward pass says whether to synchronize."""
+    found = loss(module(batch(0, rank)))
+    with module.no_sync():
+        found.backward()
+    yield
+
+
+def has_other_terms(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    def penalty() -> torch.Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+    with module.no_sync():
+        (loss(module(batch(0, rank))) + penalty()).backward()
+        yield
+    (loss(module(batch(1, rank))) + penalty()).backward()
+    yield
+
+
+def calls_twice(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    with module.no_sync():
+        (loss(module(batch(0, rank))) * loss(module(batch(1, rank)))).backward()
+        yield
+    loss(module(batch(2, rank))).backward()
+    yield
+
+
+def has_hooks(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """That are linear, so that it makes no difference to which of them a sum is given."""
+    hooks = [p.register_hook(lambda g: 2 * g) for p in model.parameters()]
+    with module.no_sync():
+        loss(module(batch(0, rank))).backward()
+    loss(module(batch(1, rank))).backward()
+    yield
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    loss(module(batch(1, rank))).backward()
+    yield
+
+
+LOOPS: tuple[Loop, ...] = (
+    looks,
+    drops,
+    changes,
+    continues,
+    takes_derivatives,
+    calls_outside,
+    has_other_terms,
+    calls_twice,
+    has_hooks,
+)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def apart(loop: Loop, rank: int, capture: Any) -> float:
+    """How far gradients are from those of `DistributedDataParallel`, at worst."""
+    mine, theirs = Net(), Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+    wrapped = DistributedDataParallel(theirs)
+    worst = 0.0
+    for _ in zip(loop(module, mine, rank), loop(wrapped, theirs, rank), strict=True):
+        for a, b in zip(gradients(mine), gradients(theirs), strict=True):
+            assert (a is None) == (b is None)
+            worst = max(worst, 0.0 if a is None or b is None else float((a - b).abs().max()))
+    return worst
+
+
+def uneven(rank: int, n: int, capture: Any) -> float:
+    """Of micro-batches of unequal sizes, and with a term that no module computes: how far from one process."""
+    mine, other = Net(), Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+    sizes = [[2 + rank_, 4, 0 if rank_ else 3, 1 + rank_] for rank_ in range(n)]
+    total = sum(map(sum, sizes))
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+    penalty(mine).backward()
+    for k in range(4):
+        with module.no_sync() if k < 3 else contextlib.nullcontext():
+            (loss(module(batch(k, rank, sizes[rank][k]))) + penalty(mine)).backward()
+    parts = [(k, r, sizes[r][k]) for r in range(n) for k in range(4) if sizes[r][k]]
+    whole = sum((loss(other(batch(*part))) * (4 * part[2] / total) for part in parts), torch.zeros(()))
+    (whole + 5 * penalty(other)).backward()
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(gradients(mine), gradients(other), strict=True)
+        if a is not None and b is not None
+    )
+
+
+def changed_between_sizes(rank: int, capture: Any) -> str:
+    """What is said where it cannot be told how much the parts of a gradient count."""
+    mine = Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+    with module.no_sync():
+        loss(module(batch(0, rank, 2))).backward()
+        loss(module(batch(1, rank, 4))).backward()
+    nn.utils.clip_grad_norm_(mine.parameters(), 0.01)
+    try:
+        loss(module(batch(2, rank))).backward()
+    except CaptureError as e:
+        return str(e)
+    return ""
+
+
+def everything(rank: int, n: int) -> tuple[dict[str, float], list[str]]:
+    captures = ("always", "never")
+    worst = {f"{loop.__name__}, {c}": apart(loop, rank, c) for c in captures for loop in LOOPS}
+    worst |= {f"uneven, {c}": uneven(rank, n, c) for c in captures}
+    return worst, [changed_between_sizes(rank, c) for c in captures]
