@@ -113,3 +113,37 @@ def another_order(rank: int, n: int) -> list[float]:
         return drop_in(rank, n)
     finally:
         CollectiveOrder.check = original  # type: ignore[method-assign]
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first = nn.Embedding(50, 8), nn.Linear(8, 16)
+        self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.last(self.norm(self.first(self.table(ids))).relu()), targets)
+
+
+def autocast_that_comes_and_goes(rank: int, n: int) -> tuple[int, float]:
+    """How many orders of collectives steps with and without autocast have, and how far parameters are from those of
+    one process."""
+    mine, plain = Scores(), Scores()
+    each = [torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(r)).unbind() for r in range(n)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    program = autopar.optimize(
+        mine, example_inputs=each[rank], optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), strategy="sharded"
+    )
+    for on in (False, True, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            program.step(each[rank])
+            optimizer.zero_grad()
+            loss = plain(*(torch.cat([b[i] for b in each]) for i in range(2)))
+        loss.backward()
+        optimizer.step()
+    with program.gathered():
+        far = max(
+            float((a - b).detach().abs().max()) for a, b in zip(mine.parameters(), plain.parameters(), strict=True)
+        )
+    return len({c.program.order_hash for c in program._compiled}), far

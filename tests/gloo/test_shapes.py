@@ -22,3 +22,7 @@ def test_drop_in() -> None:
 def test_a_capture_that_would_send_otherwise_is_not_used() -> None:
     for rank, (far, captures) in enumerate(run_ranks(2, shapes.another_order)):
         assert far < 1e-10 and captures == (4, 5)[rank]
+
+
+def test_under_autocast_steps_have_an_order_of_their_own() -> None:
+    assert all(orders == 2 and far < 1e-3 for orders, far in run_ranks(2, shapes.autocast_that_comes_and_goes))
