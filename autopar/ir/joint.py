@@ -46,6 +46,14 @@ class JointGraph:
     """Outputs of a drop-in module, by number, that share memory with each other, with a parameter or with the batch as
     the model returns them, and not as the graph does: who writes to one of them would change others in the model."""
 
+    def computed(self) -> list[torch.fx.Node]:
+        """The nodes that compute, in order: all but placeholders and the output."""
+        return [n for n in self.module.graph.nodes if n.op not in ("placeholder", "output")]
+
+    def placed(self) -> list[tuple[int, torch.fx.Node]]:
+        """The nodes that compute, with their positions in `TrainingGraph.compute`."""
+        return list(enumerate(self.computed()))
+
     @property
     def sums_over_ranks(self) -> bool:
         """Whether ranks exchange values within the model, so that none can run it by itself."""

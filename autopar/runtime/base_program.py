@@ -13,7 +13,14 @@ import torch.fx
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparWarning, PlanError, PlanMismatchError
+from autopar.errors import (
+    AutoparWarning,
+    CaptureError,
+    PlanError,
+    SignatureError,
+    TracingError,
+    UnusedParameterError,
+)
 from autopar.ir.batch import Batch, flatten
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
@@ -24,9 +31,9 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
 from autopar.runtime.buffers import shared_buffers
-from autopar.runtime.captures import Captures, signature_key
+from autopar.runtime.captures import Captures, check_trained, signature_key
 from autopar.runtime.compiled import Compiled, Settings
-from autopar.runtime.eager import owners_of
+from autopar.runtime.eager import kept_attributes, owners_of
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
@@ -36,6 +43,7 @@ from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.random import RandomStream
 from autopar.runtime.shapes import BatchShapes
+from autopar.runtime.stand_ins import StandIns, Wanted
 from autopar.runtime.unchanged import Unchanged
 from autopar.runtime.writer import Target
 from autopar.spec.plan import FIDELITIES, Plan
@@ -87,6 +95,7 @@ class BaseProgram:
         self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
+        self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike)
         self._crosses_ranks = False
         """Whether ranks exchange values within the model."""
         self._outlined: Compiled | None = None
@@ -128,9 +137,39 @@ class BaseProgram:
             return replace(self._outlined, batch=batch)
         outputs = outputs or self.settings.outputs
         key, kind = self._keys(batch, outputs, sizes)
-        known = self._compiled.find(key, kind, batch.shapes)
-        if known is not None and self._serves(known, batch, kind):
-            return known
+        wanted = Wanted(key, kind, batch, outputs, bool(sizes))
+        if self._stand_ins.runs_all(kind):
+            return self._stand_ins.of(wanted)
+        try:
+            is_new = not self._stand_ins.runs(key)
+            known = self._compiled.find(key, kind, batch.shapes, counts=is_new)
+            if known is not None and self._serves(known, batch, kind):
+                return known
+            if not is_new:
+                return self._stand_ins.of(wanted)
+            return self._captured_for(batch, outputs, sizes, kind)
+        except (SignatureError, UnusedParameterError):
+            raise
+        except (CaptureError, TracingError) as e:
+            return self._stand_ins.of(wanted, e)
+
+    def _captured_for(self, batch: Batch, outputs: bool, sizes: tuple[int, ...], kind: Hashable) -> Compiled:
+        """What is made of a capture on this batch, compared with the model run eagerly where a step was run before."""
+        put_back = kept_attributes(owners_of(self.model, self.settings.loss_fn).values())
+        try:
+            made = self._made_for(batch, outputs, sizes, kind)
+        except CaptureError:
+            put_back()  # tracing writes to tensors that are plain attributes
+            raise
+        if self._has_run and self.settings.check == "first":
+            try:
+                self._prove(made, batch)
+            except (CaptureError, TracingError):
+                self._compiled.remove(made)
+                raise
+        return made
+
+    def _made_for(self, batch: Batch, outputs: bool, sizes: tuple[int, ...], kind: Hashable) -> Compiled:
         # What hands outputs back, or exchanges values within the model, is captured for its sizes alone.
         varying = frozenset() if outputs or sizes or self._crosses_ranks else self._shapes.varying(kind, batch)
         if varying:
@@ -144,6 +183,11 @@ class BaseProgram:
             return self._made(batch, outputs, sizes)
         except PlanError as e:
             raise PlanError(f"{NO_OUTPUT} ({e})") if outputs and not self.settings.outputs else e from None
+
+    @property
+    def _has_run(self) -> bool:
+        """Whether a step was run, so that later captures are compared on this rank alone."""
+        return self._steps > 0
 
     def _look_at_optimizer(self) -> None:
         """Raises `PlanError` where a strategy cannot be used with what the optimizer was set to since."""
@@ -215,7 +259,7 @@ class BaseProgram:
         """Lowers and writes a graph that was captured on `batch`. Raises `PlanMismatchError` where it is of another
         model, or where ranks would issue different collectives."""
         if next(iter(self._compiled), None) is not None:
-            _check_trained(self.plan, graph)
+            check_trained(self.plan, graph)
         self.plan.check_model(graph.model)
         if isinstance(graph.joint, Outline):
             if self.plan.recompute != "none" and self._group.rank == 0:
@@ -280,6 +324,13 @@ class BaseProgram:
         """
         average_buffers(self._buffers.values(), self._group)
 
+    def _lowered_alike(self, graph: TrainingGraph) -> StepProgram:
+        """Lowers what stands in for a capture. Raises `PlanError` where the plan needs more of the graph than it has,
+        and `PlanMismatchError` where collectives would have another order."""
+        program = lower_plan(self.plan.groups, graph, self._context)
+        self._order.check(program, graph)
+        return program
+
     def _check_fidelity(self) -> None:
         """Raises `PlanError` where the plan promises more than its groups keep."""
         kept = fidelity_of(self.plan.groups, self._context)
@@ -292,10 +343,10 @@ class BaseProgram:
     def _write(self, compiled: Compiled, name: str) -> Any:
         """Every graph that runs is made here."""
         graph = self.writers[name](compiled.graph, compiled.program, self._target())
-        if self._eager is None:
+        if compiled.eager is None:
             return graph
         calls = [p.call for p in compiled.program.placed]
-        return EagerStep(graph, self._eager, calls, synchronizes=name in self.synchronizing)
+        return EagerStep(graph, compiled.eager, calls, synchronizes=name in self.synchronizing)
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
         """A capture that was lowered, before its graphs are written."""
@@ -338,18 +389,6 @@ class BaseProgram:
 def leaves(batch: Batch) -> Batch:
     """The batch with tensors that have no history: what is captured begins with them."""
     return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
-
-
-def _check_trained(plan: Plan, later: TrainingGraph) -> None:
-    """Raises `PlanMismatchError` where a later capture has gradients of other parameters than the plan."""
-    before = {p.name: p.trainable for p in plan.model.parameters}
-    other = [p for p in later.model.parameters if before.get(p.name, p.trainable) is not p.trainable]
-    if other:
-        has = "a gradient" if other[0].trainable else "no gradient"
-        raise PlanMismatchError(
-            f"this step's loss has {has} of parameter '{other[0].name}', unlike the first one's. A captured step "
-            'trains what its plan trains, each time: capture="never" leaves out in each step what no rank\'s loss uses'
-        )
 
 
 def _no_optimizer(index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:

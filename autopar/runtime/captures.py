@@ -13,11 +13,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from autopar.errors import AutoparWarning, CaptureError, SignatureError
+from autopar.errors import AutoparWarning, CaptureError, PlanMismatchError, SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.guards import Guards, global_state
 from autopar.ir.refusals import is_rank_0
 from autopar.ir.served import Shapes, Sizes
+from autopar.ir.training_graph import TrainingGraph
+from autopar.spec.plan import Plan
 
 Compiled = TypeVar("Compiled")
 
@@ -54,17 +56,13 @@ class Captures(Generic[Compiled]):
         self._changes = 0
         self._reason = ""
 
-    def find(self, key: Hashable, kind: Hashable, shapes: Shapes) -> Compiled | None:
+    def find(self, key: Hashable, kind: Hashable, shapes: Shapes, counts: bool = True) -> Compiled | None:
         """What was made for this key, or for all batches of this kind that have such shapes, where all that the model
         reads is as it was then; else `None`.
 
-        Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too.
+        Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too, unless it is not to count.
         """
-        entries = [
-            e
-            for e in reversed(self._entries)
-            if (e.key == key if e.sizes is None else e.key == kind and e.sizes.hold(shapes))
-        ]
+        entries = self._of(key, kind, shapes)
         for entry in entries:
             reason = None if entry.guards is None else entry.guards.changed()
             if reason is None:
@@ -73,9 +71,9 @@ class Captures(Generic[Compiled]):
                 self._entries.append(entry)
                 return entry.compiled
             self._reason = reason
-        if entries:
+        if entries and counts:
             self._changes += 1
-            if self._changes > MOST_CHANGES:
+            if self.keep_changing:
                 raise CaptureError(
                     f"something that the model or the loss reads has changed before each of the last {self._changes} "
                     f"batches, and each time the step had to be captured again: {self._reason}. Keep what changes at "
@@ -88,6 +86,22 @@ class Captures(Generic[Compiled]):
         """Whether there is a capture of a batch of this kind, of whatever sizes, of which all that the model reads is
         as it was then."""
         return any(e.kind == kind and (e.guards is None or e.guards.changed() is None) for e in self._entries)
+
+    @property
+    def keep_changing(self) -> bool:
+        """Whether something that Python holds has changed before each of the last batches."""
+        return self._changes > MOST_CHANGES
+
+    def made_for(self, key: Hashable, kind: Hashable, shapes: Shapes) -> Compiled | None:
+        """What was made for such batches and used last, whatever has changed since."""
+        return next((e.compiled for e in self._of(key, kind, shapes)), None)
+
+    def _of(self, key: Hashable, kind: Hashable, shapes: Shapes) -> list[_Entry[Compiled]]:
+        return [
+            e
+            for e in reversed(self._entries)
+            if (e.key == key if e.sizes is None else e.key == kind and e.sizes.hold(shapes))
+        ]
 
     def remove(self, compiled: Compiled) -> None:
         """Lets go of what was made of a capture."""
@@ -130,6 +144,18 @@ def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> tuple
             f"the batch holds a value that is no tensor and cannot be compared: {e}. Pass tensors, numbers or strings"
         ) from e
     return key, (batch.signature.of_any_size, *rest)
+
+
+def check_trained(plan: Plan, later: TrainingGraph) -> None:
+    """Raises `PlanMismatchError` where a later capture has gradients of other parameters than the plan."""
+    before = {p.name: p.trainable for p in plan.model.parameters}
+    other = [p for p in later.model.parameters if before.get(p.name, p.trainable) is not p.trainable]
+    if other:
+        has = "a gradient" if other[0].trainable else "no gradient"
+        raise PlanMismatchError(
+            f"this step's loss has {has} of parameter '{other[0].name}', unlike the first one's. A captured step "
+            'trains what its plan trains, each time: capture="never" leaves out in each step what no rank\'s loss uses'
+        )
 
 
 def check_batches(

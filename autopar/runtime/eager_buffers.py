@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.backends.collectives import may_fail
+from autopar.errors import CaptureError
 from autopar.runtime.module_tables import table_of
 from autopar.runtime.process_group import Group, take_from_rank_0
 
@@ -24,9 +25,10 @@ class EagerBuffers:
     def __init__(self, owners: Mapping[str, nn.Module], group: Group) -> None:
         """`owners`: modules, by what the names of their buffers begin with."""
         self._group = group
-        modules = (m for owner in owners.values() for m in owner.modules() if not isinstance(m, _NormBase))
-        tables = [table_of(module._buffers) for module in modules]
-        self._held: list[tuple[dict[str, torch.Tensor | None], str]] = [(t, key) for t in tables for key in t]
+        modules = {m: start + path for start, owner in owners.items() for path, m in owner.named_modules()}
+        tables = [(table_of(m._buffers), path) for m, path in modules.items() if not isinstance(m, _NormBase)]
+        self._held: list[tuple[dict[str, torch.Tensor | None], str]] = [(t, key) for t, _ in tables for key in t]
+        self._names = [f"{path}.{key}" if path else key for t, path in tables for key in t]
         self._before: list[tuple[torch.Tensor | None, int]] = []
         self._changed: Sequence[bool] = ()
         self._replaced: Sequence[bool] = ()
@@ -44,6 +46,23 @@ class EagerBuffers:
             b is old and b is not None and b._version != v for b, (old, v) in zip(now, self._before, strict=True)
         ]
         return [float(x) for x in (*changed, *(b is not old for b, (old, _) in zip(now, self._before, strict=True)))]
+
+    def written(self) -> list[str]:
+        """Names of the buffers that the step has changed on this rank. What has replaced a buffer and fits it is
+        written into the tensor that was there, as a graph does; raises `CaptureError` where it does not fit."""
+        found = []
+        for (table, key), name, (old, version) in zip(self._held, self._names, self._before, strict=True):
+            new = table.get(key)
+            if new is old:
+                found += [name] if old is not None and old._version != version else []
+                continue
+            if old is None or new is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+                raise CaptureError(f"the model replaces its buffer '{name}' by one that does not fit in its place")
+            with torch.no_grad():
+                old.copy_(new)
+            table[key] = old
+            found.append(name)
+        return found
 
     def settle(self, anywhere: Sequence[bool]) -> None:
         """Is given what `changes` has returned, as it is on any rank."""

@@ -50,9 +50,18 @@ class _Forward:
 class EagerGradients:
     """Synchronizes the gradients of a model that is called by the user, and whose backward pass is the user's."""
 
-    def __init__(self, model: EagerModel, begin: Begin, end: End, guard: Callable[[], Guard]) -> None:
-        """`guard`: goes around the communication of one backward pass."""
+    def __init__(
+        self,
+        model: EagerModel,
+        begin: Begin,
+        end: End,
+        guard: Callable[[], Guard],
+        beside_others: bool = False,
+    ) -> None:
+        """`guard`: goes around the communication of one backward pass. `beside_others`: whether gradients also come
+        from passes that are not this object's."""
         self._model = model
+        self._beside_others = beside_others
         self._new_guard = guard
         self._guard: Guard | None = None
         self._said = False
@@ -78,9 +87,7 @@ class EagerGradients:
         """Calls the model; `weight`: how much the batch counts. `synchronizes`: whether gradients are to be sent."""
         if self._is_open and self._task == torch._C._current_graph_task_id():
             return call()  # within a backward pass, for a checkpoint that lies around the module
-        if torch._C._current_graph_task_id() == -1:
-            for f in self._alive:  # a backward pass that reached them may have come to no parameter that is trained
-                f.is_reached = False
+        self.forget_reached()
         self._close()
         self._model.begin(goes_on=bool(self._fresh))
         output = call()
@@ -93,9 +100,21 @@ class EagerGradients:
         self._fresh.append(passed)
         return output
 
+    def forget_reached(self) -> None:
+        """Before a forward pass: backward passes that have ended may have come to no parameter that is trained."""
+        if torch._C._current_graph_task_id() == -1:
+            for f in self._alive:
+                f.is_reached = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the backward pass that runs now is one of these, and has come to a parameter."""
+        return self._is_open and self._task == torch._C._current_graph_task_id()
+
     def _open(self) -> None:
         """Behind this, gradients of one backward pass come, until it ends."""
-        reached = [f for f in self._alive if f.is_reached] or self._fresh
+        fresh = [f for f in self._fresh if not (self._beside_others and f.is_hooked)]
+        reached = [f for f in self._alive if f.is_reached] or fresh
         if not reached:  # it goes through no output of the module, as the gradient of a penalty on parameters
             return
         if torch.is_grad_enabled():

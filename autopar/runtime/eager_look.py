@@ -21,9 +21,11 @@ from autopar.ir.seen import Seen, look, unseen
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weightless import first_without_values, lacks_values
 from autopar.runtime.compiled import Settings
+from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import kept_attributes, owners_of, without_trace
 from autopar.runtime.eager_model import loss_and_output
 from autopar.runtime.optimizer import updated_by
+from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group, Rendezvous
 
 
@@ -39,7 +41,7 @@ def settled(
     """The outline of a model that is to run eagerly, as `settings.capture` has it; `None` where it is captured. Decided
     by all ranks together, for they must do the same. Warns, on rank 0, where the graph cannot be had, and why. Raises
     `CaptureError` where it must be had, or where the model cannot be trained eagerly either, as one without values."""
-    rendezvous, reason = Rendezvous(group), _why_eager(model, settings, optimizer, capture)
+    rendezvous, reason = Rendezvous(group), _why_eager(model, batch, settings, mode, optimizer, capture)
     if settings.capture != "always":  # all ranks have the same setting
         reason = next(filter(None, rendezvous.exchange("capture", reason)), "")
     if not reason:
@@ -103,7 +105,12 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
 
 
 def _why_eager(
-    model: nn.Module, settings: Settings, optimizer: Optimizer | None, capture: Callable[[], TrainingGraph]
+    model: nn.Module,
+    batch: Batch,
+    settings: Settings,
+    mode: Mode,
+    optimizer: Optimizer | None,
+    capture: Callable[[], TrainingGraph],
 ) -> str:
     """Why the model is not captured, in words; empty where it is."""
     if settings.capture == "never":
@@ -117,7 +124,9 @@ def _why_eager(
                 )
     put_back = kept_attributes(owners_of(model, settings.loss_fn).values())
     try:
-        capture()
+        graph = capture()
+        if settings.check != "never" and settings.capture != "always":
+            _check_own_state(graph, model, batch, settings, mode)
     except (SignatureError, UnusedParameterError):
         raise
     except CaptureError as e:
@@ -126,6 +135,23 @@ def _why_eager(
         put_back()  # tracing writes to tensors that are plain attributes
         return str(e)
     return ""
+
+
+def _check_own_state(graph: TrainingGraph, model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> None:
+    """Raises `CaptureError` where what running the model leaves behind makes it compute something else the next time,
+    as a counter that it reads: a captured step would not count. Not looked at where nothing can run on one rank."""
+    joint, owners = graph.joint, owners_of(model, settings.loss_fn)
+    unreal = first_without_values(model, settings.loss_fn) or any(map(lacks_values, batch.tensors))
+    if joint is None or joint.sums_over_ranks or unreal:
+        return
+
+    def run() -> Sequence[torch.Tensor]:
+        given = batch.rebuild(batch.copied())
+        if mode == "step":
+            return [loss_and_output(model, settings.loss_fn, given)[0]]
+        return held_tensors(call_model(model, given, False)[0])
+
+    check_own_state(joint.guards, owners, run, tolerance_of(graph))
 
 
 def _said(reason: str, settings: Settings) -> str:

@@ -31,6 +31,8 @@ from autopar.runtime.process_group import Group
 
 See = Callable[[str, torch.Tensor], None]
 """Is shown each of a rank's own gradients, by name."""
+Alone = Callable[[frozenset[str], Sequence[str]], None]
+"""Is told the parameters that a step has given no gradient on this rank so far, and the buffers that it has changed."""
 
 
 def loss_and_output(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -58,10 +60,12 @@ class EagerModel:
         in_pieces: frozenset[str],
         foreseen: bool,
         group: Group,
+        alone: Alone | None = None,
     ) -> None:
         """`parameters`: those that are trained, by the plan's names. `in_pieces`: those among them whose gradients are
         complete only when the backward pass has ended. `foreseen`: whether the autograd graph of the example says which
-        gradients come."""
+        gradients come. `alone`: in steps that other ranks run as graphs, so that nothing is asked of them, is told what
+        the step has shown, before anything is sent."""
         self.model = model
         self.loss_fn = loss_fn
         self.parameters = dict(parameters)
@@ -78,6 +82,7 @@ class EagerModel:
         self._see: See | None = None
         self._losses: list[torch.Tensor] = []
         self._group = group
+        self._alone = alone
         owners = owners_of(model, loss_fn)
         self._everything = [p for owner in owners.values() for p in owner.parameters()]
         """Those that other programs train, too."""
@@ -253,9 +258,16 @@ class EagerModel:
             self._see(name, gradient)
         take(name, gradient)
 
+    def end_earlier(self) -> None:
+        """Behind the backward pass of a micro-batch that others follow, whose graphs may read what it wrote."""
+        if self._alone is not None:
+            self.buffers.written()
+
     def end_passes(self) -> None:
         """Behind the last backward pass of a step: begins to ask which parameters and buffers others have used."""
         names = list(self.parameters)
+        if self._alone is not None:
+            return self._alone(frozenset(names) - self._reached, self.buffers.written())
         self._misses |= len(self._reached) < len(names)
         self._asked = self._summed([*(float(n in self._reached) for n in names), *self.buffers.changes()])
 

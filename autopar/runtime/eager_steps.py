@@ -220,8 +220,8 @@ class Run:
             self.values[part] = self._own(part)
         for node in self.of.frees[at]:
             self.values.pop(node, None)
-        if at == self.of.last_own and self.of.synchronizes:
-            self.of.model.end_passes()
+        if at == self.of.last_own:
+            self.of.model.end_passes() if self.of.synchronizes else self.of.model.end_earlier()
 
     def end(self) -> None:
         """Behind the backward pass: what has got no gradient by now gets none."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +23,7 @@ from autopar.runtime.base_program import BaseProgram, Write, leaves
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_hooks, without_trace
-from autopar.runtime.kept_gradients import KeptGradients
+from autopar.runtime.kept_gradients import Kept, KeptGradients
 from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
@@ -30,6 +32,7 @@ from autopar.runtime.outputs import fill, holds_numbers, output_template
 from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
 from autopar.runtime.replay import as_captured
+from autopar.runtime.stand_in_gradients import StandInGradients, run_backward
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
@@ -66,6 +69,8 @@ class GradientProgram(BaseProgram):
         """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
         through while it is set."""
         self._kept = KeptGradients(self._parameters)
+        self._eagerly: StandInGradients | None = None
+        """Backward passes through batches that could not be captured; `None` before there is one."""
         self._proof: SynchronizedOnce | None = None
         self._compared = False
         """Whether synchronized gradients were compared with what the ranks' own add up to."""
@@ -99,6 +104,10 @@ class GradientProgram(BaseProgram):
         compiled = self.compile_for(batch)
         samples = 1 if batch.size is None else batch.size
         weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
+        if compiled.eager is not None:
+            return self._run_eagerly(compiled, float(weight), inputs)
+        if self._eagerly is not None:
+            self._eagerly.call_captured()
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
             # A checkpoint around the module counts what is saved, and runs the module again without a proof.
             with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
@@ -107,11 +116,66 @@ class GradientProgram(BaseProgram):
         synchronizes = self.synchronizes
 
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
+            if self._eagerly is not None:
+                self._eagerly.pass_captured()
             if self._group.world_size == 1 or synchronizes or self.synchronizes:
                 return self.run_backward(compiled, saved, tangents, reached, float(weight))
             return self.run_backward_alone(compiled, saved, tangents, reached, float(weight))
 
         return fill(compiled.output, iter(self._outputs(compiled, batch, backward)))
+
+    def _run_eagerly(self, c: Compiled, weight: float, inputs: dict[str, Any]) -> Any:
+        """The output of a batch that could not be captured, from which gradients flow as autograd has it."""
+        if self._eagerly is None:
+
+            def may_keep(synchronizes: bool) -> bool:
+                return self._group.world_size > 1 and not (synchronizes or self.synchronizes)
+
+            def guard() -> AbstractContextManager[None]:
+                return self._group.guard(f"backward pass {self._steps}")
+
+            self._eagerly = StandInGradients(c, self._kept, may_keep, partial(self._synchronized, c), guard)
+        with self._random:
+            return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
+
+    def _synchronized(
+        self, c: Compiled, own: Mapping[str, torch.Tensor], weight: float, kept: Kept
+    ) -> dict[str, torch.Tensor]:
+        """The synchronized gradients, of this rank's own, as `run_backward` leaves them."""
+        names = [p.name for p in c.graph.parameters]
+        total, count = weight + kept.weight, 1 + kept.passes
+        has = [n in own or n in kept.sums for n in names]
+        scalars, earlier, proof, expected = [], [], None, {}
+        if self._group.world_size > 1:
+            scalars = self._scalars(names, has, weight, total, count)
+            earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names] if kept.sums else []
+            if self.settings.check == "always" or (self.settings.check == "first" and not self._compared):
+                proof = self._new_proof(c)
+                local = [own.get(n, torch.zeros_like(self._parameters[n])) for n in names]
+                expected = proof.expected(local, kept.sums, weight, count, total)
+        step = self.written(c, "backward after accumulation" if earlier else "backward")
+        gradients = run_backward(step, c.tangent(1.0, self._device), own, scalars, earlier)
+        if proof is not None:
+            self._compared = proof.compare(expected, gradients[: len(names)])
+        self._share_buffers(c, f"backward pass {self._steps}")
+        self._steps += 1
+        if self._tells and self._group.world_size > 1:
+            has = [ranks > 0 for ranks in gradients[-1][1:].tolist()]
+        return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
+
+    def _scalars(
+        self, names: Sequence[str], has: Sequence[bool], weight: float, total: float, count: int
+    ) -> list[torch.Tensor]:
+        """What a backward pass is given behind its tangents. Raises `CaptureError` where it comes to some parameters
+        alone, and ranks do not tell each other to which."""
+        if not self._tells and any(has) and not all(has):
+            raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
+        numbers = [weight, [total, *has] if self._tells else [total], count]
+        return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
+
+    def _new_proof(self, c: Compiled) -> SynchronizedOnce:
+        trained = {p.name: self._parameters[p.name] for p in c.graph.parameters}
+        return SynchronizedOnce(trained, self._group, tolerance_of(c.graph), self.settings.clip_grad_norm is not None)
 
     def _outputs(self, c: Compiled, batch: Batch, backward: Backward) -> tuple[torch.Tensor, ...]:
         """The output's tensors, from which gradients flow through `backward`."""
@@ -138,10 +202,7 @@ class GradientProgram(BaseProgram):
             kept = self._kept.take(weight)
         total, count = weight + kept.weight, 1 + kept.passes
         has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
-        if not self._tells and any(has) and not all(has):
-            raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
-        numbers = [weight, [total, *has] if self._tells else [total], count]
-        scalars = [torch.tensor(x, dtype=torch.float64, device=tangents[0].device) for x in numbers]
+        scalars = self._scalars(names, has, weight, total, count)
         proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
         if proof is not None:
             local = self._backward(c, "local backward", reached)(*saved, *tangents)[: len(names)]
@@ -187,7 +248,7 @@ class GradientProgram(BaseProgram):
         joint = c.joint
         parameters = {p.name: self._parameters[p.name] for p in c.graph.parameters}
         tolerance = tolerance_of(c.graph)
-        self._proof = SynchronizedOnce(parameters, self._group, tolerance, self.settings.clip_grad_norm is not None)
+        self._proof = self._new_proof(c)
         draw = torch.Generator(self._device).manual_seed(0)
         tangents = [
             torch.randn(shape_for(joint, n, batch.shapes), generator=draw, device=self._device).to(n.meta["val"].dtype)

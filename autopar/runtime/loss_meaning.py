@@ -79,6 +79,8 @@ class LossMeaning:
         self._said_per_sample = False
         self._units = ""
         """In which batches have counted last."""
+        self._last: tuple[torch.Tensor, int] = torch.zeros(()), 0
+        """How much the last batch counts, and its samples."""
 
     def take_as_sum(self) -> None:
         """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
@@ -91,6 +93,11 @@ class LossMeaning:
 
     def weigh(self, weight: BatchWeight, batch: Batch, original: Any) -> torch.Tensor:
         """How much a batch counts where the loss is a mean: a float64 scalar on the program's device."""
+        found = self._weight(weight, batch, original)
+        self._last = found, batch.size or 0
+        return found
+
+    def _weight(self, weight: BatchWeight, batch: Batch, original: Any) -> torch.Tensor:
         if self._by_samples and self.given is None:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
         if self.given is not None:
@@ -103,6 +110,11 @@ class LossMeaning:
         else:
             count = torch.tensor(float(targets), dtype=torch.float64)
         return self._as_agreed(weight, batch, count).to(self._device)
+
+    def per_sample(self) -> float | None:
+        """How much each sample of the batch that was weighed last counts; `None` where that is not known."""
+        count, samples = self._last
+        return float(count) / samples if samples else None
 
     def settle(self, captures: Sequence[Compiled], batches: Sequence[Batch], looks: LossLooks) -> None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Warns on rank 0

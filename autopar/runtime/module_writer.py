@@ -11,6 +11,7 @@ import torch.fx
 
 from autopar.backends import collectives
 from autopar.ir.sizes import size_inputs
+from autopar.ir.stand_in import StandIn
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.gradients import cut
@@ -139,7 +140,7 @@ class BackwardWriter(_Half):
 
     def end_step_sum(self, of: str, value: torch.fx.Node) -> None:
         total = self.call(collectives.wait, (value,))
-        if not self.training.eager:
+        if not self.training.eager or isinstance(self.joint, StandIn):
             self.sums, total = total, self.call(operator.getitem, (total, 0))
         dtypes = {t.meta["val"].dtype for t in self.tangents}
         counted = self.call(torch.mul, (self.weight, self.count))

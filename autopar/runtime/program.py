@@ -41,7 +41,6 @@ from autopar.runtime.outputs import output_template
 from autopar.runtime.parameter_groups import ParameterGroups
 from autopar.runtime.parts import Parts
 from autopar.runtime.process_group import Group
-from autopar.runtime.replay import as_captured
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.shared_memory import Memory
@@ -96,6 +95,7 @@ class Program(BaseProgram):
             check_scaled(self._parameters, plan, self._context)
         of = model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         self._meaning = LossMeaning(*of)
+        self._stand_ins.per_sample = self._meaning.per_sample
         self._looks = LossLooks(model, group, self.gathered, self._sharded.is_spread, settings.check)
         self._shares = LossShares(settings.weight, group, self._device, self._meaning)
         how = self._arguments, self.written, self._scale
@@ -329,7 +329,7 @@ class Program(BaseProgram):
         return moments_of(self.plan.groups, self._steps, self._since)
 
     def _graphs(self) -> Iterator[nn.Module]:
-        for compiled in [*self._compiled, *([self._outlined] if self._outlined else ())]:
+        for compiled in [*self._compiled, *self._stand_ins, *([self._outlined] if self._outlined else ())]:
             for one in (compiled, *compiled.others.values()):
                 yield from one.graphs.values()
 
@@ -369,11 +369,10 @@ class Program(BaseProgram):
         self._proofs.capture(compiled, batch)
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        running = torch.no_grad() if self._eager is not None else as_captured()
-        with running, self._random, self._group.guard(f"step {self._steps}"):
+        with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
             self._parts.begin()
-            if self._eager is not None:
-                self._eager.begin()
+            for model in {c.eager for c in compiled if c.eager is not None}:
+                model.begin()
             if len(batches) == 1:
                 loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import Batch
+from autopar.ir.stand_in import StandIn
 from autopar.ops.group import Group
 from autopar.runtime.compiled import Check, Compiled
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.drift import StepTimes
-from autopar.runtime.eager import loss_of
+from autopar.runtime.eager import kept_attributes, loss_of
 from autopar.runtime.local_proof import prove_locally
 from autopar.runtime.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.own_state import check_own_state
@@ -84,6 +85,7 @@ class StepProofs:
     ) -> torch.Tensor:
         """A step, compared where memory allows it on all ranks. `shares`: of each micro-batch in the global batch."""
         last = compiled[-1]
+        stands_in = isinstance(last.joint, StandIn)  # others may run a graph, and expect what the model computes
         device = next(iter(self._parameters.values())).device
         subject = self._subject(
             graph=last.graph,
@@ -98,7 +100,7 @@ class StepProofs:
                 last.tangent(1.0, device),
             ],
             run=run,
-            eager=last.eager,
+            eager=None if stands_in else last.eager,
         )
         self._looked |= {g.index for g in last.program.groups if g.moment.doing in _SYNCHRONIZING}
         for c in compiled:
@@ -113,7 +115,9 @@ class StepProofs:
                 self._check_own_state(c, subject, b)
         proof = Proof(subject, on_device, shares, is_first)
         if is_first:
+            put_back = kept_attributes(subject.owners.values()) if stands_in else _nothing_kept
             proof.trial()
+            put_back()
         return proof.step()
 
     def capture(self, c: Compiled, batch: Batch) -> None:
@@ -154,6 +158,10 @@ class StepProofs:
                 return [loss_of(subject.model, subject.loss_fn, batch.rebuild(batch.copied()))]
 
         check_own_state(c.joint.guards, subject.owners, run, tolerance_of(c.graph))
+
+
+def _nothing_kept() -> None:
+    """Puts back what a graph has changed of what Python holds."""
 
 
 def _nothing() -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.outputs import fill
 from autopar.runtime.process_group import Group
+from autopar.runtime.replay import as_captured
 from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.step_writer import batch_share, loss_share
 from autopar.runtime.writer import NARROW
@@ -56,12 +58,15 @@ class StepRuns:
         arguments, step = self._arguments(compiled, batch.tensors), self._written(compiled, "step")
         self._outputs = []
         if self._group.world_size == 1:
-            return self._kept(compiled, step(*arguments, self._seed(compiled, 1.0))).detach()
+            with _running(compiled):
+                found = step(*arguments, self._seed(compiled, 1.0))
+            return self._kept(compiled, found).detach()
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self._group.world_size), torch.ones_like(weight)
         self._compare_units([compiled], [batch])
-        found = step(*arguments, weight, self._same_settings.with_number(total))
+        with _running(compiled):
+            found = step(*arguments, weight, self._same_settings.with_number(total))
         return self._kept(compiled, found).to(compiled.loss_dtype)
 
     def many(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
@@ -82,7 +87,9 @@ class StepRuns:
         earlier.clear()
         share = shares[-1]
         arguments, step = self._arguments(last, batches[-1].tensors), self._written(last, "last micro-batch")
-        found = self._kept(last, step(*arguments, self._seed(last, float(share)), *ordered, share, loss))
+        with _running(last):
+            found = step(*arguments, self._seed(last, float(share)), *ordered, share, loss)
+        found = self._kept(last, found)
         if self._group.name is None:
             found = loss + loss_share(found, share)
         return found.to(last.loss_dtype)
@@ -110,7 +117,8 @@ class StepRuns:
         """Adds a micro-batch's gradients, or the parts that they are made of, to `into`; returns its loss."""
         passes = self._written(c, "earlier micro-batch")
         tangent = self._seed(c, seed)
-        loss, outputs, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
+        with _running(c):
+            loss, outputs, buffers, gradients = passes(*self._arguments(c, batch.tensors), tangent)
         if c.eager is not None:
             self._outputs += c.eager.take_outputs()
         if c.joint.has_outputs:
@@ -138,3 +146,8 @@ class StepRuns:
         if self._meaning.is_sum:
             return torch.ones_like(weights)
         return batch_share(weights, total, torch.float64, self._group.world_size * len(weights))
+
+
+def _running(c: Compiled) -> AbstractContextManager[None]:
+    """Around a graph, as it was captured; a model that runs eagerly is in the caller's autocast."""
+    return nullcontext() if c.eager is not None else as_captured()

@@ -159,7 +159,7 @@ class Writer(Site):
 
     def compute(self) -> list[tuple[int, torch.fx.Node]]:
         """The joint graph's nodes, less placeholders and output, with their positions."""
-        return list(enumerate(n for n in self.joint.module.graph.nodes if n.op not in ("placeholder", "output")))
+        return self.joint.placed()
 
     @cached_property
     def nodes(self) -> dict[str, torch.fx.Node]:

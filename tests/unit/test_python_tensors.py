@@ -115,14 +115,14 @@ def _caches(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _trained(keep: Callable[[Any, torch.Tensor], torch.Tensor], entry: str) -> _Keeps:
+def _trained(keep: Callable[[Any, torch.Tensor], torch.Tensor], entry: str, capture: Any = "auto") -> _Keeps:
+    torch.manual_seed(0)
     net, x, y = _Keeps(keep), X.float(), Y.float()
     if entry == "module":
-        autopar.optimize(net, example_inputs=x)(x).sum().backward()
+        autopar.optimize(net, example_inputs=x, capture=capture)(x).sum().backward()
     else:
-        program = autopar.optimize(
-            net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss_fn=F.mse_loss, example_inputs=(x, y)
-        )
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        program = autopar.optimize(net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=(x, y), capture=capture)
         for _ in range(6):
             program.step((x, y))
     return net
@@ -132,12 +132,33 @@ def _trained(keep: Callable[[Any, torch.Tensor], torch.Tensor], entry: str) -> _
 @pytest.mark.parametrize(
     ("keep", "name"), [(_adds_the_last, "model.last"), (_adds_by_name, "model.by_name"), (_begins, "model.has_begun")]
 )
-def test_what_forward_leaves_for_its_next_run_is_refused(keep: Any, name: str, entry: str) -> None:
+def test_what_forward_leaves_for_its_next_run_is_there_as_the_model_runs_eagerly(
+    keep: Any, name: str, entry: str
+) -> None:
+    said = f"changes '{name}', and the next time it computes something else[^$]*So the model runs eagerly"
+    with pytest.warns(autopar.AutoparWarning, match=said):
+        net = _trained(keep, entry)
+    torch.manual_seed(0)
+    other, x, y = _Keeps(keep), X.float(), Y.float()
+    if entry == "module":
+        other(x).sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+        return
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.mse_loss(other(x), y).backward()
+        optimizer.step()
+    assert all(torch.allclose(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("entry", ["step", "module"])
+def test_what_forward_leaves_is_refused_where_a_graph_must_be_had(entry: str) -> None:
     with (
         pytest.warns(autopar.AutoparWarning, match="sets or changes"),
-        pytest.raises(CaptureError, match=f"changes '{name}', and the next time it computes something else"),
+        pytest.raises(CaptureError, match=r"changes 'model\.last', and the next time it computes something else"),
     ):
-        _trained(keep, entry)
+        _trained(_adds_the_last, entry, capture="always")
 
 
 @pytest.mark.parametrize("entry", ["step", "module"])
@@ -147,12 +168,28 @@ def test_what_forward_keeps_to_compute_the_same_faster_is_not(entry: str) -> Non
     assert net.last is None and not net.by_name, "nothing is left behind, fake tensors least of all"
 
 
-def test_a_tensor_that_is_replaced_at_every_step_is_named() -> None:
+@pytest.mark.parametrize("capture", ["auto", "always"])
+def test_a_tensor_that_is_replaced_at_every_step_is_named_and_the_model_runs_eagerly(capture: Any) -> None:
     net = _Held().double()
-    program = autopar.optimize(
-        net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss_fn=F.mse_loss, example_inputs=(X, Y)
-    )
-    with pytest.raises(AutoparError, match=r"'model\.scale is the same object' held at capture"):
-        for _ in range(6):
-            net.scale = net.scale.clone()
-            program.step((X, Y))
+    other = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, other)]
+    program = autopar.optimize(net, optimizer=optimizers[0], loss_fn=F.mse_loss, example_inputs=(X, Y), capture=capture)
+
+    def train() -> None:
+        for step in range(6):
+            net.scale = net.scale * (1 + 0.1 * step)
+            other.scale = other.scale * (1 + 0.1 * step)
+            loss = program.step((X, Y))
+            optimizers[1].zero_grad()
+            expected = F.mse_loss(other(X), Y)
+            expected.backward()
+            optimizers[1].step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+
+    named = r"'model\.scale is the same object' held at capture"
+    if capture == "always":
+        with pytest.raises(AutoparError, match=named):
+            train()
+    else:
+        with pytest.warns(autopar.AutoparWarning, match=f"{named}[^$]*So the model runs eagerly on such batches"):
+            train()

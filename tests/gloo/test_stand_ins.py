@@ -1,0 +1,44 @@
+"""Batches of captured programs that cannot be captured: run eagerly, on whichever ranks they come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gloo.ranks import run_worlds
+from tests.gloo.stand_ins import everything
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, list[dict[str, Any]]]:
+    return run_worlds(everything, {1: (), 2: ()})
+
+
+@pytest.mark.parametrize("what", ["steps", "kinds", "module"])
+def test_they_train_as_one_process_does(worlds: dict[int, list[dict[str, Any]]], what: str) -> None:
+    off = {(n, k): v[0] for n, ranks in worlds.items() for found in ranks for k, v in found[what].items()}
+    assert off and {k: v for k, v in off.items() if v > 1e-12} == {}
+
+
+def test_it_is_said_once_with_the_line(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    for found in (*worlds[1], *worlds[2]):
+        for what in ("steps", "kinds", "module"):
+            for key, (_, (*_, said)) in found[what].items():
+                reason = "has changed before each" if key == "changes" else "a branch depends on a tensor's value"
+                assert reason in said or key == "changes", (key, said)
+                assert "stand_ins.py" in said and "So the model runs eagerly on such batches" in said
+        assert all(len(said) == 1 for _, said in [*found["steps"].values(), *found["kinds"].values()])
+
+
+def test_one_backward_pass_through_a_graph_and_autograd_is_refused(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    for both, *_ in (said for _, said in worlds[2][0]["module"].values()):
+        assert "call backward() for each" in both
+
+
+def test_plans_that_need_the_graph_refuse_with_the_remedy(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    for found in worlds[2]:
+        for strategy, why in found["refused"].items():
+            assert why.startswith("CaptureError") and "stand_ins.py" in why and "capture='never'" in why, strategy
+        assert "rows of '" in found["refused"]["sharded_parameters"]
+        assert "'table.weight' cannot use sparse_rows" in found["refused"]["sparse_rows"]
