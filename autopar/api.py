@@ -36,7 +36,7 @@ from autopar.runtime.padding import Pad, Padding
 from autopar.runtime.process_group import Group, join, take_from_rank_0
 from autopar.runtime.program import Program
 from autopar.runtime.same_call import check_same_call, job_cluster, plan_on_rank_0
-from autopar.runtime.sync_batch_norm import synchronize_batch_norm
+from autopar.runtime.sync_batch_norm import check_captured, synchronize_batch_norm
 from autopar.runtime.wrapped import check_has_values, check_unwrapped
 from autopar.search.constraints import Constraints, Pinned
 from autopar.search.options import SearchOptions
@@ -165,6 +165,7 @@ def optimize(
     pin: Mapping[str, Pinned] | None = None,
     forbid: Collection[str] = (),
     clip_grad_norm: float | None = None,
+    sync_batch_norm: bool = False,
     outputs: bool = False,
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
@@ -349,12 +350,12 @@ def optimize(
         example_inputs = example_inputs if example_inputs is None else padding.padded(example_inputs)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
-    if synchronize_batch_norm(model, group, sync_batch_norm) and (optimizer is None or measure_compute):
+    is_joined = synchronize_batch_norm(model, group, sync_batch_norm)
+    if is_joined and measure_compute:
         raise SpecError(
-            "batch normalization over all ranks needs the optimizer, and cannot be timed on one rank alone: leave "
-            "measure_compute out, and pass optimizer="
+            "batch normalization over all ranks cannot be timed on one rank alone: leave measure_compute out"
         )
-    sizes = sizes_of(training.batch.size, group, next(iter(parameters.values())).device) if mode == "step" else ()
+    sizes = sizes_of(training.batch.size, group, next(iter(parameters.values())).device)
     with gathering(group, sizes):
         training.settle(group)
         settings = training.settings
@@ -365,14 +366,15 @@ def optimize(
             plan = plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
             graph = training.graph(plan.recompute)
         context = training.context(group.world_size, late_parameters)
+        of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
         if optimizer is None:
+            check_captured(is_joined, training.eager)
             of = EagerGradientProgram if training.eager else GradientProgram
             gradients = of(model, plan, group, settings, context)
-            gradients.adopt(graph, training.batch)
+            gradients.adopt(graph, training.batch, sizes=of_all)
             return SyncedModule(gradients)
         made = Program if plan.quality is None else BudgetedProgram
         program = made(model, plan, group, optimizer, settings, context)
-        of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
         program.adopt(graph, training.batch, sizes=of_all)
         return program
 

@@ -34,17 +34,17 @@ _now: list[_Ranks] = []
 def gather(x: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, in the order of ranks: [samples of this rank, ...] becomes [samples of all ranks, ...].
 
-    For the model or the loss of `program.step`: contrastive losses and negatives within the batch then compare samples
-    of the global batch. Gradients flow back to the ranks that the rows come from, and are those of one process. With
-    one rank, and where nothing is trained, as in evaluation, it is `x` itself.
+    For the model or the loss of `program.step`, and the model of a drop-in module: contrastive losses and negatives
+    within the batch then compare samples of the global batch. Gradients flow back to the ranks that the rows come from,
+    and are those of one process. With one rank, and where nothing is trained, as in evaluation, it is `x` itself.
 
     Raises `CaptureError` where `x` has not a row for each sample of this rank's batch, and outside of a step.
     """
     if not _now:
         if torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CaptureError(
-                "autopar.gather works within program.step, of a program with an optimizer: in your own loop, gather "
-                "with torch.distributed.nn.functional.all_gather"
+                "autopar.gather works in the model or the loss of program.step, and in the model of a drop-in module "
+                "that is captured: elsewhere, gather with torch.distributed.nn.functional.all_gather"
             )
         return x
     ranks = _now[0]

@@ -23,6 +23,7 @@ from autopar.runtime.base_program import BaseProgram, Write, leaves
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.differences import tolerance_of
 from autopar.runtime.eager import without_hooks, without_trace
+from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.kept_gradients import Kept, KeptGradients
 from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.loss_shares import one_weight
@@ -33,6 +34,7 @@ from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
 from autopar.runtime.replay import as_captured
 from autopar.runtime.stand_in_gradients import StandInGradients, run_backward
+from autopar.runtime.sync_batch_norm import check_tangents
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
@@ -69,6 +71,8 @@ class GradientProgram(BaseProgram):
         """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
         through while it is set."""
         self._kept = KeptGradients(self._parameters)
+        self._gathers = False
+        """Whether the model takes samples of all ranks."""
         self._eagerly: StandInGradients | None = None
         """Backward passes through batches that could not be captured; `None` before there is one."""
         self._proof: SynchronizedOnce | None = None
@@ -101,7 +105,13 @@ class GradientProgram(BaseProgram):
         that require one."""
         self._unchanged.check()
         batch = flatten(inputs)
-        compiled = self.compile_for(batch)
+        sizes = sizes_of(batch.size, self._group, self._device) if self._gathers else ()
+        with gathering(self._group, sizes):
+            return self._run(batch, inputs, sizes)
+
+    def _run(self, batch: Batch, inputs: dict[str, Any], sizes: tuple[int, ...]) -> Any:
+        """`sizes`: of all ranks' batches, where ranks gather them."""
+        compiled = self.compile_for(batch, sizes=sizes)
         samples = 1 if batch.size is None else batch.size
         weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
         if compiled.eager is not None:
@@ -227,7 +237,12 @@ class GradientProgram(BaseProgram):
     ) -> Gradients:
         """As `run_backward`, of this rank's own gradients, which a later backward pass synchronizes. Those of a batch
         that counts as nothing, which may be no numbers, are left out."""
+        joined = c.joint.sums_over_ranks and weight > 0
+        if joined:  # other ranks' gradients come with it, each of which is to count as its own batch does
+            tangents = [t * weight for t in tangents]
         gradients = self._backward(c, "local backward", reached)(*saved, *tangents)
+        if joined:
+            gradients = [g / weight for g in gradients]
         found = _only(gradients, [weight > 0 and is_reached for is_reached in reached.parameters])
         self._kept.expect({p.name: g for p, g in zip(c.graph.parameters, found, strict=False)}, weight)
         return found
@@ -246,6 +261,9 @@ class GradientProgram(BaseProgram):
         """Compares both passes with the model run eagerly, on this rank alone, and has the first synchronized gradients
         compared later on."""
         joint = c.joint
+        if joint.sums_over_ranks:  # no rank can run it by itself
+            c.proved = True
+            return
         parameters = {p.name: self._parameters[p.name] for p in c.graph.parameters}
         tolerance = tolerance_of(c.graph)
         self._proof = self._new_proof(c)
@@ -290,8 +308,11 @@ class GradientProgram(BaseProgram):
         c.proved = True
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
+        assert graph.joint is not None
+        check_tangents(graph.joint)
+        self._gathers |= graph.joint.gathers
         output = output_template(self.model, batch)
-        if graph.joint is not None and graph.joint.sizes is not None and holds_numbers(output):
+        if graph.joint.sizes is not None and holds_numbers(output):
             raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
         return replace(super()._lowered(graph, program, batch), output=output)
 

@@ -13,6 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from autopar.backends.across import register_channel, sum_over_ranks
 from autopar.errors import CaptureError, SignatureError
+from autopar.ir.joint import JointGraph
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.process_group import Group
 from autopar.runtime.writer import NARROW
@@ -77,6 +78,26 @@ def check_loss_dtype(compiled: Compiled) -> None:
         raise SignatureError(
             "ranks exchange values within the model, whose loss is in 16 bits, too few to hold a rank's share of the "
             "global batch: compute the loss from float32 values, as in cross_entropy(logits.float(), target)"
+        )
+
+
+def check_captured(is_joined: bool, eager: bool) -> None:
+    """Raises `CaptureError` for a drop-in module that normalizes over all ranks and runs eagerly."""
+    if is_joined and eager:
+        raise CaptureError(
+            "batch normalization over all ranks needs a graph in a drop-in module: run eagerly, its backward pass "
+            "begins at each rank's own loss, whatever that counts. Pass the optimizer to autopar.optimize and call "
+            "program.step, or mend what stands in the way of a graph"
+        )
+
+
+def check_tangents(joint: JointGraph) -> None:
+    """The same of a drop-in module, whose outputs' gradients hold a rank's share of the global batch."""
+    tangents = zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True)
+    if joint.sums_over_ranks and any(n.meta["val"].dtype in NARROW for (kind, _), n in tangents if kind == "tangent"):
+        raise SignatureError(
+            "ranks exchange values within the module, one of whose outputs is in 16 bits, too few to hold a rank's "
+            "share of the global batch in its gradient: return it as float32, as in logits.float()"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -69,6 +70,33 @@ def train(rank: int, n: int, strategy: str, momentum: float | None = 0.1, conver
     return [max(worst, parameters), apart(model.buffers(), eager.buffers()), shown]
 
 
+def train_module(rank: int, n: int, each: int) -> float:
+    """How far a drop-in module's gradients, parameters and buffers are from one process's, over steps of `each`
+    backward passes, of which only the last is sent."""
+    model, eager = net(), net()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, eager)]
+    synced = autopar.optimize(model, example_inputs=batch(0, rank)[0], strategy="ddp", sync_batch_norm=True)
+    worst = 0.0
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        parts = [each * step + k for k in range(each)]
+        total = sum(len(joined(k, n)[0]) for k in parts)
+        for k in parts:
+            x, y = batch(k, rank)
+            with contextlib.nullcontext() if k == parts[-1] else synced.no_sync():
+                F.cross_entropy(synced(x), y).backward()
+            x, y = joined(k, n)
+            # As with DDP, a pass that was kept back is added, not averaged.
+            (F.cross_entropy(eager(x), y) * (each * len(x) / total)).backward()
+        pairs = [*zip(model.parameters(), eager.parameters(), strict=True)]
+        worst = max(worst, apart([a.grad for a, _ in pairs], [b.grad for _, b in pairs]))
+        for optimizer in optimizers:
+            optimizer.step()
+        worst = max(worst, apart(model.state_dict().values(), eager.state_dict().values()))
+    return worst
+
+
 def apart(a: Any, b: Any) -> float:
     return max(float((x.double() - y.double()).detach().abs().max()) for x, y in zip(a, b, strict=True))
 
@@ -78,7 +106,8 @@ def refused(rank: int) -> list[str]:
     half = net().bfloat16()
     x, y = batch(0, rank)
     tries: list[tuple[nn.Module, Any, dict[str, Any]]] = [
-        (net(), x, {"optimizer": None}),
+        (net().bfloat16(), x.bfloat16(), {"optimizer": None}),
+        (net(), x, {"optimizer": None, "capture": "never"}),
         (half, (x.bfloat16(), y), {"optimizer": torch.optim.SGD(half.parameters(), lr=0.1)}),
     ]
     for model, data, settings in tries:
@@ -105,5 +134,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     }
     return {
         "trained": {str(case): train(rank, n, *case) for case in cases[n]},
+        "modules": [train_module(rank, n, each) for each in (1, 2)] if n > 1 else [],
         "refused": refused(rank) if n == 2 else [],
     }

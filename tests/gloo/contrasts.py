@@ -79,6 +79,28 @@ def train(rank: int, n: int, strategy: str, whole: bool) -> float:
         return max(worst, *(float((x - y).detach().abs().max()) for x, y in pairs))
 
 
+def train_module(rank: int, n: int, whole: bool) -> float:
+    """How far a drop-in module's gradients and parameters are from one process's; warnings are errors."""
+    mine, eager = model(Pair, whole), model(Plain, whole)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, eager)]
+    worst = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.AutoparWarning)
+        synced = autopar.optimize(mine, example_inputs=batch(0, rank, n), strategy="ddp")
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            synced(**batch(step, rank, n)).backward()
+            every = [batch(step, r, n) for r in range(n)]
+            eager(**{k: torch.cat([b[k] for b in every]) for k in every[0]}).backward()
+            pairs = list(zip(mine.parameters(), eager.parameters(), strict=True))
+            worst = max(worst, *(float((x.grad - y.grad).abs().max()) for x, y in pairs))  # type: ignore[operator]
+            for optimizer in optimizers:
+                optimizer.step()
+            worst = max(worst, *(float((x - y).detach().abs().max()) for x, y in pairs))
+    return worst
+
+
 def refused(rank: int, n: int) -> list[str]:
     said: list[str] = []
     mine = model(Pair, True)
@@ -104,4 +126,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         3: (("sharded", False), ("zero1", True)),
     }
     trained = {str(case): train(rank, n, *case) for case in cases[n]}
-    return {"trained": trained, "refused": refused(rank, n) if n == 2 else []}
+    modules = [train_module(rank, n, whole) for whole in (False, True)] if n > 1 else []
+    return {"trained": trained, "modules": modules, "refused": refused(rank, n) if n == 2 else []}

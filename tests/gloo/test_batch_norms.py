@@ -23,8 +23,14 @@ def test_trains_and_evaluates_as_one_process_would(worlds: Worlds) -> None:
             assert {k: d for k, d in found["trained"].items() if max(d) > 1e-10} == {}, n
 
 
+def test_drop_in_modules_leave_the_gradients_of_one_process(worlds: Worlds) -> None:
+    for found in (*worlds[2], *worlds[3]):
+        assert found["modules"] and max(found["modules"]) < 1e-12
+
+
 def test_what_cannot_be_synchronized_is_refused(worlds: Worlds) -> None:
     for found in worlds[2]:
-        module, narrow = found["refused"]
-        assert "needs the optimizer" in module
+        narrow_module, eager_module, narrow = found["refused"]
+        assert "one of whose outputs is in 16 bits" in narrow_module
+        assert "needs a graph in a drop-in module" in eager_module
         assert "whose loss is in 16 bits" in narrow

@@ -23,8 +23,13 @@ def test_contrastive_losses_train_as_in_one_process(worlds: Worlds) -> None:
             assert {k: d for k, d in found["trained"].items() if d > 1e-10} == {}, n
 
 
+def test_drop_in_modules_leave_the_gradients_of_one_process(worlds: Worlds) -> None:
+    for found in (*worlds[2], *worlds[3]):
+        assert found["modules"] and max(found["modules"]) < 1e-12
+
+
 def test_what_cannot_be_gathered_is_refused(worlds: Worlds) -> None:
     for found in worlds[2]:
         micro_batches, outside = found["refused"]
         assert "several micro-batches cannot be compared" in micro_batches
-        assert "works within program.step" in outside
+        assert "works in the model or the loss of program.step" in outside
