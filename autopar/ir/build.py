@@ -95,7 +95,7 @@ def training_graph(
         batch_size=batch.size,
         buffer_bytes=sum(_bytes(n.meta["val"]) for n in buffers),
         input_bytes=sum(_bytes(t) for t in batch.tensors),
-        autocast=_autocast(model, batch),
+        autocast=autocast_format(model, batch),
         recompute=recompute if mode == "step" else "none",
         passes=(*done, *done_behind),
         joint=joint,
@@ -263,7 +263,7 @@ def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def _autocast(model: nn.Module, batch: Batch) -> str | None:
+def autocast_format(model: nn.Module, batch: Batch) -> str | None:
     """The format of the autocast that is on, for the model's device; those without values are traced as on the CPU."""
     tensors = [*model.parameters(), *batch.tensors]
     device = next((t.device.type for t in tensors if t.device.type != "meta"), "cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -75,6 +74,8 @@ class GradientProgram(BaseProgram):
         """Whether the model takes samples of all ranks."""
         self._eagerly: StandInGradients | None = None
         """Backward passes through batches that could not be captured; `None` before there is one."""
+        self._stands_in: Compiled | None = None
+        """What the last of these batches runs."""
         self._proof: SynchronizedOnce | None = None
         self._compared = False
         """Whether synchronized gradients were compared with what the ranks' own add up to."""
@@ -136,6 +137,7 @@ class GradientProgram(BaseProgram):
 
     def _run_eagerly(self, c: Compiled, weight: float, inputs: dict[str, Any]) -> Any:
         """The output of a batch that could not be captured, from which gradients flow as autograd has it."""
+        self._stands_in = c
         if self._eagerly is None:
 
             def may_keep(synchronizes: bool) -> bool:
@@ -144,14 +146,14 @@ class GradientProgram(BaseProgram):
             def guard() -> AbstractContextManager[None]:
                 return self._group.guard(f"backward pass {self._steps}")
 
-            self._eagerly = StandInGradients(c, self._kept, may_keep, partial(self._synchronized, c), guard)
+            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, guard)
         with self._random:
             return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
 
-    def _synchronized(
-        self, c: Compiled, own: Mapping[str, torch.Tensor], weight: float, kept: Kept
-    ) -> dict[str, torch.Tensor]:
+    def _synchronized(self, own: Mapping[str, torch.Tensor], weight: float, kept: Kept) -> dict[str, torch.Tensor]:
         """The synchronized gradients, of this rank's own, as `run_backward` leaves them."""
+        c = self._stands_in
+        assert c is not None
         names = [p.name for p in c.graph.parameters]
         total, count = weight + kept.weight, 1 + kept.passes
         has = [n in own or n in kept.sums for n in names]

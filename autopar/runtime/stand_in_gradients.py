@@ -27,8 +27,8 @@ _SEPARATELY = (
 class Synchronize(Protocol):
     """Sums gradients over the ranks."""
 
-    def __call__(self, local: Mapping[str, torch.Tensor], weight: float, kept: Kept) -> dict[str, torch.Tensor]:
-        """`local`: this rank's own, by name, of a batch that counts by `weight`. `kept`: those of earlier passes.
+    def __call__(self, own: Mapping[str, torch.Tensor], weight: float, kept: Kept) -> dict[str, torch.Tensor]:
+        """`own`: this rank's own, by name, of a batch that counts by `weight`. `kept`: those of earlier passes.
         Returns those that some rank has a gradient of."""
 
 

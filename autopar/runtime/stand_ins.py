@@ -16,6 +16,7 @@ from torch import nn
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, PlanError
 from autopar.ir.batch import Batch, call_model
 from autopar.ir.batch_weight import BatchWeight, UnreadWeight
+from autopar.ir.build import autocast_format
 from autopar.ir.stand_in import counting, stand_in
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import Captures
@@ -28,6 +29,8 @@ from autopar.strategies.lowering import StepProgram
 MOST_TRIED = 4
 """Batches that differ in sizes alone, each of which could not be captured, before further sizes are not tried: each
 takes seconds."""
+_Kind = tuple[str | None, bool]
+"""The number format of the autocast, and whether the model's output is returned: orders of collectives may differ."""
 _NEVER = "Pass capture='never' to autopar.optimize, with which the model runs eagerly from the start"
 
 
@@ -64,7 +67,8 @@ class StandIns:
         self._group = group
         self._captures = captures
         self._lower = lower
-        self._made: Compiled | None = None
+        self._made: dict[_Kind, Compiled] = {}
+        self._eager: EagerModel | None = None
         self._keys: set[Hashable] = set()
         self._tried: dict[Hashable, int] = {}
         """By kind, how many sizes could not be captured."""
@@ -75,7 +79,7 @@ class StandIns:
         """How much a sample has counted last, in what captured batches are counted in."""
 
     def __iter__(self) -> Iterator[Compiled]:
-        return iter(() if self._made is None else (self._made,))
+        return iter(self._made.values())
 
     def runs(self, key: Hashable) -> bool:
         """Whether a batch of this signature could not be captured before."""
@@ -88,26 +92,26 @@ class StandIns:
     def of(self, wanted: Wanted, reason: AutoparError | None = None) -> Compiled:
         """What runs the model eagerly on a batch. `reason`: why it cannot be captured, where that was found just now.
         Raises it, with the remedy, where the model cannot run eagerly under this plan."""
+        kind = autocast_format(self._model, wanted.batch), wanted.outputs
         if reason is not None:
-            self._note(wanted, reason)
-        if self._made is None:
-            self._made = self._new(reason)
-        if reason is not None:
+            self._check_allowed(wanted, reason)
+            if kind not in self._made:
+                self._made[kind] = self._new(kind, reason)
             self._try(wanted, reason)
-        made = self._made
+            self._keys.add(wanted.key)
+            tried = MOST_TRIED if self._captures.keep_changing else self._tried.get(wanted.kind, 0) + 1
+            self._tried[wanted.kind] = tried
+        made = self._made[kind]
         assert made.eager is not None
         made.eager.keeps_output = wanted.outputs
         graph = made.graph if made.joint.weight is None else counting(made.graph, self._weight(wanted))
         return replace(made, graph=graph, batch=wanted.batch, looked=reason is None)
 
-    def _note(self, wanted: Wanted, reason: AutoparError) -> None:
+    def _check_allowed(self, wanted: Wanted, reason: AutoparError) -> None:
         if self._settings.capture == "always":
             raise reason
         if wanted.gathers:
             raise _refusal(reason, "samples of all ranks are compared with each other in the order of its graph")
-        self._keys.add(wanted.key)
-        tried = MOST_TRIED if self._captures.keep_changing else self._tried.get(wanted.kind, 0) + 1
-        self._tried[wanted.kind] = tried
 
     def _try(self, wanted: Wanted, reason: AutoparError) -> None:
         """Raises `reason`, which says more of what is wrong, where the model does not run on a batch either; else
@@ -117,16 +121,19 @@ class StandIns:
             try:
                 call_model(self._model, given, self._settings.loss_fn is not None)
             except Exception as e:
-                self._keys.discard(wanted.key)
                 raise reason from e
         if not self._said:
             self._said = True
             lost = {w for c in self._captures if c.joint.guards is not None for w in c.joint.guards.lost}
             warnings.warn(_said(reason, sorted(lost)), AutoparWarning, stacklevel=2)
 
-    def _new(self, reason: AutoparError | None) -> Compiled:
-        assert reason is not None, "only what could not be captured is stood in for"
-        captured = next(iter(self._captures))
+    def _new(self, kind: _Kind, reason: AutoparError) -> Compiled:
+        """Stands in for the captures of a kind, which all have one order of collectives."""
+        autocast, outputs = kind
+        alike = [c for c in self._captures if c.graph.autocast == autocast]
+        if not alike:
+            raise _refusal(reason, f"no batch was captured before under this autocast ({autocast or 'none'})")
+        captured = min(alike, key=lambda c: c.joint.has_outputs is not outputs)
         try:
             graph = stand_in(captured.graph)
             program = self._lower(graph)
@@ -137,9 +144,10 @@ class StandIns:
             raise _refusal(reason, f"rows of '{name}' are on other ranks, which graphs gather and sum for each pass")
         trained = {p.name: self._parameters[p.name] for p in graph.parameters}
         self._known = frozenset(name for c in self._captures for name, _ in c.joint.mutations)
-        pieces = frozenset(trained)
-        model = EagerModel(self._model, self._settings.loss_fn, trained, pieces, False, self._group, self._check)
-        return Compiled(graph, program, captured.shared_buffers, eager=model, proved=True)
+        if self._eager is None:
+            of = self._model, self._settings.loss_fn, trained, frozenset(trained), False, self._group, self._check
+            self._eager = EagerModel(*of)
+        return Compiled(graph, program, captured.shared_buffers, eager=self._eager, proved=True)
 
     def _check(self, missing: frozenset[str], buffers: Sequence[str]) -> None:
         """Is told what a step has shown, before anything is sent. Raises `CaptureError` where a graph would do
@@ -150,8 +158,7 @@ class StandIns:
                 f"the model writes to its buffer '{others[0]}' on a batch that cannot be captured, and does not on "
                 f"those that are, so ranks cannot know that it is to be rank 0's. {_NEVER}"
             )
-        assert self._made is not None
-        if not missing or self._made.joint.weight is None:  # a drop-in module's ranks tell each other
+        if not missing or next(iter(self)).joint.weight is None:  # a drop-in module's ranks tell each other
             return
         name = min(missing)
         if self._group.world_size == 1:
