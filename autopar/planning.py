@@ -244,6 +244,8 @@ class Planner:
             plan = self._searched(training, cluster, levels)
         if plan.memory is not None and plan.memory.short_bytes:
             _say_memory(plan, plan.memory)
+        if cluster.batches:
+            _say_batches(training.graph(plan.recompute), cluster)
         return plan
 
     def _searched(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
@@ -341,6 +343,20 @@ class Planner:
             journal=self.searching.journal,
             resume=self.searching.resume,
             progress=self.progress,
+        )
+
+
+def _say_batches(graph: TrainingGraph, cluster: ClusterSpec) -> None:
+    """Warns where ranks with other batches than the example are priced with that."""
+    from autopar.cost_models.batches import unscaled
+
+    why = unscaled(graph, [place.device.batch for place in cluster.ranks])
+    if why is not None:
+        warnings.warn(
+            f"the cluster's devices have batches of their own ({cluster.batches}), but the plan is priced with the "
+            f"example's on each rank: {why}. It trains any batches all the same",
+            AutoparWarning,
+            stacklevel=4,
         )
 
 

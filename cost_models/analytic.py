@@ -15,6 +15,7 @@ import numpy.typing as npt
 from autopar.backends.base import Backend
 from autopar.cost_models.alike import Indices, alike_in
 from autopar.cost_models.base import CostModel, Estimate
+from autopar.cost_models.batches import graphs_for, scaled_times
 from autopar.cost_models.clocks import Streams
 from autopar.cost_models.compute import Rates, compute_dtype, compute_provenance, node_times
 from autopar.cost_models.memory import MemoryModel
@@ -92,7 +93,11 @@ class StepPricer:
         self.optimizer = optimizer
         self.network = network or Network(topology)
         rounds = self.network.backend.rounds
-        self.memory = MemoryModel(graph, rounds=rounds)
+        self._graphs = graphs_for(graph, [place.device.batch for place in topology.ranks])
+        """By rank: the graph for its batch."""
+        models = {id(g): MemoryModel(g, rounds=rounds) for g in {id(g): g for g in [graph, *self._graphs]}.values()}
+        self.memory = models[id(graph)]
+        self._memories = [models[id(g)] for g in self._graphs]
         self._setting = Setting(topology.world_size, optimizer.moved_tensors, rounds)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
@@ -101,7 +106,11 @@ class StepPricer:
         device_of_rank = [devices.index(place.device) for place in topology.ranks]
         self.rates = [rates[i] for i in device_of_rank]
         times = [(measured_s or {}).get(device.kind) for device in devices]
-        self._nodes = [node_times(graph, r, t) for r, t in zip(rates, times, strict=True)]
+        graphs = [self._graphs[device_of_rank.index(i)] for i in range(len(devices))]
+        self._nodes = [
+            node_times(g, r, t if t is None or g is graph else scaled_times(graph, g, r, t))
+            for g, r, t in zip(graphs, rates, times, strict=True)
+        ]
         self._device_of_rank = device_of_rank
         self._devices = np.array(device_of_rank)
         self._streams: dict[frozenset[str], Streams] = {}
@@ -127,11 +136,20 @@ class StepPricer:
             communication_s=outcome.communication_s,
             sent_bytes=_sum([t.sent_bytes for t in transfers], n),
             received_bytes=_sum([t.received_bytes for t in transfers], n),
-            peak_memory_bytes=self.memory.peaks(program, self.optimizer),
+            peak_memory_bytes=self._peaks(program),
             relative_error=RELATIVE_ERROR[provenance],
             provenance=provenance,
             spans=tuple(outcome.spans),
         )
+
+    def memory_of(self, rank: int) -> MemoryModel:
+        """Of a rank, with its batch."""
+        return self._memories[rank]
+
+    def _peaks(self, program: StepProgram) -> tuple[int, ...]:
+        """Peak bytes of each rank."""
+        by_model = {id(m): m.peaks(program, self.optimizer) for m in {id(m): m for m in self._memories}.values()}
+        return tuple(by_model[id(m)][rank] for rank, m in enumerate(self._memories))
 
     def streams(self, program: StepProgram) -> Streams:
         """The compute streams, less the nodes that a program does not compute; remembered, for plans share them."""

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from autopar.errors import ClusterSpecError
 from autopar.formatting import number_of
+from autopar.ir.scaled_batch import ASSUMPTION, scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
-from autopar.search.scaled_batch import ASSUMPTION, scaled, why_not
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.cluster_parts import DuplexSpec, InterconnectSpec
 from autopar.spec.cluster_resolve import port_rate
@@ -58,10 +58,15 @@ def circumstances(cluster: ClusterSpec, graph: TrainingGraph) -> list[Circumstan
         why = why_not(graph, factor)
         if why is not None:
             found.append(LeftOut(name, why))
-        else:
-            there = scaled(graph, factor)
-            text = f"with {word} the batch on each rank ({there.batch_size})"
-            found.append(Circumstance(name, text, cluster, there, factor, ASSUMPTION))
+            continue
+        there = scaled(graph, factor)
+        try:
+            batches = with_batches(cluster, factor)
+        except ClusterSpecError as e:
+            found.append(LeftOut(name, str(e)))
+            continue
+        text = f"with {word} the batch on each rank ({batches.batches or there.batch_size})"
+        found.append(Circumstance(name, text, batches, there, factor, ASSUMPTION))
     for factor in (HALF, TWICE):
         found.append(_hosts(cluster, graph, factor))
     return found
@@ -111,6 +116,21 @@ def with_bandwidth(cluster: ClusterSpec, factor: Fraction) -> ClusterSpec:
     changed = {"bandwidth": rate, "switches": tuple(ports), "links": tuple(links)}
     hosts = [h.model_copy(update={"bandwidth": both(h.bandwidth)}) for h in cluster.hosts]
     return _made(cluster, hosts=tuple(hosts), network=network.model_copy(update=changed))
+
+
+def with_batches(cluster: ClusterSpec, factor: Fraction) -> ClusterSpec:
+    """The cluster with `factor` times the batch on each device that says its own. Raises `ClusterSpecError` where one
+    cannot be divided."""
+    hosts = []
+    for entry in cluster.hosts:
+        devices = []
+        for device in entry.devices:
+            batch = None if device.batch is None else device.batch * factor
+            if batch is not None and batch.denominator != 1:
+                raise ClusterSpecError(f"a batch of {device.batch} on {device.kind} cannot be multiplied by {factor}")
+            devices.append(device.model_copy(update={"batch": batch if batch is None else int(batch)}))
+        hosts.append(entry.model_copy(update={"devices": tuple(devices)}))
+    return _made(cluster, hosts=tuple(hosts))
 
 
 def with_hosts(cluster: ClusterSpec, factor: Fraction) -> ClusterSpec:

@@ -20,7 +20,7 @@ def memory_use(problem: Problem, plan: Candidate) -> MemoryUse | None:
     # Where steps differ, that of the fullest one.
     for moments, _ in cycle(plan.groups):
         program = lower_plan(plan.groups, problem.graph, problem.context, moments)
-        parts = memory_parts(pricer.memory, program, pricer.optimizer, rank)
+        parts = memory_parts(pricer.memory_of(rank), program, pricer.optimizer, rank)
         if parts.total == peaks[rank]:
             return MemoryUse(
                 rank=rank,

@@ -136,6 +136,11 @@ class ClusterSpec(ClusterParts):
         return cluster_words.summary(self.all_hosts, self.cables)
 
     @property
+    def batches(self) -> str:
+        """The batch of each rank in words, where devices say theirs: `32 on each of 2 A100-80GB, 8 on 1 T4`."""
+        return cluster_words.batches(self.all_hosts)
+
+    @property
     def fingerprint(self) -> ClusterFingerprint:
         """What a plan remembers of the cluster; `ClusterSpec(**fingerprint.spec)` is the cluster again. The digest
         is over all figures, filled in, but not over names, nor over where a figure comes from."""

@@ -32,6 +32,10 @@ MAX_HOSTS, MAX_DEVICES = 10_000, 1_024
 """Of one entry; far beyond what can be planned, so that a slip of the keyboard is an error and not a long wait."""
 
 
+MAX_BATCH = 2**31
+"""Samples on one rank."""
+
+
 class PeakFlopsSpec(OneFigure):
     """The most FLOP/s that a device does, dense, by number format. Short: one figure for all of them."""
 
@@ -53,6 +57,8 @@ class DeviceSpec(Written):
     memory: Size | None = None
     memory_bandwidth: MemoryRate | None = None
     peak_flops: PeakFlopsSpec | None = None
+    batch: Annotated[int, whole(MAX_BATCH)] | None = None
+    """Samples in the batch of each rank on it; as many as in the example where it is left out."""
 
     @classmethod
     def lengthen(cls, data: Any) -> Any:

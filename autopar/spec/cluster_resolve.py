@@ -127,6 +127,7 @@ def _device(spec: DeviceSpec) -> Device:
         memory_bytes_per_s=spec.memory_bandwidth or kind.memory_bytes_per_s,
         peak_flops=_peak_flops(spec, kind.peak_flops),
         host_link=LINKS[kind.host_link],
+        batch=spec.batch,
     )
 
 

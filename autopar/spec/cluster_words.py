@@ -31,8 +31,20 @@ def summary(hosts: Sequence[Host], cables: Sequence[Cable]) -> str:
     return ", ".join([" + ".join(parts), *_speed(hosts, cables)])
 
 
+def batches(hosts: Sequence[Host]) -> str:
+    """The batch of each rank, where devices say it: `32 on each of 2 A100-80GB, 8 on 1 T4`; empty where none does."""
+    devices = [d for host in hosts for d in host.devices]
+    if all(d.batch is None for d in devices):
+        return ""
+    counts = Counter((d.batch, d.kind) for d in devices)
+    return ", ".join(
+        f"{'as in the example' if batch is None else batch} on {'each of ' * (n > 1)}{n} {kind}"
+        for (batch, kind), n in counts.items()
+    )
+
+
 def digest(machines: Machines) -> str:
-    """A hash over everything that a plan may depend on."""
+    """A hash over everything that a plan may depend on, but for the ranks' batches, with which any plan runs."""
     things = sorted((key, sorted(said.items())) for key, said in _things(machines).items())
     return hashlib.sha256(json.dumps(things).encode()).hexdigest()[:16]
 

@@ -52,11 +52,18 @@ def _header(plan: PlanParts, kept: Fidelity | None) -> list[str]:
         f"Plan '{plan.name}'",
         *wrapped("model", f"{plan.model.name}: {', '.join(parts)}"),
         *wrapped("cluster", f"{plan.cluster.summary} ({number_of(plan.cluster.world_size, 'rank')})"),
+        *_batches(plan),
         *wrapped("fidelity", f"{plan.fidelity}: {FIDELITY_MEANING[plan.fidelity]}"),
         *(wrapped("", label) if label else []),
         *(wrapped("recompute", RECOMPUTE_MEANING[plan.recompute]) if plan.recompute != "none" else []),
         fact("digest", plan.digest),
     ]
+
+
+def _batches(plan: PlanParts) -> list[str]:
+    """How many samples each rank has, where the cluster's devices say it."""
+    said = plan.cluster.cluster.batches if plan.cluster.spec else ""
+    return wrapped("batches", f"{said} (samples in each rank's batch)") if said else []
 
 
 def _predictions(plan: PlanParts) -> list[str]:

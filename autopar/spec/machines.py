@@ -22,6 +22,8 @@ class Device:
     peak_flops: PeakFlops
     host_link: LinkKind
     """To the host's memory and network card."""
+    batch: int | None = None
+    """Samples in the batch of its rank; `None`: as many as in the example that is planned for."""
 
     def flops_per_s(self, dtype: str = "float32") -> Figure:
         """The peak rate in a number format, as torch prints it without the prefix."""

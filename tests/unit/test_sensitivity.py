@@ -15,13 +15,13 @@ from autopar.cost_models.calibrated import measured
 from autopar.cost_models.carried import carried_calibration, carried_model
 from autopar.cost_models.network import Network
 from autopar.errors import ClusterSpecError, PlanMismatchError
+from autopar.ir.scaled_batch import scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
 from autopar.planning import Training
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, build_plan, search
 from autopar.search.circumstances import HALF, TWICE, with_bandwidth, with_hosts
 from autopar.search.constraints import MEMORY_RESERVE, Constraints
-from autopar.search.scaled_batch import scaled, why_not
 from autopar.search.sensitivity import Outcome, Sensitivity, sensitivity
 from autopar.spec.calibration import LinkTimes
 from autopar.spec.cluster import ClusterSpec
