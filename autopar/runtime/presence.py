@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from autopar.backends.collectives import CommunicationFailure
+from autopar.backends.collectives import CommunicationFailure, calls_so_far
 from autopar.errors import CollectiveError
 from autopar.runtime.job_store import CONNECT_S, Connection, InThread, JobStore, StoreFailure, StoreSilent
 from autopar.runtime.meeting import RANK_0
@@ -28,13 +28,17 @@ SILENCE_S = 5.0
 """How long a rank, or the store, may give no sign of life: several beats, as a loaded machine skips some."""
 LONGEST_CALL_S = 4 * SILENCE_S
 """How long a rank tries to find out who lives, on a machine so loaded that the store answers late again and again."""
+ALIKE_S = 2 * SILENCE_S
+"""How much later than this rank the others may have an error that all ranks have alike."""
 LINGER_S = 15.0
 """How long the process that serves the store waits for the others to read what was written down."""
-_GONE, _LATE, _ABSENT = "gone", "late", "absent"
+_GONE, _LATE, _ABSENT, _LEFT = "gone", "late", "absent", "left"
 _SAID = {
     _GONE: "is gone: it gives no sign of life (killed, frozen or cut off)",
     ENDED: "has ended: its own output says why, or it had fewer batches than the others",
     _LATE: "is late: it runs, but has not come here",
+    _LEFT: "has left this by an error of its own, which others did not have, and lives on: its own output, or where it "
+    "caught the error, says which",
     _ABSENT: "never came: it was not started, has ended before, or has not called autopar.optimize",
 }
 _OF_THIS_RANK = {
@@ -42,6 +46,7 @@ _OF_THIS_RANK = {
     _ABSENT: "this rank came too late, the others have given up waiting for it",
     _LATE: "this rank came too late, the others have given up waiting for it",
     ENDED: "this rank has ended once, and the others have seen that",
+    _LEFT: "this rank has left an earlier one in its middle, and the others have seen that",
 }
 
 T = TypeVar("T")
@@ -58,6 +63,10 @@ class Presence:
         self.store = JobStore(connection, f"autopar/presence/{name}", SILENCE_S)
         server = None if self._served_here or by != RANK_0 else 0
         self._pulse = Pulse(connection.store, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
+        self._left: tuple[str, str] | None = None
+        """What this rank has left in its middle, and by which error, until it is known that all ranks have left it."""
+        self._times_left = 0
+        """How often all ranks have left something in its middle, by an error that they had alike."""
         self._pulse.start()
         weakref.finalize(self, self._pulse.end.is_near.set)
 
@@ -68,8 +77,11 @@ class Presence:
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Around communication that all ranks take part in: where it fails, raises `CollectiveError` with the ranks
-        that are gone or late."""
+        that are gone or late. A rank that leaves it by an error of its own has not taken part in all of it, so that
+        what it sends next would be taken for the rest: unless all ranks have left it, the next guard refuses."""
+        self._check_left()
         self._pulse.place += 1
+        before = calls_so_far()
         try:
             yield
         except CommunicationFailure as e:
@@ -77,11 +89,41 @@ class Presence:
                 raise CollectiveError(self._explained(f"{what}, rank {self.rank}", e)) from e
             finally:
                 self._pulse.place += 1
-        except BaseException:  # of this rank's own: it has not been through with what the others wait for
+        except BaseException as e:  # of this rank's own: it has not been through with what the others wait for
             self._pulse.place -= 1
+            if calls_so_far() != before:
+                self._leave(what, e)
             raise
         else:
             self._pulse.place += 1
+
+    def _leave(self, what: str, error: BaseException) -> None:
+        if self._left is None:  # by the inner one of two guards
+            self._left = what, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            with contextlib.suppress(StoreFailure):  # the error that is raised says more
+                self.store.set(f"left/{self._times_left}/{self.rank}", "1")
+
+    def _check_left(self) -> None:
+        """Raises `CollectiveError` where this rank has left something in its middle, and another one has not."""
+        if self._left is None:
+            return
+        what, error = self._left
+        here = f"{what}, rank {self.rank}"
+        with self.asking(here):
+            _until(lambda: all(map(self._has_left, self._others())) or bool(self._written_down()), ALIKE_S)
+            others = [r for r in self._others() if not self._has_left(r)]
+            if others:
+                self._settled({self.rank: _LEFT})
+                raise CollectiveError(
+                    f"{here}: this rank has left it by an error of its own ({error}), in the middle of what ranks do "
+                    f"together, and rank {others[0]} has not: what this rank sends now would be taken for the rest of "
+                    "it. End this process, so that the others end too, and go on from a checkpoint"
+                )
+        self._left, self._times_left = None, self._times_left + 1
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank has left, in its middle, what this rank is in or has left."""
+        return self.store.check(f"left/{self._times_left}/{rank}")
 
     def connect(self, what: str, call: Callable[[], T], limit_s: float) -> T:
         """What `call` returns, which connects ranks and may hang where one is gone; all ranks do it. Raises
@@ -124,6 +166,7 @@ class Presence:
     def wait_for(self, here: str, is_ready: Callable[[float], bool], awaited: Sequence[int], limit_s: float) -> None:
         """Returns once `is_ready`, which is given seconds that it may wait. Raises `CollectiveError` where one of the
         `awaited` ranks has ended, where any is gone, where the store does not answer, and after `limit_s`."""
+        self._check_left()
         begun, pause_s, watch, looked = time.monotonic(), 0.005, None, time.monotonic()
         with self.asking(here):
             while not is_ready(pause_s):
@@ -198,6 +241,7 @@ class Presence:
         return (
             watch.look()
             or {r: _ABSENT for r, (count, _) in beats.items() if not count}
+            or {r: _LEFT for r in beats if self._has_left(r)}
             or {r: _LATE for r, (_, at) in beats.items() if at < place}
             or {r: _LATE for r in awaited if len(awaited) == 1}
         )

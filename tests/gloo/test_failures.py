@@ -50,13 +50,14 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 if trouble == "models" and rank == 1:
     model = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 4))
-batch = (torch.randn(2, 8), torch.randn(2, 4))
+batch, loss_fn = (torch.randn(2, 8), torch.randn(2, 4)), nn.functional.mse_loss
+if trouble in LEAVING:
+    batch, loss_fn = (torch.randn(2, 8), torch.tensor([1, 2])), nn.functional.cross_entropy
 plan = None
 if trouble in ("plans", "models", *SHORT):  # on a loaded machine, planning takes longer than a short deadline
     name = "PartitionedPS" if trouble == "plans" and rank == 1 else "ddp"
-    plan = autopar.plan(model, autopar.ClusterSpec.local(n), example_inputs=batch, loss_fn=nn.functional.mse_loss,
-                        strategy=name)
-program = autopar.optimize(model, example_inputs=batch, loss_fn=nn.functional.mse_loss, plan=plan, strategy="ddp",
+    plan = autopar.plan(model, autopar.ClusterSpec.local(n), example_inputs=batch, loss_fn=loss_fn, strategy=name)
+program = autopar.optimize(model, example_inputs=batch, loss_fn=loss_fn, plan=plan, strategy="ddp",
                            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
                            timeout_s=8.0 if trouble in SHORT else 60.0)
 folder = os.path.join(os.path.dirname(sys.argv[0]), "checkpoint")
@@ -71,6 +72,11 @@ for step in range(4):
             die()
         if trouble == "rank 0 raises":
             raise RuntimeError("the data ran out")
+    if step == 2 and trouble in LEAVING and (rank == 1 or trouble == "all leave a step"):
+        try:
+            program.step((batch[0], torch.tensor([1, 9])))
+        except IndexError:
+            print("skips a batch", flush=True)
     if step == 2 and rank == 1:
         if trouble == "bad batch":
             try:
@@ -147,10 +153,23 @@ for _ in range(int(at_once)):
 AT_ONCE = 5
 SHORT = ("late", "bad batch", "rank 0 freezes", "never comes", "dies as ranks connect")
 DYING = ("dies as ranks connect", "dies as a group connects", "dies as rank 0 plans", "dies as it saves")
-OF_TWO = ("bad batch", "rank 0 freezes", "rank 0 dies", "rank 0 raises")
+LEAVING = ("one leaves a step", "all leave a step")
+OF_TWO = ("bad batch", *LEAVING, "rank 0 freezes", "rank 0 dies", "rank 0 raises")
 """What two ranks can show."""
 OF_RANK_0 = ("rank 0 freezes", "rank 0 dies", "rank 0 raises")
-TROUBLES = ("none", "plans", "models", "dies", "late", "raises", "bad batch", "never comes", *DYING, *OF_RANK_0)
+TROUBLES = (
+    "none",
+    "plans",
+    "models",
+    "dies",
+    "late",
+    "raises",
+    "bad batch",
+    *LEAVING,
+    "never comes",
+    *DYING,
+    *OF_RANK_0,
+)
 Outcomes = dict[str, list[tuple[int, str]]]
 
 
@@ -159,7 +178,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By what is wrong: each rank's exit status, and what it wrote."""
     folder = tmp_path_factory.mktemp("failures")
     script = folder / "script.py"
-    script.write_text(f"SHORT = {SHORT}\n{SCRIPT}")
+    script.write_text(f"SHORT = {SHORT}\nLEAVING = {LEAVING}\n{SCRIPT}")
     worlds = {t: (free_port(), 2 if t in OF_TWO else RANKS) for t in TROUBLES}
     told = [json.dumps(IMPORTED_ONCE), json.dumps(worlds), str(AT_ONCE)]
     with subprocess.Popen(
@@ -179,6 +198,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         ]
         for trouble in TROUBLES
     }
+
+
+def test_a_rank_that_skips_a_batch_in_the_middle_of_a_step_is_refused_and_named(outcomes: Outcomes) -> None:
+    (_, waiting), (status, skipping) = outcomes["one leaves a step"]
+    assert status == 1 and "skips a batch" in skipping and "left it by an error of its own (IndexError: " in skipping
+    assert "step 2, rank 0: rank 1 has " in waiting, waiting
+
+
+def test_ranks_that_all_skip_a_batch_go_on(outcomes: Outcomes) -> None:
+    assert [(status, "skips" in said, "done" in said) for status, said in outcomes["all leave a step"]] == [
+        (0, True, True)
+    ] * 2
 
 
 def test_without_trouble_every_rank_ends_well(outcomes: Outcomes) -> None:
