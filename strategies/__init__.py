@@ -18,6 +18,7 @@ from autopar.strategies.dgc import DGC
 from autopar.strategies.diloco import DiLoCo
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
+from autopar.strategies.one_bit_adam import OneBitAdam
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
 from autopar.strategies.power_sgd import PowerSGD
@@ -47,6 +48,7 @@ __all__ = [
     "Group",
     "HierarchicalAllReduce",
     "Member",
+    "OneBitAdam",
     "Options",
     "ParameterServer",
     "PartitionedParameterServer",
@@ -77,6 +79,7 @@ STRATEGIES: dict[str, Strategy] = {
         DesLoc(),
         DiLoCo(),
         HierarchicalAllReduce(),
+        OneBitAdam(),
         ParameterServer(),
         PartitionedParameterServer(),
         Qsgd(),

@@ -64,6 +64,9 @@ class Strategy(ABC):
     warms_up: ClassVar[bool] = False
     """Whether it also lowers a group whose `from_step` has not come, as `group.moment.doing == "plain"` says; else a
     plain all-reduce stands in for it."""
+    first_step: ClassVar[int] = 0
+    """The first step, counted from 0, that it can begin with: 1 where it goes on from what exact steps have left, which
+    `from_step` of its groups says how many there are of."""
     trains_apart: ClassVar[bool] = False
     """Whether each rank updates a replica of its own between synchronizations. Then it lowers all steps of a group
     itself, as `group.moment` says: `alone`, or `average` where ranks synchronize behind their own update."""

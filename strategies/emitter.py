@@ -146,18 +146,19 @@ class Emitter:
         rows = structure is not None and member.slice.whole and structure.kind == "rows"
         return self.context.sparse_update and not self.context.clips and rows
 
-    def update(self, value: Call, group: Group, *, keeps_shards: bool = False) -> Call:
+    def update(self, value: Call, group: Group, *, keeps_shards: bool = False, op: Operation | None = None) -> Call:
         """Runs the optimizer on what this rank holds of the gradients, each in the parameter's own dtype, once the
         clipping coefficient is known where gradients are clipped; without an optimizer, hands the gradients over.
         Returns the updated parameters, in the same layout.
 
-        `keeps_shards`: the parameters' rows live with the rank that updates them, and nowhere else.
+        `keeps_shards`: the parameters' rows live with the rank that updates them, and nowhere else. `op`: what updates
+        in place of the optimizer's own step.
         """
         assert not value.is_pending and not isinstance(value.layout, Partial | Varying), (
             "update needs gradients that were summed over all ranks, and waited for"
         )
         if self.context.has_optimizer:
-            op: Operation = Update(keeps_shards, value.op.touched)
+            op = op or Update(keeps_shards, value.op.touched)
         else:
             assert isinstance(value.layout, Replicate), "without an optimizer, every rank needs the whole gradient"
             op = Deliver()

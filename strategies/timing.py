@@ -220,6 +220,11 @@ def text_of(group: SyncGroup) -> str:
 def lower_group(strategy: Strategy, group: Group, options: Options, emit: Emitter) -> None:
     """Emits what a group does at its moment. Raises `PlanError` where its strategy cannot."""
     doing, spec = group.moment.doing, group.spec
+    if spec.from_step < strategy.first_step:
+        raise PlanError(
+            f"group {group.index}: {spec.strategy} goes on from what exact steps have left, and begins with step "
+            f"{spec.from_step}: say how many steps are exact with from_step, as in '{spec.strategy}+from_step=100'"
+        )
     if is_timed(spec):
         _check(strategy, group, options, emit)
     if doing == "plain" and not strategy.warms_up:

@@ -15,6 +15,7 @@ DTYPE_BYTES = {
     "int32": 4,
     "int8": 1,
     "uint8": 1,
+    "bool": 1,
 }
 EXACT_BYTES = 4
 """Numbers of so many bytes may be added to on their way from rank to rank; smaller ones would be rounded each time."""

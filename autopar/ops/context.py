@@ -52,6 +52,9 @@ class Context:
     plain_sgd: bool | None = None
     """Whether the optimizer is SGD without momentum, which keeps nothing from step to step; `None` where that is not
     known yet."""
+    plain_adam: bool | None = None
+    """Whether the optimizer is Adam or AdamW, which divides by the newest variance; `None` where that is not known
+    yet."""
 
     @property
     def keeps_rows_together(self) -> str | None:

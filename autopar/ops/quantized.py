@@ -30,28 +30,33 @@ def part_elements(elements: int, ranks: int, block: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Coded(Operation):
-    """Codes numbers: of a rank's gradients, or of a part of the sum. `inputs` ends with the number of steps where
-    rounding is stochastic, and with the residual where what is lost is kept: it is overwritten."""
+    """Codes numbers: of a rank's gradients, or of a part of the sum. `inputs` ends with which of the group's elements
+    are left out, where some are; with the number of steps where rounding is stochastic; and with the residual where
+    what is lost is kept: it is overwritten."""
 
     quantizer: Quantizer
     keeps_lost: bool
+    leaves_out: bool
 
     def _coding_work(self, blocks: int, width: int) -> Work:
         """Coded, and decoded again where what is lost is kept."""
         times, q = 1 + self.keeps_lost, self.quantizer
         moved = times * q.moved_bytes(blocks, width) + self.keeps_lost * 3 * width * blocks * q.block
+        moved += self.leaves_out * times * (2 * width + 1) * blocks * q.block
         return Work(flops=times * q.flops(blocks), moved_bytes=moved, kernels=times * KERNELS) if blocks else Work()
 
     def _coding_bytes(self, blocks: int, width: int) -> int:
         """Taken on the way: the filled-up numbers, and what coding or decoding takes."""
         q = self.quantizer
-        return blocks * q.block * width + q.passing_bytes(blocks, width)
+        left_out = self.leaves_out * (width + 2) * blocks * q.block
+        return blocks * q.block * width + q.passing_bytes(blocks, width) + left_out
 
-    def _extras(self, site: Site, inputs: Sequence[Call]) -> tuple[Any, Any]:
-        """The residual and the number of steps; `None` for what is not there."""
+    def _extras(self, site: Site, inputs: Sequence[Call]) -> tuple[Any, Any, Any]:
+        """The residual, the number of steps, and what is left out; `None` for what is not there."""
         values = [site.value_of(i) for i in inputs]
         residual = values.pop() if self.keeps_lost else None
-        return residual, values.pop() if values else None
+        steps = values.pop() if self.quantizer.stochastic else None
+        return residual, steps, values.pop() if self.leaves_out else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,9 @@ class EncodeGradients(_Coded):
 
     def write(self, site: Site, call: Call) -> Any:
         n, stream = site.world_size, _stream(call.owner_group, site.rank, 0)
-        residual, step_count = self._extras(site, call.inputs[1:])
-        blocks = self.blocks(call.inputs[0].elements, n)
-        found = site.call(
-            encode, (site.value_of(call.inputs[0]), residual, step_count, astuple(self.quantizer), blocks, stream)
-        )
+        residual, step_count, left_out = self._extras(site, call.inputs[1:])
+        blocks, given = self.blocks(call.inputs[0].elements, n), site.value_of(call.inputs[0])
+        found = site.call(encode, (given, residual, step_count, astuple(self.quantizer), blocks, stream, left_out))
         each = blocks // n * self.quantizer.row_bytes
         return [found, [each] * n, [each] * n] if self.in_parts else found
 
@@ -122,14 +125,14 @@ class SumAndEncode(_Coded):
         return 2 * blocks * self.quantizer.block * width + self._coding_bytes(blocks, width)
 
     def write(self, site: Site, call: Call) -> Any:
-        residual, step_count = self._extras(site, call.inputs[1:])
+        residual, step_count, left_out = self._extras(site, call.inputs[1:])
         elements, n = call.owner_group.elements, site.world_size
-        own = part_elements(elements, n, self.quantizer.block)[site.rank]
+        parts = part_elements(elements, n, self.quantizer.block)
+        if left_out is not None:
+            left_out = site.call(torch.narrow, (left_out, 0, sum(parts[: site.rank]), parts[site.rank]))
         stream, dtype = _stream(call.owner_group, site.rank, 1), getattr(torch, self.wide)
-        messages = site.value_of(call.inputs[0])
-        return site.call(
-            sum_and_encode, (messages, residual, step_count, astuple(self.quantizer), n, own, stream, dtype)
-        )
+        arguments = (residual, step_count, astuple(self.quantizer), n, parts[site.rank], stream, dtype, left_out)
+        return site.call(sum_and_encode, (site.value_of(call.inputs[0]), *arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +176,15 @@ def encode(
     quantizer: Fields,
     blocks: int,
     stream: int,
+    left_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """uint8 [blocks * row_bytes]. `residual`: changed in place."""
+    """uint8 [blocks * row_bytes]. `residual`: changed in place. `left_out`: of each element, whether it is not sent, so
+    that all of it stays in the residual."""
     if residual is not None:
         x = residual.add_(gradient)
     else:
         x = gradient.to(getattr(torch, wide_dtype(str(gradient.dtype).removeprefix("torch."))))
-    return _encode(x, residual, step_count, Quantizer(*quantizer), blocks, stream)
+    return _encode(x, residual, step_count, Quantizer(*quantizer), blocks, stream, left_out)
 
 
 def sum_and_encode(
@@ -191,13 +196,17 @@ def sum_and_encode(
     elements: int,
     stream: int,
     dtype: torch.dtype,
+    left_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """uint8 [blocks * row_bytes], of the `elements` numbers that this rank adds up, in the order of ranks."""
+    """uint8 [blocks * row_bytes], of the `elements` numbers that this rank adds up, in the order of ranks. `left_out`:
+    which of these nobody has sent."""
     total = _sum(messages, Quantizer(*quantizer), ranks, dtype)
     x = total.view(-1)[:elements]
+    if left_out is not None:
+        x.masked_fill_(left_out, 0)
     if residual is not None:
         x = residual.add_(x)
-    return _encode(x, residual, step_count, Quantizer(*quantizer), len(total), stream)
+    return _encode(x, residual, step_count, Quantizer(*quantizer), len(total), stream, left_out)
 
 
 def decode_sum(
@@ -214,12 +223,19 @@ def _encode(
     quantizer: Quantizer,
     blocks: int,
     stream: int,
+    left_out: torch.Tensor | None,
 ) -> torch.Tensor:
-    filled = torch.nn.functional.pad(x, (0, blocks * quantizer.block - len(x))).view(blocks, quantizer.block)
+    missing, counted, given = blocks * quantizer.block - len(x), None, x
+    if left_out is not None:
+        given = x.masked_fill(left_out, 0)
+        sent = torch.nn.functional.pad(left_out.logical_not(), (0, missing))
+        counted = sent.view(blocks, quantizer.block).sum(1)
+    filled = torch.nn.functional.pad(given, (0, missing)).view(blocks, quantizer.block)
     generator = None if step_count is None else generator_of(step_count, stream, x.device)
-    message = quantizer.encode(filled, len(x), generator)
+    message = quantizer.encode(filled, len(x), generator, counted)
     if residual is not None:
-        residual -= quantizer.decode(message, x.dtype).view(-1)[: len(x)]
+        received = quantizer.decode(message, x.dtype).view(-1)[: len(x)]
+        residual -= received if left_out is None else received.masked_fill_(left_out, 0)
     return message
 
 

@@ -64,15 +64,23 @@ class Quantizer:
         """How many blocks so many numbers are; the last one is filled up with zeros."""
         return -(-elements // self.block)
 
-    def encode(self, x: torch.Tensor, elements: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    def encode(
+        self,
+        x: torch.Tensor,
+        elements: int,
+        generator: torch.Generator | None = None,
+        counted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """uint8 [blocks * row_bytes], from x [blocks, block] in 32 bits or more, of which the first `elements` count.
-        What is not finite comes back as a block of which nothing is finite. `generator`: for stochastic rounding."""
+        What is not finite comes back as a block of which nothing is finite. `generator`: for stochastic rounding.
+        `counted`, [blocks]: how many numbers of each block the mean magnitude is of, where others are zeros that do not
+        count."""
         if self.rotated:
             x = _rotated(x)
         if self.clip:
             most = self.clip * x.std(1, correction=0, keepdim=True)
             x = torch.clamp(x, -most, most)
-        scale = self._scales(x, elements)
+        scale = self._scales(x, elements, counted)
         if self.bits == 1:
             codes = (x >= 0).to(torch.uint8)
         else:
@@ -97,15 +105,16 @@ class Quantizer:
             codes.sub_(self.levels).mul_(scale / self.levels)
         return _rotated(codes, back=True) if self.rotated else codes
 
-    def _scales(self, x: torch.Tensor, elements: int) -> torch.Tensor:
+    def _scales(self, x: torch.Tensor, elements: int, counted: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [blocks]"""
         if self.scale == "largest":
             return x.abs().amax(1).float()
         if self.scale == "norm":
             norms: torch.Tensor = torch.linalg.vector_norm(x, dim=1)
             return norms.float()
-        starts = torch.arange(0, x.numel(), self.block, device=x.device)
-        mean: torch.Tensor = x.abs().sum(1) / (elements - starts).clamp(1, self.block)
+        if counted is None:
+            counted = elements - torch.arange(0, x.numel(), self.block, device=x.device)
+        mean: torch.Tensor = x.abs().sum(1) / counted.clamp(1, self.block)
         return mean.float()
 
     def passing_bytes(self, blocks: int, width: int) -> int:

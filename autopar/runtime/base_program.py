@@ -37,7 +37,8 @@ from autopar.runtime.eager import kept_attributes, owners_of
 from autopar.runtime.eager_model import EagerModel
 from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.module_hooks import ModuleHooks
-from autopar.runtime.optimizer import OptimizerPart, is_plain_sgd, updated_by
+from autopar.runtime.optimizer import OptimizerPart, updated_by
+from autopar.runtime.optimizer_kinds import is_plain_adam, is_plain_sgd
 from autopar.runtime.order import CollectiveOrder
 from autopar.runtime.outputs import NO_OUTPUT
 from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
@@ -191,8 +192,10 @@ class BaseProgram:
 
     def _look_at_optimizer(self) -> None:
         """Raises `PlanError` where a strategy cannot be used with what the optimizer was set to since."""
-        if self._context.plain_sgd and not is_plain_sgd(self._optimizer):
-            context = replace(self._context, plain_sgd=False)
+        sgd = self._context.plain_sgd and is_plain_sgd(self._optimizer)
+        adam = self._context.plain_adam and is_plain_adam(self._optimizer)
+        if (sgd, adam) != (self._context.plain_sgd, self._context.plain_adam):
+            context = replace(self._context, plain_sgd=sgd, plain_adam=adam)
             for made in [*self._compiled, *([self._outlined] if self._outlined else ())]:
                 lower_plan(self.plan.groups, made.graph, context)
             self._context = context

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,16 @@ class JointPart:
         """The optimizer state of each fragment."""
         each = {part: part.state() for part in self._parts}
         return [each[part][place] for part, place in self.each]
+
+    def settings(self) -> list[Mapping[str, Any]]:
+        """Of each fragment: those of its parameter group, as they are now."""
+        each = {part: part.settings() for part in self._parts}
+        return [each[part][place] for part, place in self.each]
+
+    def step_frozen(self, momenta: Sequence[torch.Tensor]) -> None:
+        """Updates the fragments, as `OptimizerPart` does."""
+        for part, places in zip(self._parts, self._places, strict=True):
+            part.step_frozen([momenta[i] for i in places])
 
     def kept_state(self) -> Callable[[], None]:
         """Keeps the state as it is; what is returned puts it back."""

@@ -23,7 +23,10 @@ from autopar.errors import OptimizerError
 from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.context import Context
 from autopar.ops.fragments import Formed, Fragment
+from autopar.runtime.frozen_adam import step_frozen
+from autopar.runtime.initial_state import initial_state
 from autopar.runtime.joint_optimizer import JointOptimizer, each_of
+from autopar.runtime.optimizer_kinds import is_plain_adam, is_plain_sgd, keeps_moments, leaves_zeros_alone
 from autopar.runtime.own_settings import OwnSettings, bare_copy
 
 ELEMENTWISE = frozenset(
@@ -32,8 +35,6 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers that update each element from that element's gradient and state alone."""
 
-_WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
-"""Optimizers that keep a first and a second moment, `exp_avg` and `exp_avg_sq`."""
 _FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
@@ -95,8 +96,9 @@ def context_for(
         elementwise_update=scope == "element",
         clips=clip_grad_norm is not None or is_scaled,
         sparse_update=leaves_zeros_alone(optimizer),
-        keeps_moments=None if optimizer is None else all(type(o) in _WITH_MOMENTS for o in each_of(optimizer)),
+        keeps_moments=keeps_moments(optimizer),
         plain_sgd=is_plain_sgd(optimizer),
+        plain_adam=is_plain_adam(optimizer),
         late_parameters=late_parameters and updates,
     )
 
@@ -276,6 +278,23 @@ class OptimizerPart:
         """The optimizer state of each fragment."""
         return [(f, self._part.state.get(leaf, {})) for f, leaf in zip(self.fragments, self._leaves, strict=True)]
 
+    def settings(self) -> list[Mapping[str, Any]]:
+        """Of each fragment: those of its parameter group, as they are now."""
+        groups = zip(self._part.param_groups, self._whole.param_groups, strict=True)
+        of = {id(leaf): whole for mine, whole in groups for leaf in mine["params"]}
+        is_adamw = isinstance(self._whole, torch.optim.AdamW)
+        return [{"decoupled_weight_decay": is_adamw, **of[id(leaf)]} for leaf in self._leaves]
+
+    def step_frozen(self, momenta: Sequence[torch.Tensor]) -> None:
+        """Updates each fragment with a momentum, which becomes its own, and leaves its variance as it is: of Adam and
+        AdamW alone."""
+        settings = self.settings()
+        for i, (leaf, own) in enumerate(zip(self._leaves, settings, strict=True)):
+            if not self._part.state.get(leaf):
+                self._set(i, initial_state(self._whole, dict(own), leaf))
+        if self._leaves:
+            step_frozen(self._leaves, [state for _, state in self.state()], settings, momenta)
+
     def kept_state(self) -> Callable[[], None]:
         """Keeps the state as it is; what is returned puts it back, into the memory where it was."""
         kept = [_kept(self._part.state.get(leaf)) for leaf in self._leaves]
@@ -333,26 +352,6 @@ def _kept(state: dict[str, Any] | None) -> Callable[[], dict[str, Any] | None]:
         return state
 
     return put_back
-
-
-def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
-    """Whether the optimizer does nothing to an element whose gradient is zero, and takes sparse gradients: then rows
-    that no rank has looked up need not be touched."""
-    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adagrad):
-        return False
-    assert optimizer is not None
-    kept = ("momentum", "weight_decay", "maximize")
-    return not any(group.get(k) for group in optimizer.param_groups for k in kept)
-
-
-def is_plain_sgd(optimizer: Optimizer | None) -> bool | None:
-    """Whether the optimizer is SGD without momentum, by its settings now; `None` where there is none yet."""
-    each = () if optimizer is None else each_of(optimizer)
-    return (
-        all(type(o) is torch.optim.SGD and not any(g["momentum"] for g in o.param_groups) for o in each)
-        if each
-        else None
-    )
 
 
 def without_wrong_kernels(optimizer: Optimizer) -> None:

@@ -87,7 +87,12 @@ def _groups(
     for i, way in enumerate(ways):
         groups = tuple(
             SyncGroup.model_validate(
-                {"strategy": name, "options": chosen, "members": tuple(_whole(p) for p in members)}
+                {
+                    "strategy": name,
+                    "options": chosen,
+                    "members": tuple(_whole(p) for p in members),
+                    "from_step": strategy.first_step if name == strategy.name else 0,
+                }
             )
             for name, chosen, some in ((strategy.name, options, way), ("all_reduce", {}, [rest]))
             for members in some

@@ -38,7 +38,6 @@ from autopar.testing.mean import Mean
 from autopar.testing.recorder import Recorder
 from autopar.testing.tasks import TASKS, Task
 from autopar.testing.training import (
-    LEARNING_RATE,
     SAMPLES,
     TRAININGS,
     batches,
@@ -46,6 +45,7 @@ from autopar.testing.training import (
     gradients,
     reference,
     trained,
+    updated_with,
 )
 from autopar.testing.wire import NARROW, WIDE, seen_and_declared
 from autopar.testing.wire import SAMPLES as WIDE_SAMPLES
@@ -73,8 +73,14 @@ def _sum_of(state: dict[str, Any], name: str, like: torch.Tensor, momenta: Mappi
 
 
 def _alike(use: Use) -> bool:
-    """Whether steps are all alike, so that any is what is declared."""
+    """Whether steps are all alike, once all groups have begun, so that any is what is declared."""
     return len(cycle(use.plan.groups)) == 1
+
+
+def _begin(use: Use, program: Program, batch: Any) -> None:
+    """Takes the steps that come before those which are alike: replicas begin to be apart in the first one, say."""
+    for _ in range(max(use.fidelity == "local", *(g.from_step for g in use.plan.groups))):
+        program.step(batch)
 
 
 def _plainest(use: Use) -> str:
@@ -174,12 +180,13 @@ class Rank:
         self._see("rounding", case, look)
 
     def _feedback(self, task: Task, use: Use, case: str) -> None:
-        """A step of SGD is what was sent, times its rate; states hold what was not, or it is nothing in the mean."""
+        """What a step updates with was sent; states hold what was not, or it is nothing in the mean."""
 
         def look() -> str | None:
             n, rank = self.group.world_size, self.group.rank
-            program = self._program(task, use, "plain", SAMPLES["unequal"][rank])
+            program = self._program(task, use, _plainest(use), SAMPLES["unequal"][rank])
             alike, kept, mean = Rendezvous(self.group), dict[str, Any](), Mean()
+            moments: dict[str, torch.Tensor] = {}
             calls = program.compile_for(batches(task, "plain", "unequal", 0, rank)[0]).program.calls
             momenta = {str(c.op.state_key()): c.op.momentum for c in calls if c.op.momentum is not None}
             for step in range(STEPS):
@@ -189,8 +196,9 @@ class Rank:
                 program.step(batches(task, "plain", "unequal", step, rank)[0])
                 state, earlier, some = program.state_dict(), kept, False
                 kept = {k: _sum_of(state, k, p, momenta) for k, p in before.items()}
-                for name, p in before.items():
-                    sent = (p - state["model"][name]) / LEARNING_RATE
+                taken, moments = updated_with(state, before, moments)
+                for name in before:
+                    sent = taken[name]
                     given = expected[name] + sum(earlier.get(name, ()))
                     some |= bool(sent.any()) or not bool(given.any())
                     if use.remainder != "kept":
@@ -215,8 +223,7 @@ class Rank:
             rank, samples = self.group.rank, SAMPLES["equal"][self.group.rank]
             batch = task.batch(samples, 0)
             program = self._program(task, use, use.training, samples)
-            if use.fidelity == "local":
-                program.step(batch)  # in which replicas begin to be apart
+            _begin(use, program, batch)
             compiled = program.compile_for(batch)
             recorder = Recorder(compiled.graphs["step"])
             compiled.graphs["step"] = recorder.run
@@ -241,7 +248,9 @@ class Rank:
         def agree() -> str | None:
             samples = SAMPLES["unequal"][self.group.rank]
             first = batches(task, use.training, "unequal", 0, self.group.rank)[0]
-            compiled = self._program(task, use, use.training, samples).compile_for(first)
+            program = self._program(task, use, use.training, samples)
+            _begin(use, program, first)
+            compiled = program.compile_for(first)
             said = Rendezvous(self.group).exchange(case, compiled.program.order_hash)
             return None if len(set(said)) == 1 else f"orders differ: {said}"
 
@@ -253,7 +262,9 @@ class Rank:
         n, batch = self.group.world_size, WIDE.batch(WIDE_SAMPLES, 0)
 
         def traffic() -> str | None:
-            calls = self._program(WIDE, use, _plainest(use), WIDE_SAMPLES).compile_for(batch).program.calls
+            program = self._program(WIDE, use, _plainest(use), WIDE_SAMPLES)
+            _begin(use, program, batch)
+            calls = program.compile_for(batch).program.calls
             return "; ".join(traffic_differences(calls, n, len(SERVERS))) or None
 
         def memory() -> str | None:
@@ -270,7 +281,7 @@ class Rank:
             seen, declared = seen_and_declared(program, WIDE.batch(WIDE_SAMPLES, 0))
             if use.fidelity == "compressed":  # few bytes, beside which headers count
                 narrow = use.plan.model_copy(update={"model": self._graph(NARROW, WIDE_SAMPLES).model})
-                program = self._program(NARROW, replace(use, plan=narrow), "plain", WIDE_SAMPLES)
+                program = self._program(NARROW, replace(use, plan=narrow), _plainest(use), WIDE_SAMPLES)
                 few, of_few = seen_and_declared(program, NARROW.batch(WIDE_SAMPLES, 0))
                 seen -= few - of_few
             off = abs(seen / declared - 1)

@@ -122,6 +122,25 @@ def trained(program: Program, task: Task, training: str, samples: str, steps: in
         return Outcome(tuple(losses), {n: p.detach().clone() for n, p in program.model.named_parameters()})
 
 
+def updated_with(
+    state: Mapping[str, Any], before: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What each parameter was updated with in a step, and Adam's first moments behind it; none of SGD.
+
+    Args:
+        state: the program's, behind the step.
+        before: parameters before it.
+        moments: Adam's first moments before it.
+    """
+    saved = state["optimizer"]
+    group = saved["param_groups"][0]
+    if "betas" not in group:  # a step of SGD is that, times its rate
+        return {n: (p - state["model"][n]) / LEARNING_RATE for n, p in before.items()}, {}
+    beta = group["betas"][0]  # it is a part of 1 - beta of Adam's first moment
+    after = {n: saved["state"][i]["exp_avg"] for i, n in enumerate(before)}
+    return {n: (m - beta * moments.get(n, 0.0)) / (1 - beta) for n, m in after.items()}, after
+
+
 def digest_of(parameters: Mapping[str, torch.Tensor], also: str = "") -> str:
     """A hash of all bits of the parameters."""
     bits = hashlib.sha256(also.encode())

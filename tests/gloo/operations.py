@@ -65,7 +65,7 @@ class Measured(torch.fx.Interpreter):
         return found
 
 
-def differences(rank: int, n: int, plan: str) -> list[str]:
+def differences(rank: int, n: int, plan: str, optimizer: str = "SGD") -> list[str]:
     """What a step's operations declare otherwise than they do, on this rank; empty where all is as declared. Behind
     it, the names of those that were run."""
     torch.manual_seed(3)
@@ -76,7 +76,7 @@ def differences(rank: int, n: int, plan: str) -> list[str]:
         ClusterSpec.local(n),
         example_inputs=batch(rank),
         loss_fn=F.cross_entropy,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=getattr(torch.optim, optimizer)(model.parameters(), lr=0.1),
         plan=made,
         check="never",
     )
@@ -86,7 +86,7 @@ def differences(rank: int, n: int, plan: str) -> list[str]:
     measured = Measured(compiled.graphs["step"])
     compiled.graphs["step"] = measured.run
     program.step(batch(rank))
-    setting = Setting(n, optimizer_cost("SGD").moved_tensors, rounds=True)
+    setting = Setting(n, optimizer_cost(optimizer).moved_tensors, rounds=True)
     found = []
     declared: dict[int, float] = defaultdict(float)
     counted: dict[int, int] = defaultdict(int)

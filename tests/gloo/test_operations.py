@@ -43,6 +43,11 @@ PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
         ("scaled_sign", ("inner.weight",), {"exchange": "gather"}),
         ("terngrad", ("head.weight", "head.bias"), {"exchange": "parts"}),
     ],
+    "frozen": [
+        ("one_bit_adam", ("table.weight", "inner.bias"), {"from_step": 2, "exchange": "parts"}),
+        ("one_bit_adam", ("inner.weight",), {"from_step": 1, "exchange": "gather"}),
+        ("all_reduce", ("head.weight", "head.bias"), {}),
+    ],
     "timed": [
         ("all_reduce", ("table.weight", "inner.bias"), {"every": 2}),
         ("partitioned_parameter_server", ("inner.weight",), {"delay": 2}),
@@ -70,8 +75,8 @@ def plan_of(groups: list[tuple[str, tuple[str, ...], dict[str, Any]]], n: int) -
 
 @pytest.mark.parametrize("name", PLANS)
 def test_operations_do_what_they_declare(name: str) -> None:
-    n = 2
-    for rank, found in enumerate(run_ranks(n, differences, plan_of(PLANS[name], n))):
+    n, optimizer = 2, "Adam" if name == "frozen" else "SGD"
+    for rank, found in enumerate(run_ranks(n, differences, plan_of(PLANS[name], n), optimizer)):
         *wrong, ran = found
         assert not wrong, f"rank {rank}: {wrong}"
         assert len(ran.split(",")) > 3
