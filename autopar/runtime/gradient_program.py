@@ -28,6 +28,7 @@ from autopar.runtime.local_proof import SynchronizedOnce, copies, prove_locally
 from autopar.runtime.loss_shares import one_weight
 from autopar.runtime.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.one_pass import How, Ran
+from autopar.runtime.other_gradients import OtherGradients
 from autopar.runtime.outputs import fill, holds_numbers, output_template
 from autopar.runtime.own_state import check_own_state
 from autopar.runtime.process_group import Group
@@ -72,6 +73,7 @@ class GradientProgram(BaseProgram):
         self._kept = KeptGradients(self._parameters)
         self._gathers = False
         """Whether the model takes samples of all ranks."""
+        self._others = OtherGradients(self._parameters)
         self._eagerly: StandInGradients | None = None
         """Backward passes through batches that could not be captured; `None` before there is one."""
         self._stands_in: Compiled | None = None
@@ -230,9 +232,11 @@ class GradientProgram(BaseProgram):
             self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
-        if all(has) or not self._tells:
-            return tuple(gradients)
-        return _only(gradients, [ranks > 0 for ranks in sums[1:].tolist()])
+        found = tuple(gradients)
+        if self._tells and not all(has):
+            found = _only(found, [ranks > 0 for ranks in sums[1:].tolist()])
+        self._others.expect(dict(zip(names, found, strict=False)))
+        return found
 
     def run_backward_alone(
         self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached, weight: float
@@ -345,8 +349,8 @@ class _Passes(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise CaptureError(
                 "backward(create_graph=True) through a captured module: its backward pass is a graph of its own, which "
-                "cannot be differentiated again. Compute the penalty with the model itself, module.module, and add its "
-                "gradients"
+                "cannot be differentiated again. Pass capture='never' to autopar.optimize, which synchronizes all "
+                "gradients of a backward pass; or, with one rank, use the model itself, module.module"
             )
         c, backward, inputs, numbers = ctx.context
         tensors = iter(ctx.saved_tensors)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import AutoparWarning, CaptureError
 
 
 class Net(nn.Module):
@@ -202,8 +204,28 @@ def changed_between_sizes(rank: int, capture: Any) -> str:
     return ""
 
 
-def everything(rank: int, n: int) -> tuple[dict[str, float], list[str]]:
+def penalty_beside_the_module(rank: int, capture: Any, beside: bool) -> tuple[list[str], float]:
+    """What is said of a gradient penalty that is computed without the module, and how far gradients of ranks are apart;
+    without `beside`, of a loss that goes through the module alone."""
+    mine = Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", AutoparWarning)
+        total = loss(module(batch(0, rank))) + loss(module(batch(1, rank)))
+        if beside:
+            x = batch(2, rank).requires_grad_()
+            (slope,) = torch.autograd.grad(mine(x).sum(), x, create_graph=True)
+            total = total + slope.square().mean()
+        total.backward()
+    own = torch.cat([g.flatten() for g in gradients(mine) if g is not None])
+    first = own.clone()
+    dist.broadcast(first, 0)
+    return [str(w.message) for w in said if w.category is AutoparWarning], float((own - first).abs().max())
+
+
+def everything(rank: int, n: int) -> tuple[dict[str, float], list[str], list[tuple[list[str], float]]]:
     captures = ("always", "never")
     worst = {f"{loop.__name__}, {c}": apart(loop, rank, c) for c in captures for loop in LOOPS}
     worst |= {f"uneven, {c}": uneven(rank, n, c) for c in captures}
-    return worst, [changed_between_sizes(rank, c) for c in captures]
+    penalties = [penalty_beside_the_module(rank, c, beside) for c in captures for beside in (False, True)]
+    return worst, [changed_between_sizes(rank, c) for c in captures], penalties
