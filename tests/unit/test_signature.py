@@ -13,7 +13,7 @@ import autopar
 from autopar.errors import SpecError
 
 X = torch.randn(5, 3)
-ONLY_OF_STEPS = {"budget", "loss_fn", "late_parameters", "optimizer_acts_on", "loss_scale", "sync_batch_norm", "pad"}
+ONLY_OF_STEPS = {"budget", "loss_fn", "late_parameters", "optimizer_acts_on", "loss_scale", "pad"}
 
 
 def test_what_optimize_returns() -> None:
