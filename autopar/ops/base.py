@@ -62,6 +62,8 @@ class Operation(ABC):
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
     momentum: float | None = None
     """Of a momentum that it keeps from step to step: which part of it each step adds to the gradients."""
+    of_parameters: bool = False
+    """Of a state: whether it is what parameters lack of what they should be, and not what was not sent of gradients."""
     makes_parameters: ClassVar[bool] = False
     """Whether its value is parameters, which are sent for a pass to come."""
     subgroups: Subgroups = ()
