@@ -126,9 +126,6 @@ class AddDifferences(Operation):
         moved = q.moved_bytes(blocks, width) + elements * (width + 2 * own) + lacking
         return Work(flops=q.flops(blocks), moved_bytes=moved, kernels=KERNELS + starts)
 
-    def differs_on(self, call: Call) -> Sequence[int]:
-        return ()
-
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return 0
 

@@ -75,14 +75,12 @@ class Reference:
                 return
             given = self.held.pop(0)
         for name, gradient in given.items():
-            self.owned[name].grad = gradient
+            self.owned[name].grad = gradient.clone(memory_format=torch.contiguous_format)
         if self.case.clip is not None:
             nn.utils.clip_grad_norm_(self.exact.parameters(), self.case.clip)
         self.optimizer.step()
         for index, names in enumerate(GROUPS):
-            x, y = (
-                np.concatenate([p[n].detach().numpy().reshape(-1) for n in names]) for p in (self.owned, self.named)
-            )
+            x, y = (np.concatenate([p[n].detach().numpy().ravel() for n in names]) for p in (self.owned, self.named))
             y = x if self.n == 1 or step < self.case.timing.get("from_step", 0) else y + self._received(index, x - y)
             sizes = [0, *np.cumsum([self.named[n].numel() for n in names])]
             for name, (a, b) in zip(names, pairwise(sizes), strict=True):
@@ -189,7 +187,7 @@ def sums(state: dict[str, Any]) -> dict[str, float]:
 
 def learned(rank: int, n: int) -> list[float]:
     """The losses of a tiny training, on the same batch again and again."""
-    case, model = Case(momentum, 4), net()
+    case, model = Case(sgd, 4), net()
     program = program_of(rank, n, case, model, check="first")
     return [take_step(program, case, 0, rank) for _ in range(40)]
 
@@ -206,7 +204,8 @@ def narrow(rank: int, n: int) -> dict[str, float]:
     everyone = [torch.zeros_like(before) for _ in range(n)]
     torch.distributed.all_gather(everyone, model.hidden.weight.detach())
     apart = max(float((e - everyone[0]).abs().max()) for e in everyone)
-    return {"apart": apart, "moved": float((model.hidden.weight - before).abs().max()), "fell": losses[0] - losses[-2]}
+    moved = float((model.hidden.weight.detach() - before).abs().max())
+    return {"apart": apart, "moved": moved, "fell": losses[0] - losses[-2]}
 
 
 def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
