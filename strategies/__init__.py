@@ -33,6 +33,7 @@ from autopar.strategies.sufficient_factors import SufficientFactors
 from autopar.strategies.summation_servers import SummationServers
 from autopar.strategies.terngrad import TernGrad
 from autopar.strategies.top_k import TopK
+from autopar.strategies.weight_differences import WeightDifferences
 
 __all__ = [
     "DGC",
@@ -65,6 +66,7 @@ __all__ = [
     "SummationServers",
     "TernGrad",
     "TopK",
+    "WeightDifferences",
     "register",
     "strategy_named",
 ]
@@ -94,6 +96,7 @@ STRATEGIES: dict[str, Strategy] = {
         SummationServers(),
         TernGrad(),
         TopK(),
+        WeightDifferences(),
     )
 }
 

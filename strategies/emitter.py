@@ -65,13 +65,15 @@ class Emitter:
         elements: int | None = None,
         dtype: str | None = None,
         momentum: float | None = None,
+        of_parameters: bool = False,
     ) -> Call:
         """A tensor that lives from step to step, under a name within its group; by default of as many elements as the
         group has, in its dtype. Zeros at first. `layout` says what it is to the other ranks (`ops.state.State`); by
         default, each rank has a part of its own of a sum, as a residual is. `momentum`: of one, which part of it each
-        step adds to the gradients, so that it is no residual."""
+        step adds to the gradients, so that it is no residual. `of_parameters`: it is what parameters lack of what they
+        should be, and no gradient."""
         of = group.elements if elements is None else elements
-        kept = State(key, of, dtype or group.dtype, layout or own_parts(self.world_size), momentum)
+        kept = State(key, of, dtype or group.dtype, layout or own_parts(self.world_size), momentum, of_parameters)
         return self.emit(kept, group)
 
     def keep(self, state: Call, value: Call) -> None:
@@ -113,9 +115,13 @@ class Emitter:
         assert not value.is_pending, f"{op.name} of a value that was not waited for"
         if self.world_size == 1:
             return value
-        if (when_sent := value.op.when_sent()) is not value.op:
-            value = self._replaced(value, replace(value, op=when_sent))
+        value = self.as_sent(value)
         return self._record(op, value.group, (value,))
+
+    def as_sent(self, value: Call) -> Call:
+        """The same value, flat, as a collective takes it; of a call that nobody has used yet."""
+        when_sent = value.op.when_sent()
+        return value if when_sent is value.op else self._replaced(value, replace(value, op=when_sent))
 
     def wait(self, value: Call, *, by: int | None = None) -> Call:
         """Completes a collective, as late as its value is needed, so that compute hides it: by the first node of the

@@ -265,7 +265,7 @@ def _check(strategy: Strategy, group: Group, options: Options, emit: Emitter) ->
         return
     if spec.every > 1 and strategy.fidelity(options) != "exact":
         raise PlanError(f"{where}: it rounds or compresses what it sends, and parameters are averaged as they are")
-    if spec.every == 1 and not spec.from_step:
+    if spec.every == 1 and (not spec.from_step or strategy.warms_up):
         return
     trial = Emitter(emit.context, emit.start, emit.end)
     strategy.lower(replace(group, moment=SYNCHRONIZE), options, trial)

@@ -62,6 +62,8 @@ class Operation(ABC):
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
     momentum: float | None = None
     """Of a momentum that it keeps from step to step: which part of it each step adds to the gradients."""
+    of_parameters: bool = False
+    """Of a state: whether it is what parameters lack of what they should be, and not what was not sent of gradients."""
     makes_parameters: ClassVar[bool] = False
     """Whether its value is parameters, which are sent for a pass to come."""
     subgroups: Subgroups = ()
@@ -78,9 +80,8 @@ class Operation(ABC):
         """Runs it, or writes it into a graph, as `site` does; returns its value there."""
 
     def behind(self, group: Group) -> int:
-        """The position in the graph's compute (-1: before everything) behind which it may run: what it reads of the
-        graph is there, and nothing reads any more what it overwrites. By default the group's gradients are complete
-        there, and, where it changes the group's parameters, nothing reads these."""
+        """The position in the graph's compute (-1: before everything) behind which it may run. By default the group's
+        gradients are complete there, and, where it changes the group's parameters, nothing reads these."""
         return max(group.ready, group.last_use) if self.changes_parameters else group.ready
 
     def needed(self, group: Group) -> int | None:
@@ -236,8 +237,7 @@ class Call:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Calls with equal keys cost the same: what an operation declares may depend on its fields, on its value, on
-        its inputs' operations and values, and on all of the group's members but their names and positions."""
+        """Calls with equal keys cost the same: what is declared may depend on all but members' names and positions."""
         g = self.group
         of_group = g and (g.kinds if self.op.reads_members else len(g.members), g.dtype)
         return self.op, self.made, self.communicator, tuple((i.op, i.made) for i in self.inputs), of_group

@@ -52,6 +52,16 @@ class Fragment:
             return self.tensor
         return _cut(self.parameter.detach(), self.piece, self.begin, self.tensor.numel())
 
+    def put(self, values: torch.Tensor) -> None:
+        """Writes values into the parameter, where its elements lie now."""
+        now, parameter = self.now(), self.parameter
+        now.copy_(values)
+        if parameter is not None and now.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            whole = _slice(parameter.detach(), self.piece)
+            flat = whole.reshape(-1)
+            flat[self.begin : self.begin + now.numel()] = now.reshape(-1)
+            whole.copy_(flat.view(whole.shape))
+
     def read(self) -> None:
         """Copies the parameter's elements here, where they lie elsewhere."""
         if self._lies_elsewhere():

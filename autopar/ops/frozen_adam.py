@@ -218,7 +218,7 @@ class Grown(nn.Module):
         """Warns, once on each rank, where an element has no variance, and a gradient all the same. At powers of two of
         steps, as the host waits for what it reads."""
         self._looks += 1
-        if self._said or self._looks & (self._looks - 1) or gradients.is_meta:
+        if self._said or self._looks & (self._looks - 1):
             return
         late = gradients.ne(0).logical_and_(without)
         names = [f.name for f in self.part.fragments if bool(f.of(late).any())]

@@ -25,7 +25,8 @@ class State(Operation):
     replicated, sharded or owned stays the value that it is. Of `Partial` only the sum means something: it is kept, and
     each rank begins with an equal part of it. What is `Varying` begins again with zeros.
 
-    With `momentum`, it is one: that part of it joins the gradients in each step, and none of it is kept for later.
+    With `momentum`, it is one: that part of it joins the gradients in each step, and none of it is kept for later. With
+    `of_parameters`, it is in units of parameters, which lack it.
     """
 
     name = "state"
@@ -36,6 +37,7 @@ class State(Operation):
     dtype: str
     layout: Layout
     momentum: float | None = None
+    of_parameters: bool = False
 
     def value(self, at: Emission) -> Value:
         return Value(self.elements, self.dtype, self.layout)

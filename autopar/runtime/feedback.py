@@ -126,7 +126,7 @@ class Feedback:
         found = []
         for call in self.of.calls:
             key = call.op.state_key()
-            if call.group is not group or key is None:
+            if call.group is not group or key is None or call.op.of_parameters:
                 continue
             layout, of_numbers = call.layout, call.torch_dtype.is_floating_point or call.torch_dtype.is_complex
             whole = not isinstance(layout, Partial) or layout.of == REPLICATE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from autopar.testing.mean import Mean
 from autopar.testing.recorder import Recorder
 from autopar.testing.tasks import TASKS, Task
 from autopar.testing.training import (
+    LEARNING_RATE,
     SAMPLES,
     TRAININGS,
     batches,
@@ -63,11 +64,14 @@ KEPT = 1e-5
 """Of the largest element: states may be in float32."""
 
 
-def _sum_of(state: dict[str, Any], name: str, like: torch.Tensor, momenta: Mapping[str, float]) -> tuple[Any, Any]:
+def _sum_of(
+    state: dict[str, Any], name: str, like: torch.Tensor, momenta: Mapping[str, float], lacking: Collection[str]
+) -> tuple[Any, Any]:
     """What all states together hold of a parameter's gradient; and what momenta, by their states' names, add to the
-    next."""
+    next. `lacking`: states of what parameters lack, which a gradient times the rate of SGD would take off them."""
     of = {key: by_name[name].double() for key, by_name in state.get("state", {}).items() if name in by_name}
     of = {key: value for key, value in of.items() if value.shape == like.shape}
+    of |= {key: value / -LEARNING_RATE for key, value in of.items() if key in lacking}
     added = sum((momenta[key] * value for key, value in of.items() if key in momenta), 0.0)
     return sum((value for key, value in of.items() if key not in momenta), 0.0), added
 
@@ -189,13 +193,14 @@ class Rank:
             moments: dict[str, torch.Tensor] = {}
             calls = program.compile_for(batches(task, "plain", "unequal", 0, rank)[0]).program.calls
             momenta = {str(c.op.state_key()): c.op.momentum for c in calls if c.op.momentum is not None}
+            lacking = {str(c.op.state_key()) for c in calls if c.op.of_parameters}
             for step in range(STEPS):
                 with program.gathered():
                     before = {k: p.detach().clone() for k, p in program.model.named_parameters()}
                 expected = gradients(task, "plain", "unequal", n, step, before)
                 program.step(batches(task, "plain", "unequal", step, rank)[0])
                 state, earlier, some = program.state_dict(), kept, False
-                kept = {k: _sum_of(state, k, p, momenta) for k, p in before.items()}
+                kept = {k: _sum_of(state, k, p, momenta, lacking) for k, p in before.items()}
                 taken, moments = updated_with(state, before, moments)
                 for name in before:
                     sent = taken[name]

@@ -48,6 +48,11 @@ PLANS: dict[str, list[tuple[str, tuple[str, ...], dict[str, Any]]]] = {
         ("one_bit_adam", ("inner.weight",), {"from_step": 1, "exchange": "gather"}),
         ("all_reduce", ("head.weight", "head.bias"), {}),
     ],
+    "differences": [
+        ("weight_differences", ("inner.bias", "table.weight", "inner.weight"), {"block": 64}),
+        ("weight_differences", ("head.weight",), {"bits": 4, "block": 16, "rotated": True}),
+        ("all_reduce", ("head.bias",), {}),
+    ],
     "timed": [
         ("all_reduce", ("table.weight", "inner.bias"), {"every": 2}),
         ("partitioned_parameter_server", ("inner.weight",), {"delay": 2}),

@@ -17,6 +17,7 @@ from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime import shared_memory
 from autopar.runtime.compiled import Settings
+from autopar.runtime.initial_state import initial_state
 from autopar.runtime.optimizer import context_for
 from autopar.runtime.process_group import Group
 from autopar.runtime.program import Program
@@ -30,6 +31,7 @@ WAITS = {
     "class_sharded_head": "samples of each rank",
     "column_parallel_linear": "samples of each rank",
     "qsgd": "how often it has drawn at random",
+    "one_bit_adam": "whether elements without variance have gradients, in the 1st, 2nd, 4th, 8th, ... such step",
     "power_sgd": "whether the number of steps is even, where a checkpoint may have been loaded",
     "row_sharded_table": "rows that are looked up",
     "sharded_parameters": "whether all ranks are at their last micro-batch",
@@ -87,6 +89,9 @@ def step(use: Use, group: Group) -> None:
     """Takes a step that clips and updates with AdamW, on meta tensors."""
     model = TASK.model().to("meta")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if any(g.from_step for g in use.plan.groups):  # it goes on from what exact steps have left
+        (settings_of,) = optimizer.param_groups
+        optimizer.state.update((p, initial_state(optimizer, settings_of, p)) for p in settings_of["params"])
     context = context_for(group.world_size, optimizer, "element", 0.1, True, late_parameters=True)
     settings = Settings(TASK.loss_fn, 0.1, weight=lambda batch: 2.0)
     program = Program(model, use.plan, group, optimizer, settings, context)
