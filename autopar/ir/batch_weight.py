@@ -83,12 +83,14 @@ class BatchWeight:
 
 
 @dataclass(frozen=True)
-class UnreadWeight(BatchWeight):
-    """How much a batch counts where no graph shows what its loss is made of: by its samples; a batch without tensors
-    counts as one sample."""
+class SampleRate(BatchWeight):
+    """A batch counts by its samples, each as much; a batch without tensors counts as one sample."""
+
+    rate: float = 1.0
+    """How much each sample counts."""
 
     def of_batch(self, batch: Batch, buffers: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        return torch.tensor(float(1 if batch.size is None else batch.size), dtype=torch.float64)
+        return torch.tensor(self.rate * (1 if batch.size is None else batch.size), dtype=torch.float64)
 
     def of(
         self,
@@ -97,4 +99,8 @@ class UnreadWeight(BatchWeight):
         device: torch.device | None = None,
     ) -> torch.Tensor:
         size = next((len(t) for t in tensors if t.dim()), 1)
-        return torch.tensor(float(size), dtype=torch.float64)
+        return torch.tensor(self.rate * size, dtype=torch.float64)
+
+
+class UnreadWeight(SampleRate):
+    """How much a batch counts where no graph shows what its loss is made of."""

@@ -136,7 +136,9 @@ class KeptGradients:
         """What was kept back, which `grad` then holds no longer; `weight`: how much the backward pass counts that
         synchronizes it. What others have added to `grad` since counts as these passes do on average. Raises
         `CaptureError` where the user's changes of `grad` leave open what is to count how much."""
-        self._abandon()
+        is_under_way = torch._C._current_graph_task_id() == self._task
+        if not is_under_way:
+            self._abandon()
         self._look()
         mean = (self._weight + weight) / (self._passes + 1)
         is_even = abs(mean - self._unit) <= 1e-12 * abs(mean)
@@ -156,8 +158,10 @@ class KeptGradients:
             if kept.others is not None and not is_even:
                 total.add_(kept.others, alpha=mean - self._unit)
             sums[name], p.grad = total, None
-        found = Kept(sums, self._weight, self._passes)
+        found, unit = Kept(sums, self._weight, self._passes), self._unit
         self._forget()
+        if is_under_way:  # one pass keeps gradients back and synchronizes others: what it keeps is still to come
+            self._unit = unit
         return found
 
     def _look(self) -> None:

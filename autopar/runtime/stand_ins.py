@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, AutoparWarning, CaptureError, PlanError
 from autopar.ir.batch import Batch, call_model
-from autopar.ir.batch_weight import BatchWeight, UnreadWeight
+from autopar.ir.batch_weight import BatchWeight, SampleRate, UnreadWeight
 from autopar.ir.build import autocast_format
 from autopar.ir.stand_in import counting, stand_in
 from autopar.ir.training_graph import TrainingGraph
@@ -199,25 +199,6 @@ class StandIns:
                 stacklevel=2,
             )
         return SampleRate(of.unit, is_sum=of.is_sum, is_mean=of.is_mean, rate=rate)
-
-
-@dataclass(frozen=True)
-class SampleRate(BatchWeight):
-    """A batch counts by its samples, each as much."""
-
-    rate: float = 1.0
-
-    def of(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        buffers: Mapping[str, torch.Tensor] | None = None,
-        device: torch.device | None = None,
-    ) -> torch.Tensor:
-        size = next((len(t) for t in tensors if t.dim()), 1)
-        return torch.tensor(self.rate * size, dtype=torch.float64)
-
-    def of_batch(self, batch: Batch, buffers: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.rate * (1 if batch.size is None else batch.size), dtype=torch.float64)
 
 
 def _row_shapes(c: Compiled) -> list[torch.Size]:

@@ -189,6 +189,28 @@ def uneven(rank: int, n: int, capture: Any) -> float:
     )
 
 
+def both_in_one_pass(rank: int, n: int, capture: Any, kept_first: bool) -> float:
+    """Of a backward pass through a call that is kept back and one that is not, and a pass after it: how far from one
+    process. (`DistributedDataParallel` looks at the last call alone.)"""
+    mine, other = Net(), Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+    with module.no_sync():
+        loss(module(batch(0, rank))).backward()
+        kept = loss(module(batch(1, rank))) if kept_first else None
+    total = loss(module(batch(2, rank)))
+    if kept is None:
+        with module.no_sync():
+            kept = loss(module(batch(1, rank)))
+    (total + kept).backward()
+    loss(module(batch(3, rank))).backward()
+    sum((loss(other(batch(k, r))) / n for k in range(4) for r in range(n)), torch.zeros(())).backward()
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(gradients(mine), gradients(other), strict=True)
+        if a is not None and b is not None
+    )
+
+
 def changed_between_sizes(rank: int, capture: Any) -> str:
     """What is said where it cannot be told how much the parts of a gradient count."""
     mine = Net()
@@ -227,5 +249,6 @@ def everything(rank: int, n: int) -> tuple[dict[str, float], list[str], list[tup
     captures = ("always", "never")
     worst = {f"{loop.__name__}, {c}": apart(loop, rank, c) for c in captures for loop in LOOPS}
     worst |= {f"uneven, {c}": uneven(rank, n, c) for c in captures}
+    worst |= {f"both, {c}, {first}": both_in_one_pass(rank, n, c, first) for c in captures for first in (False, True)}
     penalties = [penalty_beside_the_module(rank, c, beside) for c in captures for beside in (False, True)]
     return worst, [changed_between_sizes(rank, c) for c in captures], penalties
