@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from autopar.ir.passes import Pass as Pass
     from autopar.ir.passes import Passes as Passes
     from autopar.quality.budget import QualityBudget as QualityBudget
-    from autopar.runtime.checkpoint_load import load_checkpoint as load_checkpoint
+    from autopar.runtime.checkpoints.load import load_checkpoint as load_checkpoint
+    from autopar.runtime.drop_in.module import SyncedModule as SyncedModule
     from autopar.runtime.gathering import gather as gather
-    from autopar.runtime.module import SyncedModule as SyncedModule
     from autopar.runtime.program import Program as Program
     from autopar.runtime.step_result import StepResult as StepResult
     from autopar.spec.calibration import Calibration as Calibration
@@ -43,11 +43,11 @@ _HOMES = {
     "Program": "autopar.runtime.program",
     "QualityBudget": "autopar.quality.budget",
     "StepResult": "autopar.runtime.step_result",
-    "SyncedModule": "autopar.runtime.module",
+    "SyncedModule": "autopar.runtime.drop_in.module",
     "Verification": "autopar.verification",
     "calibrate": "autopar.calibration",
     "gather": "autopar.runtime.gathering",
-    "load_checkpoint": "autopar.runtime.checkpoint_load",
+    "load_checkpoint": "autopar.runtime.checkpoints.load",
     "optimize": "autopar.api",
     "plan": "autopar.api",
     "verify": "autopar.verification",

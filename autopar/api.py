@@ -22,22 +22,22 @@ from autopar.quality.planned import check_budget, choose_for
 from autopar.quality.program import BudgetedProgram
 from autopar.runtime.captures import MOST_CAPTURES
 from autopar.runtime.compiled import Capture, Check, LossFn, Settings, Weight
-from autopar.runtime.compute import Compiler
-from autopar.runtime.eager import owners_of
-from autopar.runtime.eager_gradient_program import EagerGradientProgram
+from autopar.runtime.compiling.compute import Compiler
+from autopar.runtime.compiling.inductor import check_compiler
+from autopar.runtime.drop_in.gradient_program import GradientProgram
+from autopar.runtime.drop_in.module import SyncedModule
 from autopar.runtime.gathering import gathering, sizes_of
-from autopar.runtime.gradient_program import GradientProgram
-from autopar.runtime.inductor import check_compiler
-from autopar.runtime.joint_optimizer import joined
+from autopar.runtime.job.process_group import Group, join, take_from_rank_0
+from autopar.runtime.job.same_call import check_same_call, job_cluster, plan_on_rank_0
 from autopar.runtime.loss_scale import LossScaling, scaler_of
-from autopar.runtime.module import SyncedModule
-from autopar.runtime.optimizer import Scope, check_optimizer, described
-from autopar.runtime.padding import Pad, Padding
-from autopar.runtime.process_group import Group, join, take_from_rank_0
+from autopar.runtime.model.eager import owners_of
+from autopar.runtime.model.padding import Pad, Padding
+from autopar.runtime.model.wrapped import check_has_values, check_unwrapped
+from autopar.runtime.optimizers.joint_optimizer import joined
+from autopar.runtime.optimizers.optimizer import Scope, check_optimizer, described
 from autopar.runtime.program import Program
-from autopar.runtime.same_call import check_same_call, job_cluster, plan_on_rank_0
 from autopar.runtime.sync_batch_norm import check_captured, synchronize_batch_norm
-from autopar.runtime.wrapped import check_has_values, check_unwrapped
+from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.search.constraints import Constraints, Pinned
 from autopar.search.options import SearchOptions
 from autopar.spec.calibration import Calibration

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from autopar.backends import collectives
 from autopar.ops.context import Context
 from autopar.ops.subgroups import Subgroups, subgroup_of
-from autopar.runtime.process_group import Group, Rendezvous, join
-from autopar.runtime.same_call import job_cluster
+from autopar.runtime.job.process_group import Group, Rendezvous, join
+from autopar.runtime.job.same_call import job_cluster
 from autopar.spec.calibration import Calibration, Collective, CollectiveTimes, DeviceRates, LinkTimes
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology

@@ -23,12 +23,12 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weightless import first_without_values, lacks_values, outside_of_modes
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Capture, Check, Settings
-from autopar.runtime.eager_look import settled
-from autopar.runtime.joint_optimizer import each_of
-from autopar.runtime.loss_shares import example_of
-from autopar.runtime.optimizer import Scope, context_for, optimizer_scope, updated_by
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.losses.shares import example_of
+from autopar.runtime.optimizers.joint_optimizer import each_of
+from autopar.runtime.optimizers.optimizer import Scope, context_for, optimizer_scope, updated_by
 from autopar.runtime.profile import node_seconds
+from autopar.runtime.uncaptured.look import settled
 from autopar.search.constraints import NONE, Constraints
 from autopar.search.options import SearchOptions
 from autopar.spec.calibration import Calibration

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.backends import collectives
-from autopar.runtime.process_group import join
+from autopar.runtime.job.process_group import join
 from benchmarks.interleaved import serve_requests
 
 Run = Callable[[], object]

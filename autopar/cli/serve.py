@@ -48,8 +48,8 @@ def command(master: str, name: str | None, timeout_s: float) -> None:
         from torch._C._distributed_c10d import TCPStore
 
         from autopar.errors import CollectiveError
-        from autopar.runtime.job_store import InThread
-        from autopar.runtime.servers import Serving
+        from autopar.runtime.job.servers import Serving
+        from autopar.runtime.job.store import InThread
 
         name = name or socket.gethostname()
         timeout = timedelta(seconds=timeout_s)

@@ -21,7 +21,7 @@ from autopar.errors import SpecError
 from autopar.integrations.drop_in import DropIn
 from autopar.integrations.ranks import Weight, samples
 from autopar.integrations.ranks import equal as equal
-from autopar.runtime.wrapped import check_unwrapped
+from autopar.runtime.model.wrapped import check_unwrapped
 from autopar.spec.cluster import ClusterSpec
 
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")

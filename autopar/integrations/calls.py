@@ -21,8 +21,8 @@ from autopar.api import optimize
 from autopar.errors import SpecError, VerificationError
 from autopar.integrations.drop_in import by_keyword
 from autopar.integrations.ranks import equal, make_equal, sums
-from autopar.runtime.gradient_program import GradientProgram
-from autopar.runtime.module import SyncedModule
+from autopar.runtime.drop_in.gradient_program import GradientProgram
+from autopar.runtime.drop_in.module import SyncedModule
 from autopar.spec.cluster import ClusterSpec
 
 

@@ -13,9 +13,9 @@ from autopar.api import optimize
 from autopar.errors import CaptureError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
-from autopar.runtime.eager_gradient_program import EagerGradientProgram
-from autopar.runtime.evaluated import as_it_is
-from autopar.runtime.module import SyncedModule
+from autopar.runtime.drop_in.module import SyncedModule
+from autopar.runtime.model.evaluated import as_it_is
+from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 

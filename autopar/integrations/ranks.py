@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.batch import flatten
-from autopar.runtime.process_group import Group, take_from_rank_0
+from autopar.runtime.job.process_group import Group, take_from_rank_0
 
 Weight = Callable[[Any], float]
 """From a batch to how much its loss counts: of what the loss is a mean over, how much the batch has."""

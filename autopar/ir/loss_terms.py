@@ -4,7 +4,7 @@ A value is `Fixed` (the same for every batch), `Rows` (its elements belong to si
 batch, or such a sum divided by a count), or `Unknown`. The rules below say what each operator makes of these. Only the
 loss's own arithmetic is followed: what a matrix product, a softmax or another operator of the model returns counts as
 rows where it has a dimension for the samples. Whether it truly treats samples one by one is seen by running it
-(`autopar.runtime.loss_probe`).
+(`autopar.runtime.losses.probe`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It has one node for each part of the forward pass, which begins where a parameter is first used, one for where the
 backward pass begins, and one for each gradient, in the order in which they were seen to become complete, with the times
 that were measured. Strategies are lowered into it, priced on it and written into it as into any joint graph;
-`autopar.runtime.eager_steps` runs what was written, the model's own part of it by calling the model.
+`autopar.runtime.uncaptured.steps` runs what was written, the model's own part of it by calling the model.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from autopar.lab.host import Host
 from autopar.lab.job import serve
 from autopar.planning import Training
 from autopar.runtime.compiled import Settings
-from autopar.runtime.process_group import Group, join
+from autopar.runtime.job.process_group import Group, join
 from autopar.runtime.program import Program
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.spec.cluster import ClusterSpec

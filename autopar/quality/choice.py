@@ -22,7 +22,7 @@ from autopar.quality.candidates import WORTH, Candidate, begun_exactly, candidat
 from autopar.quality.degradation import Loss, Map, shipped
 from autopar.quality.pilots import Piloted, Pilots
 from autopar.quality.probe import Job, Probe, Probed
-from autopar.runtime.process_group import Rendezvous
+from autopar.runtime.job.process_group import Rendezvous
 from autopar.spec.plan import Fidelity, Plan
 from autopar.spec.quality import Considered, QualityChoice
 

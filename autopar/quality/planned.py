@@ -10,7 +10,7 @@ from autopar.planning import Planner, Training
 from autopar.quality.budget import QualityBudget
 from autopar.quality.choice import Plans, choose
 from autopar.quality.probe import Job
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
 

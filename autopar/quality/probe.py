@@ -27,7 +27,7 @@ from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Settings
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.program import Program
 from autopar.spec.plan import Plan
 

@@ -13,7 +13,7 @@ from autopar.ops.context import Context
 from autopar.quality.candidates import loses
 from autopar.quality.guard import Guard
 from autopar.runtime.compiled import Settings
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.program import Program
 from autopar.runtime.step_result import StepResult
 from autopar.spec.plan import Plan

@@ -30,22 +30,22 @@ from autopar.ir.served import Varying
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
-from autopar.runtime.buffers import shared_buffers
 from autopar.runtime.captures import Captures, check_trained, signature_key
 from autopar.runtime.compiled import Compiled, Settings
-from autopar.runtime.eager import kept_attributes, owners_of
-from autopar.runtime.eager_model import EagerModel
-from autopar.runtime.eager_steps import EagerStep
-from autopar.runtime.module_hooks import ModuleHooks
-from autopar.runtime.optimizer import OptimizerPart, updated_by
-from autopar.runtime.optimizer_kinds import is_plain_adam, is_plain_sgd
-from autopar.runtime.order import CollectiveOrder
-from autopar.runtime.outputs import NO_OUTPUT
-from autopar.runtime.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
+from autopar.runtime.job.order import CollectiveOrder
+from autopar.runtime.job.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
+from autopar.runtime.model.buffers import shared_buffers
+from autopar.runtime.model.eager import kept_attributes, owners_of
+from autopar.runtime.model.hooks import ModuleHooks
+from autopar.runtime.model.outputs import NO_OUTPUT
+from autopar.runtime.model.unchanged import Unchanged
+from autopar.runtime.optimizers.kinds import is_plain_adam, is_plain_sgd
+from autopar.runtime.optimizers.optimizer import OptimizerPart, updated_by
 from autopar.runtime.random import RandomStream
 from autopar.runtime.shapes import BatchShapes
-from autopar.runtime.stand_ins import StandIns, Wanted
-from autopar.runtime.unchanged import Unchanged
+from autopar.runtime.uncaptured.model import EagerModel
+from autopar.runtime.uncaptured.stand_ins import StandIns, Wanted
+from autopar.runtime.uncaptured.steps import EagerStep
 from autopar.runtime.writer import Target
 from autopar.spec.plan import FIDELITIES, Plan
 from autopar.strategies.lowering import StepProgram, fidelity_of, lower_plan

@@ -19,9 +19,9 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.passes import EVERY, Passes
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import MOST_CAPTURES
-from autopar.runtime.compute import Compiler
-from autopar.runtime.eager_model import EagerModel
-from autopar.runtime.padding import Padding
+from autopar.runtime.compiling.compute import Compiler
+from autopar.runtime.model.padding import Padding
+from autopar.runtime.uncaptured.model import EagerModel
 from autopar.strategies.lowering import StepProgram
 from autopar.strategies.timing import Moments
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.backends import collectives
 from autopar.ops.updates import Received
-from autopar.runtime.pre_use_hooks import PreUseHooks
+from autopar.runtime.model.pre_use_hooks import PreUseHooks
 
 
 class Deferred(nn.Module):

@@ -13,7 +13,7 @@ from autopar.backends import collectives
 from autopar.backends.across import gather_rows
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import Batch
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.sync_batch_norm import own_channel
 
 

@@ -11,8 +11,8 @@ from autopar.backends import collectives
 from autopar.ops.fragments import Fragment
 from autopar.ops.gradients import Norm, square_sum
 from autopar.runtime.compiled import Compiled
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.looks import Looking
-from autopar.runtime.process_group import Group
 from autopar.strategies.lowering import StepProgram
 
 

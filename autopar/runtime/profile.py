@@ -19,8 +19,8 @@ from torch import nn
 from autopar.ir.batch import Batch
 from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.compute import CompiledRegion, Compiler
-from autopar.runtime.eager import owners_of
+from autopar.runtime.compiling.compute import CompiledRegion, Compiler
+from autopar.runtime.model.eager import owners_of
 from autopar.runtime.operator_times import OperatorTimes, operator_key
 from autopar.runtime.replay import as_captured
 

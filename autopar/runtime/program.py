@@ -21,37 +21,39 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
-from autopar.runtime import checkpoint, checkpoint_load, checkpoint_save
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
+from autopar.runtime.checkpoints import checkpoint
+from autopar.runtime.checkpoints import load as checkpoint_load
+from autopar.runtime.checkpoints import save as checkpoint_save
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.deferred import DeferredParameters
-from autopar.runtime.drift import StepTimes
-from autopar.runtime.eager_steps import EagerStep
 from autopar.runtime.gathering import gathered_sizes, gathering
 from autopar.runtime.gradient_norm import GradientNorms
-from autopar.runtime.joint_optimizer import each_of
-from autopar.runtime.joint_part import Part
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.looks import Looking
-from autopar.runtime.loss_looks import LossLooks
-from autopar.runtime.loss_meaning import LossMeaning
 from autopar.runtime.loss_scale import LossScale, check_scaled
-from autopar.runtime.loss_shares import LossShares
-from autopar.runtime.outputs import output_template
-from autopar.runtime.parameter_groups import ParameterGroups
-from autopar.runtime.parts import Parts
-from autopar.runtime.process_group import Group
-from autopar.runtime.same_settings import SameSettings
+from autopar.runtime.losses.looks import LossLooks
+from autopar.runtime.losses.meaning import LossMeaning
+from autopar.runtime.losses.shares import LossShares
+from autopar.runtime.model.outputs import output_template
+from autopar.runtime.model.shared_memory import Memory
+from autopar.runtime.optimizers.joint_optimizer import each_of
+from autopar.runtime.optimizers.joint_part import Part
+from autopar.runtime.optimizers.parameter_groups import ParameterGroups
+from autopar.runtime.optimizers.parts import Parts
+from autopar.runtime.optimizers.same_settings import SameSettings
+from autopar.runtime.proofs.drift import StepTimes
+from autopar.runtime.proofs.step_proof import StepProofs
+from autopar.runtime.proofs.subject import Subject
 from autopar.runtime.sharded_rows import ShardedRows
-from autopar.runtime.shared_memory import Memory
 from autopar.runtime.snapshots import evaluated, snapshot
 from autopar.runtime.states import States
-from autopar.runtime.step_proof import StepProofs
 from autopar.runtime.step_result import Asked, StepResult
 from autopar.runtime.step_runs import StepRuns
 from autopar.runtime.step_writer import LocalWriter, StepWriter
-from autopar.runtime.subject import Subject
 from autopar.runtime.sync_batch_norm import check_loss_dtype
+from autopar.runtime.uncaptured.steps import EagerStep
 from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan

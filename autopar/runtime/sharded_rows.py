@@ -14,8 +14,8 @@ from torch import nn
 from autopar.backends import collectives
 from autopar.errors import PlanError
 from autopar.ops.fragments import rows_of_rank
-from autopar.runtime.pre_use_hooks import PreUseHooks
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.model.pre_use_hooks import PreUseHooks
 
 
 class ShardedRows:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.runtime.joint_part import Part
-from autopar.runtime.local_proof import copies
-from autopar.runtime.own_settings import kept_settings
+from autopar.runtime.optimizers.joint_part import Part
+from autopar.runtime.optimizers.own_settings import kept_settings
+from autopar.runtime.proofs.local_proof import copies
 from autopar.runtime.random import RandomStream
 from autopar.runtime.states import States
 

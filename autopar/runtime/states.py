@@ -18,10 +18,10 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import SpecError
 from autopar.ops.base import Call
 from autopar.ops.layouts import Owned, Partial, Shard, Varying, held_elements
-from autopar.runtime.boxes import boxes_of_range, elements_of, size_of
-from autopar.runtime.local_proof import copies
-from autopar.runtime.pieces import Over, Piece
-from autopar.runtime.process_group import Group
+from autopar.runtime.checkpoints.boxes import boxes_of_range, elements_of, size_of
+from autopar.runtime.checkpoints.pieces import Over, Piece
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.proofs.local_proof import copies
 from autopar.spec.plan import ParameterSlice
 from autopar.strategies.base import HELD
 

@@ -13,12 +13,12 @@ from autopar.errors import SignatureError
 from autopar.ir.batch import Batch
 from autopar.ops.parts import added
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.loss_meaning import LossMeaning
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.loss_scale import LossScale
-from autopar.runtime.outputs import fill
-from autopar.runtime.process_group import Group
+from autopar.runtime.losses.meaning import LossMeaning
+from autopar.runtime.model.outputs import fill
+from autopar.runtime.optimizers.same_settings import SameSettings
 from autopar.runtime.replay import as_captured
-from autopar.runtime.same_settings import SameSettings
 from autopar.runtime.step_writer import batch_share, loss_share
 from autopar.runtime.writer import NARROW
 

@@ -13,7 +13,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops import parts
 from autopar.ops.base import Call
 from autopar.runtime.loss_scale import Scaled
-from autopar.runtime.outputs import NO_OUTPUT
+from autopar.runtime.model.outputs import NO_OUTPUT
 from autopar.runtime.writer import NARROW, Target, Writer
 from autopar.strategies.lowering import StepProgram
 

@@ -15,7 +15,7 @@ from autopar.backends.across import register_channel, sum_over_ranks
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.joint import JointGraph
 from autopar.runtime.compiled import Compiled
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.writer import NARROW
 
 COMMUNICATOR = 100

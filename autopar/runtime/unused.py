@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from autopar.errors import AutoparWarning
-from autopar.runtime.eager_model import EagerModel
+from autopar.runtime.uncaptured.model import EagerModel
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
 from autopar.strategies.timing import moment_of

@@ -35,7 +35,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.group import Group as SyncGroup
 from autopar.runtime.deferred import DeferredParameters
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.runtime.step_writer import StepWriter
 from autopar.runtime.writer import Target
 from autopar.strategies.lowering import StepProgram

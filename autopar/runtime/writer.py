@@ -29,9 +29,9 @@ from autopar.ops.layouts import Varying
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import OptimizerPart, Received
 from autopar.runtime.deferred import Deferred
+from autopar.runtime.job.process_group import Group as ProcessGroup
 from autopar.runtime.looks import Look
 from autopar.runtime.loss_scale import LossScale
-from autopar.runtime.process_group import Group as ProcessGroup
 from autopar.strategies.lowering import StepProgram
 
 NARROW = (torch.float16, torch.bfloat16)

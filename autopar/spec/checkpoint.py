@@ -83,7 +83,7 @@ class CheckpointIndex(JsonFile):
     """Where each tensor of a checkpoint lies, and the values that are no tensors.
 
     Such values stand as JSON has them; where JSON has no such value, as an object with one key that says what it is
-    (`autopar.runtime.plain_values`): {"tensor": "model.fc.weight"}, {"tuple": [0.9, 0.999]}.
+    (`autopar.runtime.checkpoints.plain_values`): {"tensor": "model.fc.weight"}, {"tuple": [0.9, 0.999]}.
     """
 
     VERSION: ClassVar[int] = 1

@@ -21,10 +21,10 @@ from autopar.ir.tables import GraphTables
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.values import Setting
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.job.process_group import Group, Rendezvous, join
+from autopar.runtime.job.servers import serve_here
+from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.spec.topology import Topology
 from autopar.strategies import Strategy

@@ -19,7 +19,7 @@ from typing import Any
 from autopar.errors import SpecError
 from autopar.lab.host import Host
 from autopar.lab.job import Job, JobFailed, JobTimeout
-from autopar.runtime.job_store import InThread
+from autopar.runtime.job.store import InThread
 from autopar.trials.board import POLL_S, Board, FolderBoard, Pulse
 
 MEET_S = 300.0

@@ -23,7 +23,7 @@ from autopar.errors import SpecError
 from autopar.lab.host import Host
 from autopar.lab.job import GRACE_S, JobFailed, JobTimeout
 from autopar.lab.pool import Answers, Limits, Pool
-from autopar.runtime.meeting import meet
+from autopar.runtime.job.meeting import meet
 from autopar.trials.attend import Seat, attend
 from autopar.trials.board import POLL_S, Beating, Board, FolderBoard, StoreBoard
 

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.batch import flatten
 from autopar.ir.build import named_parameters
 from autopar.ir.listed import chosen
-from autopar.runtime.eager import owners_of
+from autopar.runtime.model.eager import owners_of
 from autopar.spec.plan import Plan
 
 Factory = Callable[[], tuple[Any, ...]]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from autopar.api import optimize
 from autopar.ops.fragments import Fragment
+from autopar.runtime.job.servers import serve_here
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology

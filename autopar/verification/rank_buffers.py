@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.eager import loss_of, without_trace
+from autopar.runtime.model.eager import loss_of, without_trace
 from autopar.verification.job import Built
 
 State = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.ir.batch import flatten
-from autopar.runtime.eager import loss_of, without_trace
+from autopar.runtime.model.eager import loss_of, without_trace
 from autopar.verification.differences import coarsest, distance
 from autopar.verification.job import Built, Job, batches, build
 from autopar.verification.processes import wait_for

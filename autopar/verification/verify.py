@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from autopar.errors import SpecError
-from autopar.runtime.eager import loss_of
+from autopar.runtime.model.eager import loss_of
 from autopar.spec.plan import Plan
 from autopar.verification import rank, reference
 from autopar.verification.differences import StepDifference, Verification, worst_of

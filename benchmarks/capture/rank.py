@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.process_group import Group, join
-from autopar.runtime.servers import serve_here
+from autopar.runtime.job.process_group import Group, join
+from autopar.runtime.job.servers import serve_here
 from autopar.testing.cases import SERVERS
 from benchmarks.capture.families import chosen
 from benchmarks.capture.outcome import Outcome

@@ -24,8 +24,8 @@ from autopar.ir.batch import flatten, module_batch
 from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.base_program import BaseProgram
-from autopar.runtime.module import SyncedModule
-from autopar.runtime.process_group import Group
+from autopar.runtime.drop_in.module import SyncedModule
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.program import Program
 from autopar.search import build_plan
 from benchmarks.capture.outcome import Kind, Outcome, Run

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, CollectiveError, TracingError, VerificationError
-from autopar.runtime.process_group import Group, join
+from autopar.runtime.job.process_group import Group, join
+from autopar.runtime.job.servers import serve_here
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.testing.cases import SERVERS
 from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.compare import difference, digest, finite, judge

@@ -96,8 +96,8 @@ def started(model, loss, optimizer, groups, recompute, late):
     from autopar.ir.build import training_graph
     from autopar.planning import Training
     from autopar.runtime.compiled import Settings
-    from autopar.runtime.process_group import join
-    from autopar.runtime.servers import serve_here
+    from autopar.runtime.job.process_group import join
+    from autopar.runtime.job.servers import serve_here
     from autopar.testing.cases import SERVERS, cluster_of
 
     world, rank = len(SAMPLES), 0

@@ -20,12 +20,12 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
 from autopar.planning import Training
 from autopar.runtime.compiled import Settings
-from autopar.runtime.eager_gradient_program import EagerGradientProgram
-from autopar.runtime.gradient_program import GradientProgram
-from autopar.runtime.module import SyncedModule
-from autopar.runtime.optimizer import context_for, optimizer_scope
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.drop_in.gradient_program import GradientProgram
+from autopar.runtime.drop_in.module import SyncedModule
+from autopar.runtime.job.process_group import Group, Rendezvous
+from autopar.runtime.optimizers.optimizer import context_for, optimizer_scope
 from autopar.runtime.program import Program
+from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.plan import Plan
 from autopar.strategies import Context
 from benchmarks.fuzz.case import Case

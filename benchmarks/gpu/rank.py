@@ -21,10 +21,10 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import Group, Rendezvous, join
+from autopar.runtime.job.process_group import Group, Rendezvous, join
+from autopar.runtime.job.servers import serve_here
+from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.strategies import STRATEGIES
 from autopar.testing.cases import SERVERS, Use, uses
 from autopar.testing.tasks import TASKS, Task

@@ -85,8 +85,8 @@ class Case:
     def _captured(self) -> tuple[TrainingGraph, Context, CostModel]:
         from autopar.cost_models import AnalyticCostModel, cost_model_for, optimizer_cost
         from autopar.ir.outline import Outline
-        from autopar.runtime.optimizer import context_for, optimizer_scope
-        from autopar.runtime.process_group import Group
+        from autopar.runtime.job.process_group import Group
+        from autopar.runtime.optimizers.optimizer import context_for, optimizer_scope
         from autopar.spec.topology import Topology
         from benchmarks.peers.planned import graph_of
 

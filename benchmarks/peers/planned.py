@@ -16,7 +16,7 @@ from benchmarks.zoo.workload import Workload
 if TYPE_CHECKING:
     from autopar.ir.training_graph import TrainingGraph
     from autopar.runtime.compiled import Settings
-    from autopar.runtime.process_group import Group
+    from autopar.runtime.job.process_group import Group
     from benchmarks.peers.case import Case
 
 JOIN_TIMEOUT_S = 120.0
@@ -30,7 +30,7 @@ class Planned(Peer):
 
     def build(self, workload: Workload, rank: int, world_size: int, options: Options) -> Step:
         """As `autopar.optimize(plan=...)`, but captures a workload once for all of its plans."""
-        from autopar.runtime.optimizer import context_for, optimizer_scope
+        from autopar.runtime.optimizers.optimizer import context_for, optimizer_scope
         from autopar.runtime.program import Program
         from autopar.spec.plan import Plan
 
@@ -83,7 +83,7 @@ class Builder(Planned):
 
 @cache
 def _group() -> Group:
-    from autopar.runtime.process_group import join
+    from autopar.runtime.job.process_group import join
 
     return join(JOIN_TIMEOUT_S)
 

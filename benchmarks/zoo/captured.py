@@ -8,7 +8,7 @@ from autopar.cost_models import OptimizerCost, optimizer_cost
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime.optimizer_kinds import leaves_zeros_alone
+from autopar.runtime.optimizers.kinds import leaves_zeros_alone
 from benchmarks.zoo.workload import Workload
 
 

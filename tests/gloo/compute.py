@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import autopar
-from autopar.runtime.compute import Compiler
+from autopar.runtime.compiling.compute import Compiler
 from tests.unit.test_compute import Net, apart, batch, one_by_one
 
 PLANS = ("PS", "zero1", "all_reduce_1MiB", "sharded", "sharded_tables_zero1")

@@ -14,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import SpecError
-from autopar.runtime.pieces import Piece, whole_piece
+from autopar.runtime.checkpoints.pieces import Piece, whole_piece
 from autopar.runtime.program import Program
 from tests.gloo import sharded
 from tests.gloo.checkpoints import masks, program_for, same, trained

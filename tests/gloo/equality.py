@@ -16,10 +16,10 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import Group, join
+from autopar.runtime.job.process_group import Group, join
+from autopar.runtime.job.servers import serve_here
+from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.search import build_plan
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context

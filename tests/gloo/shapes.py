@@ -9,7 +9,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Plan
-from autopar.runtime.order import CollectiveOrder
+from autopar.runtime.job.order import CollectiveOrder
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from tests.unit.test_shapes import Scorer, batch, loss_of
 

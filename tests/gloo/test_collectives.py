@@ -8,7 +8,7 @@ import torch
 from autopar.backends import collectives
 from autopar.backends.exchange import in_rounds
 from autopar.backends.nccl import NCCL
-from autopar.runtime.process_group import join
+from autopar.runtime.job.process_group import join
 from tests.gloo.ranks import run_ranks
 
 ELEMENTS = 100_003

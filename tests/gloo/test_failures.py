@@ -24,7 +24,7 @@ from torch import nn
 import autopar
 from autopar import api
 from autopar.planning import Planner
-from autopar.runtime import checkpoint_save
+from autopar.runtime.checkpoints import save as checkpoint_save
 from autopar.search import build_plan
 
 torch.set_num_threads(1)

@@ -13,10 +13,10 @@ import autopar
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import join, take_from_rank_0
+from autopar.runtime.job.process_group import join, take_from_rank_0
+from autopar.runtime.job.servers import serve_here
+from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.strategies import STRATEGIES
 from autopar.testing.cases import SERVERS, uses
 from autopar.testing.tasks import Task

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from autopar.runtime.servers import _connect
+from autopar.runtime.job.servers import _connect
 from tests.gloo.ranks import free_port
 
 JOB = """

@@ -12,8 +12,8 @@ from torch import nn
 import autopar
 from autopar.errors import VerificationError
 from autopar.ops import averages, state
+from autopar.runtime.job.servers import serve_here
 from autopar.runtime.program import Program
-from autopar.runtime.servers import serve_here
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.testing.cases import cluster_of

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.runtime import base_program, optimizer
+from autopar.runtime import base_program
+from autopar.runtime.optimizers import optimizer
 
 Made = tuple[nn.Module, Any, Any]
 

@@ -17,8 +17,8 @@ from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.tables import GraphTables
 from autopar.runtime.compiled import Settings
-from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import Group, join
+from autopar.runtime.job.process_group import Group, join
+from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
 from autopar.runtime.virtual import DeviceTimes, VirtualProgram
 from autopar.search import build_plan

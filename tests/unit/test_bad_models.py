@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.errors import CaptureError, OptimizerError, PlanError, PlanMismatchError, SignatureError
 from autopar.ops.fragments import Fragment
-from autopar.runtime.optimizer import OptimizerPart
+from autopar.runtime.optimizers.optimizer import OptimizerPart
 from autopar.spec.plan import ParameterSlice
 
 ONE = autopar.ClusterSpec.local(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.ops.fragments import Fragment, rows_of_rank
-from autopar.runtime.boxes import Box, boxes_of, common, covered, cut, elements_of, size_of, whole, within
+from autopar.runtime.checkpoints.boxes import Box, boxes_of, common, covered, cut, elements_of, size_of, whole, within
 from autopar.spec.plan import ParameterSlice
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from benchmarks.capture.families import chosen, families, family_of
 from benchmarks.capture.journal import Journal
 from benchmarks.capture.outcome import Outcome, Run, merged

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import autopar
 from autopar.errors import SpecError
-from autopar.runtime.initial_state import initial_state
+from autopar.runtime.optimizers.initial_state import initial_state
 from autopar.runtime.program import Program
 from tests.gloo.checkpoints import same
 

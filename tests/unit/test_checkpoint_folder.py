@@ -18,7 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import SpecError
-from autopar.runtime.pieces import whole_piece
+from autopar.runtime.checkpoints.pieces import whole_piece
 from autopar.runtime.program import Program
 from tests.gloo.checkpoints import same
 from tests.unit.test_checkpoint import KINDS, Counting, Net, adamw, program_for, trained

@@ -22,12 +22,12 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import autopar
 from autopar.errors import CompileError, VerificationError
-from autopar.runtime import inductor
-from autopar.runtime.compute import CompiledRegion, Compiler, laid_out, part_of
-from autopar.runtime.compute_passes import fold_cats_of_one, functional
-from autopar.runtime.kernels import is_joinable
-from autopar.runtime.region_proof import RegionProof
-from autopar.runtime.regions import Partition, Region
+from autopar.runtime.compiling import inductor
+from autopar.runtime.compiling.compute import CompiledRegion, Compiler, laid_out, part_of
+from autopar.runtime.compiling.kernels import is_joinable
+from autopar.runtime.compiling.passes import fold_cats_of_one, functional
+from autopar.runtime.compiling.regions import Partition, Region
+from autopar.runtime.proofs.region_proof import RegionProof
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

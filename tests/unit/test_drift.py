@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from autopar.runtime.drift import SKIPPED, STEPS, StepTimes
+from autopar.runtime.proofs.drift import SKIPPED, STEPS, StepTimes
 from autopar.spec.plan import Prediction
 
 

@@ -15,7 +15,7 @@ import torch
 from autopar.ir import passes
 from autopar.ir.capture import JointGraph
 from autopar.ir.passes import Capture, Pass
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
 from benchmarks.faults import FAULTS, LEADS_TO
 from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.compare import _unmoved, judge
@@ -113,7 +113,7 @@ def test_a_fault_of_pytorchs_own_tracing_is_counted_apart() -> None:
 def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, dtype="bfloat16", optimizer="torch.optim.SGD(grouped(parameters, 1, 0.3), foreach=False)")
     assert run_case(case, ALONE).kind == "equal"
-    from autopar.runtime.optimizer import OptimizerPart
+    from autopar.runtime.optimizers.optimizer import OptimizerPart
 
     step = OptimizerPart._apply
 

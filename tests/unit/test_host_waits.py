@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
 from autopar.ir.training_graph import TrainingGraph
-from autopar.runtime import shared_memory
 from autopar.runtime.compiled import Settings
-from autopar.runtime.initial_state import initial_state
-from autopar.runtime.optimizer import context_for
-from autopar.runtime.process_group import Group
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.model import shared_memory
+from autopar.runtime.optimizers.initial_state import initial_state
+from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
 from autopar.strategies import STRATEGIES
 from autopar.testing.cases import Use, uses

@@ -17,12 +17,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
-from autopar.runtime.job_store import Connection, JobStore, StoreFailure, StoreSilent
-from autopar.runtime.meeting import TORCHRUN, meet
-from autopar.runtime.presence import Presence
-from autopar.runtime.process_group import Group, Rendezvous
-from autopar.runtime.pulse import beat_of
-from autopar.runtime.servers import Serving
+from autopar.runtime.job.meeting import TORCHRUN, meet
+from autopar.runtime.job.presence import Presence
+from autopar.runtime.job.process_group import Group, Rendezvous
+from autopar.runtime.job.pulse import beat_of
+from autopar.runtime.job.servers import Serving
+from autopar.runtime.job.store import Connection, JobStore, StoreFailure, StoreSilent
 from tests.gloo.ranks import free_port
 
 SERVER = """
@@ -73,7 +73,7 @@ def test_a_frozen_store_is_told_from_one_that_has_gone(
         patient.check("key")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("autopar.runtime.meeting._SLACK_S", 0.0)
+    monkeypatch.setattr("autopar.runtime.job.meeting._SLACK_S", 0.0)
     with pytest.raises(CollectiveError, match="no answer within 4 s: rank 0 is frozen"):
         meet(4.0)
     process.kill()

@@ -16,10 +16,10 @@ from autopar.errors import AutoparWarning
 from autopar.ir.batch import flatten
 from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.build import training_graph
-from autopar.runtime.loss_findings import Finding, agreed_ratios, conclude
-from autopar.runtime.loss_meaning import LossMeaning
-from autopar.runtime.loss_probe import PartLosses, part_losses
-from autopar.runtime.process_group import Group, Rendezvous
+from autopar.runtime.job.process_group import Group, Rendezvous
+from autopar.runtime.losses.findings import Finding, agreed_ratios, conclude
+from autopar.runtime.losses.meaning import LossMeaning
+from autopar.runtime.losses.probe import PartLosses, part_losses
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 BATCH = (torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, -100, 1, 0]))

@@ -16,8 +16,8 @@ from torch import nn
 import autopar
 from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import BatchWeight
-from autopar.runtime.loss_findings import Finding, PerSample, units_differ
-from autopar.runtime.loss_meaning import LossMeaning
+from autopar.runtime.losses.findings import Finding, PerSample, units_differ
+from autopar.runtime.losses.meaning import LossMeaning
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -14,8 +14,8 @@ from autopar.errors import PlanError
 from autopar.ops.context import Context
 from autopar.ops.quantized import encode, sum_and_encode
 from autopar.ops.quantizers import Quantizer
-from autopar.runtime.frozen_adam import step_frozen
-from autopar.runtime.optimizer_kinds import is_plain_adam
+from autopar.runtime.optimizers.frozen_adam import step_frozen
+from autopar.runtime.optimizers.kinds import is_plain_adam
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import lower_plan

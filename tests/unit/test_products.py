@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.runtime import products
-from autopar.runtime.compute import Compiler
+from autopar.runtime.compiling import products
+from autopar.runtime.compiling.compute import Compiler
 from tests.unit.test_compute import apart, one_by_one
 
 aten = torch.ops.aten

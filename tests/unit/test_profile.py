@@ -14,7 +14,7 @@ import autopar
 from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.runtime.compute import Compiler
+from autopar.runtime.compiling.compute import Compiler
 from autopar.runtime.operator_times import VARIABLE, OperatorTimes
 from autopar.runtime.profile import node_seconds
 from tests.unit.test_compute import one_by_one

@@ -253,7 +253,7 @@ def test_noise_alone_passes() -> None:
 
 
 def test_the_drop_in_module_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.runtime.module_writer import BackwardWriter
+    from autopar.runtime.drop_in.module_writer import BackwardWriter
 
     original = BackwardWriter.module
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
-from autopar.runtime.one_pass import step_by_graph
+from autopar.runtime.proofs.one_pass import step_by_graph
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

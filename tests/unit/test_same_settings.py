@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.runtime.optimizer import described
-from autopar.runtime.same_settings import SameSettings
+from autopar.runtime.optimizers.optimizer import described
+from autopar.runtime.optimizers.same_settings import SameSettings
 
 
 class Schedule:

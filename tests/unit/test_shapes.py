@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.errors import SignatureError, SpecError
 from autopar.ir.leftovers import _sources
-from autopar.runtime.padding import bucket
+from autopar.runtime.model.padding import bucket
 from autopar.runtime.program import Program
 
 VOCABULARY = 19

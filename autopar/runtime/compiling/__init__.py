@@ -1,0 +1,1 @@
+"""Compute between communication, compiled by inductor."""

@@ -1,0 +1,399 @@
+"""The program of a drop-in module: the forward and the backward pass, of which the second synchronizes gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.ir.arrivals import Reached
+from autopar.ir.batch import Batch, bind, flatten
+from autopar.ir.model_output import output_tensors
+from autopar.ir.sizes import shape_for
+from autopar.ir.symbols import StaticOnlyError
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.runtime.base_program import BaseProgram, Write, leaves
+from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
+from autopar.runtime.drop_in.module_writer import BackwardWriter, ForwardWriter
+from autopar.runtime.drop_in.other_gradients import OtherGradients
+from autopar.runtime.gathering import gathering, sizes_of
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.losses.shares import one_weight
+from autopar.runtime.model.eager import without_hooks, without_trace
+from autopar.runtime.model.outputs import fill, holds_numbers, output_template
+from autopar.runtime.model.own_state import check_own_state
+from autopar.runtime.proofs.differences import tolerance_of
+from autopar.runtime.proofs.local_proof import SynchronizedOnce, copies, prove_locally
+from autopar.runtime.proofs.one_pass import How, Ran
+from autopar.runtime.replay import as_captured
+from autopar.runtime.sync_batch_norm import check_tangents
+from autopar.runtime.uncaptured.stand_in_gradients import StandInGradients, run_backward
+from autopar.spec.plan import Plan
+from autopar.strategies.lowering import StepProgram
+
+Gradients = tuple[torch.Tensor | None, ...]
+"""Of the trainable parameters, then of the inputs that require one."""
+Backward = Callable[[list[Any], list[torch.Tensor], Reached], Gradients]
+"""From what the forward pass has saved, the gradients of outputs, and what is reached from those that have arrived, to
+the gradients of parameters and inputs."""
+
+_BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
+    "backward": lambda writer: writer.write(),
+    "backward after accumulation": lambda writer: writer.write(accumulated=True),
+    "local backward": lambda writer: writer.write_local(),
+}
+
+
+class GradientProgram(BaseProgram):
+    """Runs a model so that `backward()` leaves synchronized gradients; `SyncedModule` is what users call.
+
+    Each rank's loss counts by the samples in its batch, or as `settings.weight` says, for the loss is not seen.
+    """
+
+    mode = "module"
+    writers: ClassVar[Mapping[str, Write]] = {
+        "forward": lambda *of: ForwardWriter(*of).write(),
+        **{name: lambda *of, write=write: write(BackwardWriter(*of)) for name, write in _BACKWARD.items()},
+    }
+    synchronizing = ("backward", "backward after accumulation")
+    needed = ("forward", "backward")
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
+        super().__init__(model, plan, group, settings, context)
+        self.synchronizes = True
+        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
+        through while it is set."""
+        self._kept = KeptGradients(self._parameters)
+        self._gathers = False
+        """Whether the model takes samples of all ranks."""
+        self._others = OtherGradients(self._parameters)
+        self._eagerly: StandInGradients | None = None
+        """Backward passes through batches that could not be captured; `None` before there is one."""
+        self._stands_in: Compiled | None = None
+        """What the last of these batches runs."""
+        self._proof: SynchronizedOnce | None = None
+        self._compared = False
+        """Whether synchronized gradients were compared with what the ranks' own add up to."""
+        self._tells: bool | None = None
+        """Whether ranks tell each other which parameters their backward passes come to, as some may not come to all;
+        known once a graph is adopted."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output, given its inputs as the model takes them."""
+        return self.run(bind(self.model, args, kwargs))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._kept.passes > 0
+
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
+        compiled = super().adopt(graph, batch, outputs, sizes)
+        if self._tells is None:
+            mine = str(compiled.arrivals.may_miss)
+            self._tells = str(True) in self._rendezvous.exchange("outputs that parameters depend on", mine)
+        return compiled
+
+    def run(self, inputs: dict[str, Any]) -> Any:
+        """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
+        that require one."""
+        self._unchanged.check()
+        batch = flatten(inputs)
+        sizes = sizes_of(batch.size, self._group, self._device) if self._gathers else ()
+        with gathering(self._group, sizes):
+            return self._run(batch, inputs, sizes)
+
+    def _run(self, batch: Batch, inputs: dict[str, Any], sizes: tuple[int, ...]) -> Any:
+        """`sizes`: of all ranks' batches, where ranks gather them."""
+        compiled = self.compile_for(batch, sizes=sizes)
+        samples = 1 if batch.size is None else batch.size
+        weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
+        if compiled.eager is not None:
+            return self._run_eagerly(compiled, float(weight), inputs)
+        if self._eagerly is not None:
+            self._eagerly.call_captured()
+        if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
+            # A checkpoint around the module counts what is saved, and runs the module again without a proof.
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                self._prove(compiled, batch)
+
+        synchronizes = self.synchronizes
+
+        def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
+            if self._eagerly is not None:
+                self._eagerly.pass_captured()
+            if self._group.world_size == 1 or synchronizes or self.synchronizes:
+                return self.run_backward(compiled, saved, tangents, reached, float(weight))
+            return self.run_backward_alone(compiled, saved, tangents, reached, float(weight))
+
+        return fill(compiled.output, iter(self._outputs(compiled, batch, backward)))
+
+    def _run_eagerly(self, c: Compiled, weight: float, inputs: dict[str, Any]) -> Any:
+        """The output of a batch that could not be captured, from which gradients flow as autograd has it."""
+        self._stands_in = c
+        if self._eagerly is None:
+
+            def may_keep(synchronizes: bool) -> bool:
+                return self._group.world_size > 1 and not (synchronizes or self.synchronizes)
+
+            def guard() -> AbstractContextManager[None]:
+                return self._group.guard(f"backward pass {self._steps}")
+
+            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, guard)
+        with self._random:
+            return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
+
+    def _synchronized(self, own: Mapping[str, torch.Tensor], weight: float, kept: Kept) -> dict[str, torch.Tensor]:
+        """The synchronized gradients, of this rank's own, as `run_backward` leaves them."""
+        c = self._stands_in
+        assert c is not None
+        names = [p.name for p in c.graph.parameters]
+        total, count = weight + kept.weight, 1 + kept.passes
+        has = [n in own or n in kept.sums for n in names]
+        scalars, earlier, proof, expected = [], [], None, {}
+        if self._group.world_size > 1:
+            scalars = self._scalars(names, has, weight, total, count)
+            earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names] if kept.sums else []
+            if self.settings.check == "always" or (self.settings.check == "first" and not self._compared):
+                proof = self._new_proof(c)
+                local = [own.get(n, torch.zeros_like(self._parameters[n])) for n in names]
+                expected = proof.expected(local, kept.sums, weight, count, total)
+        step = self.written(c, "backward after accumulation" if earlier else "backward")
+        gradients = run_backward(step, c.tangent(1.0, self._device), own, scalars, earlier)
+        if proof is not None:
+            self._compared = proof.compare(expected, gradients[: len(names)])
+        self._share_buffers(c, f"backward pass {self._steps}")
+        self._steps += 1
+        if self._tells and self._group.world_size > 1:
+            has = [ranks > 0 for ranks in gradients[-1][1:].tolist()]
+        return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
+
+    def _scalars(
+        self, names: Sequence[str], has: Sequence[bool], weight: float, total: float, count: int
+    ) -> list[torch.Tensor]:
+        """What a backward pass is given behind its tangents. Raises `CaptureError` where it comes to some parameters
+        alone, and ranks do not tell each other to which."""
+        if not self._tells and any(has) and not all(has):
+            raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
+        numbers = [weight, [total, *has] if self._tells else [total], count]
+        return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
+
+    def _new_proof(self, c: Compiled) -> SynchronizedOnce:
+        trained = {p.name: self._parameters[p.name] for p in c.graph.parameters}
+        return SynchronizedOnce(trained, self._group, tolerance_of(c.graph), self.settings.clip_grad_norm is not None)
+
+    def _outputs(self, c: Compiled, batch: Batch, backward: Backward) -> tuple[torch.Tensor, ...]:
+        """The output's tensors, from which gradients flow through `backward`."""
+        trainable = [self._parameters[p.name] for p in c.graph.parameters]
+        # Inputs that the outputs do not depend on have no gradient, rather than one of `None`.
+        given = [t if i in c.joint.input_gradients else t.detach() for i, t in enumerate(batch.tensors)]
+        return _Passes.apply(self, c, backward, *given, *trainable)  # type: ignore[no-any-return, no-untyped-call]
+
+    def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The output's tensors, followed by the values that the backward pass reads."""
+        with as_captured(), self._random:
+            return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
+
+    def run_backward(
+        self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached, weight: float
+    ) -> Gradients:
+        """Gradients of the trainable parameters, then those of the inputs that require one: this rank's own, of its own
+        loss, for what comes before the module is each rank's own, too. `None` of a parameter that no rank's backward
+        pass comes to."""
+        names = [p.name for p in c.graph.parameters]
+        if self._group.world_size == 1:
+            return _only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
+        with self._group.guard(f"backward pass {self._steps}"):
+            kept = self._kept.take(weight)
+        total, count = weight + kept.weight, 1 + kept.passes
+        has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
+        scalars = self._scalars(names, has, weight, total, count)
+        proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
+        if proof is not None:
+            local = self._backward(c, "local backward", reached)(*saved, *tangents)[: len(names)]
+            expected = proof.expected(local, kept.sums, weight, count, total)
+        with self._group.guard(f"backward pass {self._steps}"):
+            if kept.sums:
+                earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names]
+                after = self._backward(c, "backward after accumulation", reached)
+                *gradients, sums = after(*saved, *tangents, *scalars, *earlier)
+            else:
+                *gradients, sums = self._backward(c, "backward", reached)(*saved, *tangents, *scalars)
+        if proof is not None:
+            self._compared = proof.compare(expected, gradients[: len(names)])
+        self._share_buffers(c, f"backward pass {self._steps}")
+        self._steps += 1
+        found = tuple(gradients)
+        if self._tells and not all(has):
+            found = _only(found, [ranks > 0 for ranks in sums[1:].tolist()])
+        self._others.expect(dict(zip(names, found, strict=False)))
+        return found
+
+    def run_backward_alone(
+        self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached, weight: float
+    ) -> Gradients:
+        """As `run_backward`, of this rank's own gradients, which a later backward pass synchronizes. Those of a batch
+        that counts as nothing, which may be no numbers, are left out."""
+        joined = c.joint.sums_over_ranks and weight > 0
+        if joined:  # other ranks' gradients come with it, each of which is to count as its own batch does
+            tangents = [t * weight for t in tangents]
+        gradients = self._backward(c, "local backward", reached)(*saved, *tangents)
+        if joined:
+            gradients = [g / weight for g in gradients]
+        found = _only(gradients, [weight > 0 and is_reached for is_reached in reached.parameters])
+        self._kept.expect({p.name: g for p, g in zip(c.graph.parameters, found, strict=False)}, weight)
+        return found
+
+    def _backward(self, c: Compiled, name: str, reached: Reached) -> Any:
+        """One of a capture's backward passes. Of outputs that are not used, the passes compute with zeros: where these
+        need not lead to zeros, the pass is one of its own, in which they do."""
+        if not reached.silent:
+            return self.written(c, name)
+        own = f"{name} from outputs {sorted(reached.outputs)}"
+        if own not in c.graphs:
+            c.graphs[own] = _BACKWARD[name](BackwardWriter(c.graph, c.program, self._target(), reached.silent))
+        return c.graphs[own]
+
+    def _prove(self, c: Compiled, batch: Batch) -> None:
+        """Compares both passes with the model run eagerly, on this rank alone, and has the first synchronized gradients
+        compared later on."""
+        joint = c.joint
+        if joint.sums_over_ranks:  # no rank can run it by itself
+            c.proved = True
+            return
+        parameters = {p.name: self._parameters[p.name] for p in c.graph.parameters}
+        tolerance = tolerance_of(c.graph)
+        self._proof = self._new_proof(c)
+        draw = torch.Generator(self._device).manual_seed(0)
+        tangents = [
+            torch.randn(shape_for(joint, n, batch.shapes), generator=draw, device=self._device).to(n.meta["val"].dtype)
+            for n in joint.outputs
+        ]
+        own = leaves(batch)
+        given = {f"the gradient of input {i}": t for i, t in enumerate(own.tensors) if t.requires_grad}
+        names, into = [*(f"the gradient of '{n}'" for n in parameters), *given], [*parameters.values(), *given.values()]
+
+        def ran(outputs: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Ran:
+            begun = [i for i, o in enumerate(outputs) if o.requires_grad]
+            of, by = [outputs[i] for i in begun], [tangents[i] for i in begun]
+            found = torch.autograd.grad(of, into, by, allow_unused=True) if begun else [None] * len(into)
+            dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+            return Ran(_numbered(outputs), dict(zip(names, dense, strict=True)), _called(buffers))
+
+        def eagerly(how: How) -> Ran:
+            with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
+                return ran(list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied())))), buffers)
+
+        def by_graph() -> Ran:
+            local = self.written(c, "local backward")
+            with torch.enable_grad(), without_hooks(self._parameters.values()):
+                return ran(self._outputs(c, own, lambda saved, by, _: local(*saved, *by)), self._buffers)
+
+        def snapshot() -> Callable[[], object]:
+            kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
+            return lambda: [put_back() for put_back in kept]
+
+        def outputs() -> list[torch.Tensor]:
+            with self._random:
+                return list(output_tensors(self.model(**own.rebuild(own.copied()))))
+
+        check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
+        held = (*self._parameters.values(), *self._buffers.values())
+        # All is put back, so that what an earlier call of this step has saved for its backward pass is still valid.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(held):
+            prove_locally(eagerly, by_graph, parameters, snapshot, tolerance, "It lies in this rank's graphs")
+        c.proved = True
+
+    def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
+        assert graph.joint is not None
+        check_tangents(graph.joint)
+        self._gathers |= graph.joint.gathers
+        output = output_template(self.model, batch)
+        if graph.joint.sizes is not None and holds_numbers(output):
+            raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
+        return replace(super()._lowered(graph, program, batch), output=output)
+
+
+class _Passes(torch.autograd.Function):
+    """The model's forward and backward pass as one differentiable function of its inputs and its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, program: GradientProgram, c: Compiled, backward: Backward, *values: Any) -> Any:
+        tensors = values[: len(values) - len(c.graph.parameters)]
+        found = program.run_forward(c, tensors)
+        count = len(c.joint.outputs)
+        # What is written to a view of nobody's is no matter to autograd; one tensor that is returned twice stays one.
+        apart = {id(v): v.detach() for v in found[:count] if v.requires_grad or v._is_view()}
+        outputs = tuple(apart.get(id(v), v) for v in found[:count])
+        shared = [outputs[i] for i in sorted(c.joint.shared_outputs)]  # of which autograd sees whether they are changed
+        ctx.save_for_backward(*(v for v in found[count:] if isinstance(v, torch.Tensor)), *shared)
+        numbers = [None if isinstance(v, torch.Tensor) else v for v in found[count:]]
+        ctx.context = (c, backward, len(tensors), numbers)
+        wanted = _differentiable(c)
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
+        ctx.set_materialize_grads(False)
+        ctx.likes = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in wanted}
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "backward(create_graph=True) through a captured module: its backward pass is a graph of its own, which "
+                "cannot be differentiated again. Pass capture='never' to autopar.optimize, which synchronizes all "
+                "gradients of a backward pass; or, with one rank, use the model itself, module.module"
+            )
+        c, backward, inputs, numbers = ctx.context
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if n is None else n for n in numbers]
+        arrived = {i: g.contiguous() for i, g in enumerate(grads) if g is not None}
+        reached = c.arrivals.reached(frozenset(arrived))
+        tangents = [
+            arrived[i] if i in arrived else torch.zeros(shape, dtype=dtype, device=device)
+            for i, (shape, dtype, device) in ctx.likes.items()
+        ]
+        with as_captured():
+            found = backward(saved, tangents, reached)
+        own = len(c.graph.parameters)
+        of_inputs = dict(zip(c.joint.input_gradients, _only(found[own:], reached.inputs), strict=True))
+        return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _only(gradients: Sequence[torch.Tensor | None], reached: Sequence[bool]) -> Gradients:
+    """The gradients, of which the first ones are `None` where they are not reached."""
+    mine = (g if is_reached else None for g, is_reached in zip(gradients, reached, strict=False))
+    return (*mine, *gradients[len(reached) :])
+
+
+def _unforeseen(reached: str, missed: str) -> str:
+    return (
+        f"this backward pass comes to parameter '{reached}' and not to '{missed}'. In the first batch, every output "
+        "depended on all parameters, so ranks do not tell each other what they come to: let the first batch be one "
+        'that has such outputs, use all outputs in the loss, or pass capture="never"'
+    )
+
+
+def _differentiable(c: Compiled) -> list[int]:
+    """Which of the outputs the backward pass starts from, in the order of the graph's tangents."""
+    return [int(key) for kind, key in c.joint.inputs if kind == "tangent"]
+
+
+def _numbered(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"output {i}": value.detach() for i, value in enumerate(outputs)}
+
+
+def _called(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"buffer '{n}'": value for n, value in buffers.items()}

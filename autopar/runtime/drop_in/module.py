@@ -1,0 +1,83 @@
+"""A drop-in module: the model, with gradients synchronized during `backward()`, in the place of DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.errors import CaptureError
+from autopar.runtime.checkpoints.checks import check_module
+from autopar.runtime.drop_in.gradient_program import GradientProgram
+from autopar.runtime.model.evaluated import as_it_is
+from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
+from autopar.spec.plan import Plan
+
+
+class SyncedModule(nn.Module):
+    """The model, whose `backward()` leaves every rank the gradient of the mean over the global batch.
+
+    Used like the model, and like `DistributedDataParallel`: `output = module(...)`, `loss.backward()`, and any
+    optimizer. The module does not see the loss, so each rank's counts by the samples in its batch (dimension 0 of its
+    first tensor), or as `weight` says: that is one process's gradient where the loss is a mean over samples. A batch of
+    no samples counts as nothing. Outside training mode, or without autograd, it is the model itself; on several
+    ranks, a backward pass that gives its parameters gradients then raises `CaptureError`. Its state dict is the
+    model's.
+    """
+
+    def __init__(self, program: GradientProgram | EagerGradientProgram) -> None:
+        super().__init__()
+        self.module = program.model
+        self.program = program
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.module.training):
+            return as_it_is(self.module, args, kwargs)
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise CaptureError(
+                "the module runs within DistributedDataParallel, which would send every gradient a second time: use "
+                "the result of optimize() in DDP's place"
+            )
+        return self.program.call(args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises `CaptureError`: a copy would be of the model alone, and nobody would synchronize its gradients."""
+        raise CaptureError(
+            "a module of autopar cannot be copied or pickled, as it holds connections to other ranks: copy the model "
+            "itself, copy.deepcopy(module.module) or AveragedModel(module.module), and optimize a copy that is trained"
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """What is called and passed back through within it leaves this rank's own gradients in the parameters' `grad`,
+        as `DistributedDataParallel` does. The next `backward()` outside synchronizes what lies there then, with its
+        own: what was changed there as it was changed, what `zero_grad()` has dropped not at all."""
+        before, self.program.synchronizes = self.program.synchronizes, False
+        try:
+            yield
+        finally:
+            self.program.synchronizes = before
+
+    def synchronize_buffers(self) -> None:
+        """Averages floating-point buffers over the ranks, as `Program.synchronize_buffers` does."""
+        self.program.synchronize_buffers()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own, as one process would have it."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads the model's own. Raises `SpecError` where it does not fit, before anything is changed; `assign` is
+        refused, as the program holds the tensors themselves."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
+        check_module("model", self.module, state_dict, strict, converts=True)
+        return self.module.load_state_dict(state_dict, strict)

@@ -1,0 +1,143 @@
+"""Whether all ranks compute the same in a step, which they compare once, before the first one.
+
+On batches of the same shapes, the captured graphs are compared operator by operator, with every constant. On batches of
+other shapes, views, counts and sizes differ rightly. There, graphs are compared by what depends on shapes rarely: which
+operators they have, with which factors. Where these differ, each rank captures the model once more, on its batch cut or
+repeated to the shapes of rank 0's, and what it then computes is compared whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.errors import AutoparWarning, PlanMismatchError
+from autopar.ir.aliases import is_view
+from autopar.ir.batch import Batch, flatten
+from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.job.process_group import Rendezvous
+
+Capture = Callable[[Batch], TrainingGraph]
+
+_HOW = "All ranks must build the same model, with the same settings and loss"
+
+
+@dataclass(frozen=True)
+class Described:
+    """What one rank computes, as ranks tell each other."""
+
+    shapes: list[str]
+    """Of all inputs of the graph, parameters among them."""
+    nodes: str
+    """A digest of every operator, in order, with every constant."""
+    loose: list[str]
+    """Operators other than views, with constants that are not sizes."""
+    batch: list[list[int]]
+    """Shapes of the batch's tensors."""
+    form: str
+    """All else of the batch: its structure, dtypes, numbers of dimensions, layouts and constants."""
+
+
+def compare_steps(rendezvous: Rendezvous, graph: TrainingGraph, batch: Batch, capture: Capture) -> None:
+    """Raises `PlanMismatchError` where ranks compute different things on batches of one shape. Warns where they do
+    on batches of other shapes. By all ranks together. `capture`: captures the model on another batch."""
+    rank = rendezvous.group.rank
+    if rendezvous.group.world_size == 1 or graph.joint is None or graph.eager:
+        return
+    mine = _described(graph, batch)
+    everyone = [Described(**json.loads(t)) for t in rendezvous.exchange("step", json.dumps(asdict(mine)))]
+    for other, theirs in enumerate(everyone):
+        if theirs.shapes == mine.shapes and theirs.nodes != mine.nodes:
+            raise PlanMismatchError(
+                f"rank {rank} and rank {other} compute different things on batches of the same shapes; they differ in "
+                f"{_differences(mine, theirs)}. {_HOW}"
+            )
+    if all(theirs.loose == mine.loose for theirs in everyone):
+        return
+    again = mine if mine.shapes == everyone[0].shapes else _on_shapes_of(everyone[0], mine, batch, capture)
+    texts = rendezvous.exchange("step on the shapes of rank 0", json.dumps(again and asdict(again)))
+    others = [None if t == "null" else Described(**json.loads(t)) for t in texts]
+    for other, seen in enumerate(others):
+        if again is not None and seen is not None and seen.nodes != again.nodes:
+            warnings.warn(
+                f"rank {rank} and rank {other} seem to compute different things, also on batches of the same shapes; "
+                f"they differ in {_differences(again, seen)}. Their gradients are summed all the same, as with "
+                f"DistributedDataParallel. {_HOW}",
+                AutoparWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _on_shapes_of(first: Described, mine: Described, batch: Batch, capture: Capture) -> Described | None:
+    """What this rank computes on batches of the shapes that rank 0 has; `None` where that cannot be known."""
+    if mine.form != first.form or not all(t.is_contiguous() and t.numel() for t in batch.tensors):
+        return None
+    tensors = tuple(_of_shape(t, shape) for t, shape in zip(batch.tensors, first.batch, strict=True))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # has been said of this rank's own batch
+            other = flatten(replace(batch, tensors=tensors).rebuild(tensors))
+            found = _described(capture(other), other)
+    except Exception:  # values that do not go with these shapes, such as lengths, may fail in the user's code
+        return None
+    return found if found.shapes == first.shapes else None
+
+
+def _of_shape(t: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor's values, cut or repeated along each dimension."""
+    t = t.detach()
+    for dim, size in enumerate(shape):
+        t = t.index_select(dim, torch.arange(size, device=t.device) % t.shape[dim])
+    return t
+
+
+def _described(graph: TrainingGraph, batch: Batch) -> Described:
+    assert graph.joint is not None
+    nodes = graph.joint.module.graph.nodes
+    place = {node: i for i, node in enumerate(nodes)}
+    shapes, texts, loose = [], [], set()
+    for node in nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            shapes.append(f"{tuple(value.shape)} {value.dtype}")
+        elif node.op == "call_function":
+            constants = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: place[n])
+            texts.append(f"{_name(node.target)} {constants}")
+            if not is_view(node):
+                loose.add(f"{_name(node.target)} {_factors(node)}".rstrip())
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    tensors = [f"{t.dtype} {t.dim()} {t.is_contiguous()}" for t in batch.tensors]
+    form = [batch.signature.structure, tensors, [repr(c) for c in batch.constants]]
+    return Described(shapes, digest, sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
+
+
+def _factors(node: torch.fx.Node) -> str:
+    """The constants of an operator that are no sizes: fractions, flags and words; whole numbers only where elements are
+    computed with them, other than by a division, as by a count."""
+    target: Any = node.target
+    counts = torch.Tag.pointwise in getattr(target, "tags", ()) and "div" not in _name(target)
+    kinds = (float, bool, str, complex) + ((int,) if counts else ())
+    constants = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, kinds)]
+    return ", ".join(map(repr, constants))
+
+
+def _differences(mine: Described, theirs: Described) -> str:
+    found = [x for x in mine.loose if x not in theirs.loose], [x for x in theirs.loose if x not in mine.loose]
+    here, there = (", ".join(some[:3]) for some in found)
+    if not here and not there:
+        return "a constant, as a probability or a factor"
+    return f"{here or 'nothing'} here and {there or 'nothing'} there"
+
+
+def _name(target: Any) -> str:
+    """An operator by name, without the address that it has in one process."""
+    return str(getattr(target, "__qualname__", target)) if isinstance(target, FunctionType) else str(target)

@@ -1,0 +1,139 @@
+"""The user's own model, run eagerly beside its program, and leaving no trace: what the program must equal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.batch import call_model
+from autopar.ir.model_output import find_loss
+from autopar.runtime.model.generators import generators, set_generators
+from autopar.runtime.model.held_state import held_within, methods_of, parts, unmoved
+from autopar.runtime.model.shared_memory import once
+
+Take = Callable[[str, torch.Tensor], None]
+"""Is given each parameter's name and gradient, once a backward pass, which then lets go of it."""
+
+
+def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
+    """The modules that take part in a step, by what the names of their parameters and buffers begin with."""
+    return {"": model} | ({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+
+
+def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
+    """Keeps the attributes of modules and of all within, what containers, other objects and generators of random
+    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; what is
+    returned puts that back."""
+    modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
+    attributes = [(m, {k: unmoved(v) for k, v in vars(m).items()}) for m in modules]
+    tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
+    # TorchScript's tables are no dicts, and what they hold cannot be replaced.
+    registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
+    own = [dict(t) for t in registered]
+    held = [v for m in modules for v in vars(m).values() if id(v) not in tables]
+    inside, back = held_within([*held, *methods_of(modules)])
+    values = [(t, t._version, once(t).clone()) for t in inside if _is_plain(t)]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for tensor, version, value in values:
+                if tensor._version != version:
+                    once(tensor).copy_(value)
+        for module, held in attributes:
+            vars(module).clear()
+            vars(module).update(held)
+        for one in back:
+            one()
+        for table, content in zip(registered, own, strict=True):
+            if list(map(id, parts(table))) != list(map(id, parts(content))):
+                table.clear()
+                table.update(content)
+
+    return put_back
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+
+
+@contextlib.contextmanager
+def without_trace(owners: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """Puts back what running a model changes: buffers, attributes of modules and what they list, random streams, and
+    gradients. Hooks on parameters do not run: one that updates its parameter would leave a trace.
+
+    `owners`: by what the names of their buffers begin with. The dict that it gives is filled, at its end, with the
+    buffers as running the model has left them.
+    """
+    put_back = kept_attributes(owners.values())
+    buffers = dict(_buffers(owners))
+    before = {n: once(b).clone() for n, b in buffers.items()}
+    parameters = [p for owner in owners.values() for p in owner.parameters()]
+    gradients = [p.grad for p in parameters]
+    random = generators()
+    after: dict[str, torch.Tensor] = {}
+    for p in parameters:
+        p.grad = None
+    torch.clear_autocast_cache()  # it knows weights by who they are, and not by what was written to them since
+    try:
+        with without_hooks(parameters):
+            yield after
+    finally:
+        torch.clear_autocast_cache()
+        after.update({n: b.detach().clone() for n, b in _buffers(owners)})
+        set_generators(random)
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        put_back()
+        with torch.no_grad():
+            for n, b in buffers.items():
+                once(b).copy_(before[n])
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within it, hooks on these parameters' gradients do not run."""
+    hung = [t for p in parameters for t in (p._backward_hooks, p._post_accumulate_grad_hooks) if t]
+    hooks = [(table, dict(table)) for table in hung]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, kept in hooks:
+            table.update(kept)
+
+
+def _buffers(owners: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for start, owner in owners.items():
+        for name, buffer in owner.named_buffers():
+            yield start + name, buffer
+
+
+def loss_of(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
+    """The model's loss on a batch, as its program computes it."""
+    output, target = call_model(model, batch, loss_fn is not None)
+    return find_loss(output if loss_fn is None else loss_fn(output, target), batch)  # type: ignore[no-any-return]
+
+
+def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: Take) -> None:
+    """The backward pass; each gradient is handed to `take` and let go of before the next ones are all there."""
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def done(p: torch.Tensor) -> None:
+            assert p.grad is not None
+            with torch.no_grad():
+                take(name, p.grad)
+            p.grad = None
+
+        return done
+
+    handles = [p.register_post_accumulate_grad_hook(hook(n)) for n, p in parameters.items()]  # type: ignore[no-untyped-call]
+    try:
+        loss.reshape(()).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,125 @@
+"""The proof of one rank's graphs: outputs, gradients and buffers, beside the model run eagerly, without communication.
+
+For what is captured later than the first step, when ranks need not capture together; and for the drop-in module, whose
+first synchronized gradients are then compared with what its own local ones add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from autopar.errors import TracingError, VerificationError
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.model.generators import generators, set_generators
+from autopar.runtime.model.shared_memory import once
+from autopar.runtime.proofs.blame import blame, blame_tracing
+from autopar.runtime.proofs.differences import GradientRule
+from autopar.runtime.proofs.one_pass import How, Ran, as_it_is, differences
+from autopar.runtime.proofs.probes import Probe, Seen
+from autopar.runtime.proofs.proof import PERTURBATION, ROUNDING, perturb
+from autopar.runtime.proofs.subject import largest, summed
+from autopar.runtime.proofs.tracing import tracing_fault
+from autopar.spec.plan import ParameterSlice
+
+
+def prove_locally(
+    eagerly: Callable[[How], Ran],
+    by_graph: Callable[[], Ran],
+    parameters: Mapping[str, nn.Parameter],
+    snapshot: Callable[[], Callable[[], object]],
+    tolerance: float,
+    where: str,
+) -> None:
+    """Compares both, on slightly perturbed parameters; what was there before is put back, as `snapshot` has kept it.
+    Raises `VerificationError`, by one rank alone, for the others may have nothing to compare. `eagerly`: is given what
+    is to call the user's function."""
+    put_back = snapshot()
+    try:
+        perturb(parameters, PERTURBATION)
+        begin = copies(parameters.values())
+        expected = eagerly(as_it_is)
+        wrong = differences(by_graph(), expected, tolerance)
+        if not wrong:
+            return
+        begin()
+        perturb(parameters, rounding=True)
+        noise = differences(eagerly(as_it_is), expected, tolerance, over=0.0)
+        wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(n, 0.0)}
+        if not wrong:
+            return
+        begin()
+        line = tracing_fault(eagerly, by_graph, tolerance)
+    finally:
+        put_back()
+    how = "with slightly perturbed parameters"
+    if line is not None:
+        raise TracingError(blame_tracing(wrong, how, line))
+    raise VerificationError(blame(wrong, how, where))
+
+
+class SynchronizedOnce:
+    """Holds the first synchronized gradients of a drop-in module to what the ranks' own add up to."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, tolerance: float, clips: bool) -> None:
+        self._probes = {n: Probe(ParameterSlice(name=n), p.shape) for n, p in parameters.items()}
+        self._group = group
+        self._tolerance = tolerance
+        self._clips = clips
+
+    def expected(
+        self,
+        local: Sequence[torch.Tensor],
+        earlier: Mapping[str, torch.Tensor],
+        weight: float,
+        count: int,
+        total: float,
+    ) -> dict[str, Seen]:
+        """What gradients are to be: of this backward pass, and weighted already of those before; `total`: the weight of
+        all that this rank has. By all ranks together."""
+        flats = []
+        for (n, probe), gradient in zip(self._probes.items(), local, strict=True):
+            flat = weight * probe.see(gradient).flat()
+            flats.append(count * (flat + probe.see(earlier[n]).flat() if n in earlier else flat))
+        whole = summed(torch.cat([torch.tensor([total], dtype=torch.float64), *flats]), self._group)
+        pieces = torch.split(whole[1:] / whole[0], [p.width for p in self._probes.values()])
+        return {n: probe.read(piece) for (n, probe), piece in zip(self._probes.items(), pieces, strict=True)}
+
+    def compare(self, expected: Mapping[str, Seen], found: Iterable[torch.Tensor]) -> bool:
+        """Returns whether gradients were there to compare: a loss that is scaled may make them infinite. Raises
+        `VerificationError` on all ranks where they differ on one. By all ranks together."""
+        if not all(bool(s.norm.isfinite()) for s in expected.values()):
+            return False
+        seen = {n: probe.see(g) for (n, probe), g in zip(self._probes.items(), found, strict=True)}
+        factor = 1.0
+        if self._clips:
+            mine, theirs = (torch.cat([s.elements for s in each.values()]) for each in (seen, expected))
+            factor = float((mine * theirs).sum() / (theirs * theirs).sum().clamp(min=1e-300))
+        rule = GradientRule(self._probes, expected, self._tolerance)
+        off = [
+            min(max(rule.elements(n, s.elements, factor), rule.projections(n, s.projections, factor)), 1e30)
+            for n, s in seen.items()
+        ]
+        everywhere = largest(torch.tensor(off, dtype=torch.float64), self._group).tolist()
+        wrong = {f"the gradient of '{n}'": t for n, t in zip(expected, everywhere, strict=True) if t > 1}
+        if wrong:
+            raise VerificationError(
+                blame(wrong, "summed over ranks", "Each rank's own gradients are right, so it lies between the ranks")
+            )
+        return True
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Copies tensors, and where the generators of random numbers are; what is returned puts that back."""
+    before = [(once(t), once(t).clone()) for t in tensors]
+    random = generators()
+
+    def put_back() -> None:
+        set_generators(random)
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+    return put_back

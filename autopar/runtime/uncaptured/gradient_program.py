@@ -1,0 +1,129 @@
+"""The program of a drop-in module that runs its model eagerly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.batch import flatten
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops.context import Context
+from autopar.runtime.base_program import BaseProgram
+from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.drop_in.gradient_program import GradientProgram
+from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
+from autopar.runtime.job.process_group import Group
+from autopar.runtime.losses.shares import one_weight
+from autopar.runtime.proofs.differences import tolerance_of
+from autopar.runtime.proofs.local_proof import SynchronizedOnce
+from autopar.runtime.uncaptured.gradients import EagerGradients
+from autopar.runtime.uncaptured.model import EagerModel
+from autopar.runtime.uncaptured.steps import Run
+from autopar.spec.plan import Plan
+
+
+class EagerGradientProgram(BaseProgram):
+    """Has the user's own backward pass, of a model that is called as it is, leave synchronized gradients.
+
+    What it computes is what `GradientProgram` does. A parameter that no rank has a gradient of keeps the `grad` that it
+    had, as after DDP with `find_unused_parameters`.
+    """
+
+    mode = "module"
+    writers = GradientProgram.writers
+    synchronizing = GradientProgram.synchronizing
+    needed = synchronizing[:1]
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
+        super().__init__(model, plan, group, settings, context)
+        self.synchronizes = True
+        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
+        through while it is set."""
+        self._kept = KeptGradients(self._parameters)
+        self._taken = Kept()
+        """What was kept back, of the backward pass under way."""
+        self._gradients: EagerGradients | None = None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._kept.passes > 0
+
+    def adopt(
+        self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
+    ) -> Compiled:
+        compiled = super().adopt(graph, batch, outputs, sizes)
+        assert compiled.eager is not None
+        self._gradients = EagerGradients(
+            compiled.eager, self._begin, self._end, lambda: self._group.guard(f"backward pass {self._steps}")
+        )
+        return compiled
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output."""
+        assert self._gradients is not None
+        self._unchanged.check()
+        with self._random:
+            weight = self._weight(args, kwargs)
+            return self._gradients.forward(weight, self.synchronizes, lambda: self.model(*args, **kwargs))
+
+    def _weight(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        if self.settings.weight is None:
+            size = flatten((args, kwargs), needs_tensor=False).size
+            return 1.0 if size is None else float(size)
+        return one_weight(self.settings.weight, inspect.signature(self.model.forward).bind(*args, **kwargs).arguments)
+
+    def _begin(self, weight: float, synchronizes: bool) -> Run | None:
+        """Begins to synchronize the gradients of a backward pass. `synchronizes`: whether the forward pass was to."""
+        c, model = self._parts()
+        arguments: list[Any] = [None, c.tangent(1.0, self._device)]
+        if self._group.world_size == 1:
+            return Run(self.written(c, "backward"), arguments)
+        if not (synchronizes or self.synchronizes):
+            return None
+        kept = self._taken = self._kept.take(weight)
+        numbers = [weight, weight + kept.weight, 1 + kept.passes]
+        arguments += [torch.tensor(float(x), dtype=torch.float64, device=self._device) for x in numbers]
+        if not kept.sums:
+            return Run(self.written(c, "backward"), arguments)
+        for name in kept.sums:
+            model.reach(name)
+        arguments += [kept.sums.get(n, torch.zeros_like(p)) for n, p in model.parameters.items()]
+        return Run(self.written(c, "backward after accumulation"), arguments)
+
+    def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
+        """Ends a backward pass; returns the synchronized gradients, by name. Without `run`, this rank keeps its own."""
+        c, model = self._parts()
+        if run is None:
+            self._kept.add(own, weight)
+            return {}
+        run.end()
+        found = dict(zip(model.parameters, run.result(), strict=True))
+        if self.settings.check == "always" or (self.settings.check == "first" and not self._steps):
+            self._compare(c, own, weight, found)
+        self._taken = Kept()
+        unused = model.unused()
+        self._share_buffers(c, f"backward pass {self._steps}")
+        self._steps += 1
+        return {n: g for n, g in found.items() if n not in unused}
+
+    def _compare(
+        self, c: Compiled, own: Mapping[str, torch.Tensor], weight: float, found: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Holds synchronized gradients to what the ranks' own add up to. By all ranks together."""
+        assert c.eager is not None
+        clips = self.settings.clip_grad_norm is not None
+        proof = SynchronizedOnce(c.eager.parameters, self._group, tolerance_of(c.graph), clips)
+        local = [own.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()]
+        kept = self._taken
+        expected = proof.expected(local, kept.sums, weight, 1 + kept.passes, weight + kept.weight)
+        proof.compare(expected, found.values())
+
+    def _parts(self) -> tuple[Compiled, EagerModel]:
+        c = self._outlined
+        assert c is not None and c.eager is not None, "a program runs what it has adopted"
+        return c, c.eager
