@@ -156,7 +156,7 @@ class Pool:
         first, second = (found.get(slot, left_out) for slot in ("a", "b"))
         if not first.status == second.status == "ok":
             return Comparison(first, second)
-        blocks = zip(_medians(first, a.steps), _medians(second, b.steps), strict=True)
+        blocks = zip(first.block_s, second.block_s, strict=True)
         return Comparison(first, second, tuple(of_b / of_a for of_a, of_b in blocks))
 
     def in_turn(
@@ -287,6 +287,7 @@ class Pool:
         return replace(
             result,
             step_s=tuple(s for block in blocks for s in _step_s(block)),
+            block_s=tuple(median(_step_s(block)) for block in blocks),
             losses=tuple(loss for block in (warm, *blocks) if block for loss in block[0]["losses"]),
             sent_bytes=self._by_host(blocks, "sent_bytes", steps),
             received_bytes=self._by_host(blocks, "received_bytes", steps),
@@ -353,11 +354,6 @@ def _step_s(answers: Answers) -> list[float]:
     """A step lasts from the last rank's end of the one before to the last rank's end of it."""
     ends = [max(a["start_s"] for a in answers), *map(max, zip(*(a["ends_s"] for a in answers), strict=True))]
     return [b - a for a, b in pairwise(ends)]
-
-
-def _medians(result: TrialResult, steps: int) -> list[float]:
-    """The median step of each block."""
-    return [median(result.step_s[i : i + steps]) for i in range(0, len(result.step_s), steps)]
 
 
 def _steps_within(spec: TrialSpec, warm: Answers) -> int:

@@ -77,6 +77,8 @@ class TrialResult:
     order_hash: str = ""
     step_s: tuple[float, ...] = ()
     """Of each timed step, in order."""
+    block_s: tuple[float, ...] = ()
+    """The median step of each block, where it ran in turn with others."""
     losses: tuple[float, ...] = ()
     """Global means, those of the warm-up first."""
     sent_bytes: tuple[float, ...] = ()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from autopar.cost_models import CorrectedCostModel, Observation
 from autopar.cost_models.base import Lesson
-from autopar.cost_models.own_trials import NOISE, NOISY
+from autopar.cost_models.own_trials import NOISY
 from autopar.cost_models.trial_log import TrialRecord
 from autopar.errors import AutoparWarning
 from autopar.formatting import duration, number_of
@@ -26,7 +26,8 @@ from autopar.spec.lines import Lines
 from autopar.spec.plan import Measured, Plan
 from autopar.strategies.lowering import lower_plan
 from autopar.strategies.timing import cycle
-from autopar.trials.decide import Time, worth_trying
+from autopar.trials.decide import Time, expected_part, expected_saving_s, worth_trying
+from autopar.trials.standings import Standings
 
 A_ROUND = 4
 """Plans that are run in turn with each other, at most."""
@@ -94,15 +95,16 @@ class _Tried:
     """A plan that was measured."""
 
     candidate: Candidate
-    step_s: float
-    """As if it had been measured in the first round, in which the machine may have been faster or slower."""
     result: TrialResult
+    """The last one."""
 
 
 class _Loop:
     def __init__(self, trials: Trials, found: SearchResult, model: CorrectedCostModel) -> None:
         self.trials, self.found, self.model = trials, found, model
         self.tried: dict[Hashable, _Tried] = {}
+        """Those that were measured, and have not failed since."""
+        self.standings = Standings()
         self.failed: set[Hashable] = set()
         self.spent = self.failures = 0
         self.last_error = ""
@@ -155,11 +157,14 @@ class _Loop:
             reference = chosen if chosen in fastest else fastest[0]
             best = Time.predicted(reference)
         else:
-            measured = min(self.tried.values(), key=lambda t: t.step_s)
-            reference, best = measured.candidate, Time(measured.step_s, NOISY if measured.result.noise else NOISE)
+            key = self._best()
+            reference, best = self.tried[key].candidate, self._measured(key)
         others = _unlike([c for c in fastest if executed(c.groups) not in self.tried], reference)
-        times = [Time.predicted(c) for c in others]
-        paying = worth_trying(best, times, self.trials.steps, self._trial_s(reference))
+        savings_s = [expected_saving_s(best, Time.predicted(c)) for c in others]
+        again = [t.candidate for t in self.tried.values() if t.candidate is not reference]
+        others += again
+        savings_s += [self._saved_by_repeating(c, reference) for c in again]
+        paying = worth_trying(savings_s, best.seconds, self.trials.steps, self._trial_s(reference))
         if not paying and not (is_first and self.trials.steps is None):
             return []
         members = [reference]
@@ -168,6 +173,20 @@ class _Loop:
         taken = {executed(c.groups) for c in members}
         rest = [others[i] for i in paying if executed(others[i].groups) not in taken]
         return [*members, *self._among(rest, left - len(members))][:left]
+
+    def _best(self) -> Hashable:
+        return min(self.tried, key=self.standings.seconds)
+
+    def _measured(self, key: Hashable) -> Time:
+        deviation = self.standings.deviation(key)
+        return Time(self.standings.seconds(key), max(deviation, NOISY) if self.tried[key].result.noise else deviation)
+
+    def _saved_by_repeating(self, candidate: Candidate, best: Candidate) -> float:
+        """Seconds of a step that are expected to be saved where both are measured once more: what looks fastest may
+        have been lucky."""
+        key = executed(best.groups)
+        lead = self.standings.lead(executed(candidate.groups), key)
+        return self.standings.seconds(key) * expected_part(lead.mean, lead.after_one_more)
 
     def _among(self, paying: Sequence[Candidate], count: int) -> list[Candidate]:
         """Half of them those that are expected to save most, then those that tell most of all that pay."""
@@ -197,11 +216,8 @@ class _Loop:
             self.trials.stop.is_set,
             lambda name: self._say(f"running {name}"),
         )
-        reference, again = self.tried.get(executed(members[0].groups)), results.get(next(iter(plans)))
-        slower = 1.0
-        if reference is not None and again is not None and again.status == "ok":
-            slower = again.step_time_s / reference.step_s
-        lessons = []
+        lessons: list[Lesson] = []
+        blocks_s: dict[Hashable, Sequence[float]] = {}
         with _log(self.trials.log) as log:
             for name, result in results.items():
                 candidate, key = candidates[name], executed(candidates[name].groups)
@@ -211,10 +227,14 @@ class _Loop:
                 if lesson is None:
                     self.failures += 1
                     self.failed.add(key)
+                    self.tried.pop(key, None)
                     self.last_error = f"{result.status}: {result.error}"
                     continue
                 lessons.append(lesson)
-                self.tried.setdefault(key, _Tried(candidate, result.step_time_s / slower, result))
+                self.tried[key] = _Tried(self.tried[key].candidate if key in self.tried else candidate, result)
+                blocks_s[key] = result.block_s or (result.step_time_s,)
+        if blocks_s:
+            self.standings.add(blocks_s)
         self.model.fit_lessons([*self.model.lessons_, *lessons])
         return bool(lessons)
 
@@ -266,9 +286,9 @@ class _Loop:
         most = "" if self.trials.most is None else f" of at most {self.trials.most}"
         said = f"{self.spent} trials{most} done, {what}"
         if self.tried:
-            said += f", best measured {duration(min(t.step_s for t in self.tried.values()))}"
-            base = None if self.baseline is None else self.tried.get(executed(self.baseline.groups))
-            said += f" against {duration(base.step_s)} of {base.candidate.name}" if base is not None else ""
+            said += f", best measured {duration(self.standings.seconds(self._best()))}"
+            base_s = self._baseline_s()
+            said += f" against {duration(base_s)} of {self.baseline.name}" if self.baseline and base_s else ""
         self.trials.tell(said, self.priced, self.found.chosen.step_time_s)
 
     def _winner(self) -> Plan:
@@ -277,19 +297,19 @@ class _Loop:
         foremost = choose(left, float("inf")) if left else self.found.chosen
         if not self.tried:
             return plan_of(self.found, foremost)
-        best = min(self.tried.values(), key=lambda t: t.step_s)
+        best, best_s = self.tried[self._best()], self.standings.seconds(self._best())
         slowest_s = foremost.step_time_s * (1 + foremost.estimate.relative_error)
-        by_trials = executed(foremost.groups) in self.tried or slowest_s >= best.step_s
+        by_trials = executed(foremost.groups) in self.tried or slowest_s >= best_s
         groups = executed((best.candidate if by_trials else foremost).groups)
         # Priced with all that was learned, where it was priced again.
         taken = next((c for c in self.found.candidates if executed(c.groups) == groups), best.candidate)
-        base = None if self.baseline is None else self.tried.get(executed(self.baseline.groups))
+        base_s = self._baseline_s()
         measured = Measured(
             rests_on="trials" if by_trials else "prediction",
-            step_time_s=best.step_s if by_trials else None,
-            best_step_time_s=best.step_s,
-            baseline="" if base is None else base.candidate.name,
-            baseline_step_time_s=None if base is None else base.step_s,
+            step_time_s=best_s if by_trials else None,
+            best_step_time_s=best_s,
+            baseline=self.baseline.name if self.baseline is not None and base_s is not None else "",
+            baseline_step_time_s=base_s,
             trials=self.spent,
             failed=self.failures,
             spread=relative_spread(best.result.step_s),
@@ -297,6 +317,11 @@ class _Loop:
             where=self.trials.measure.where,
         )
         return plan_of(self.found, taken).model_copy(update={"measured": measured})
+
+    def _baseline_s(self) -> float | None:
+        """Seconds that a step of the baseline took; `None` where it was not measured."""
+        key = None if self.baseline is None else executed(self.baseline.groups)
+        return self.standings.seconds(key) if key in self.tried else None
 
 
 def _unlike(candidates: Sequence[Candidate], reference: Candidate) -> list[Candidate]:

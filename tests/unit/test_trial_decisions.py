@@ -22,21 +22,20 @@ def test_what_is_certain_saves_the_difference_or_nothing() -> None:
 
 
 def test_a_trial_is_taken_only_where_it_pays_over_the_training() -> None:
-    best, other = Time(0.1, 0.06), Time(0.1, 0.08)  # 3.75 ms a step: 56.3 s in 15,000 steps, 63.8 s in 17,000
-    assert worth_trying(best, [other], 15_000, trial_s=30.0) == []
-    assert worth_trying(best, [other], 17_000, trial_s=30.0) == [0]
-    assert worth_trying(best, [other], 15_000, trial_s=30.0, beside=0) == [0]
+    saving_s = expected_saving_s(Time(0.1, 0.06), Time(0.1, 0.08))  # 3.75 ms: 56.3 s in 15,000 steps, 63.8 s in 17,000
+    assert worth_trying([saving_s], 0.1, 15_000, trial_s=30.0) == []
+    assert worth_trying([saving_s], 0.1, 17_000, trial_s=30.0) == [0]
+    assert worth_trying([saving_s], 0.1, 15_000, trial_s=30.0, beside=0) == [0]
 
 
 def test_those_that_save_most_come_first_and_further_ones_pay_for_themselves_alone() -> None:
-    best = Time(0.1, 0.06)
-    slower, even, faster = Time(0.3, 0.08), Time(0.1, 0.08), Time(0.09, 0.08)
-    # The second saves 3.75 ms a step, 45 s in 12,000 steps: less than two trials of 30 s, and more than one.
-    assert worth_trying(best, [slower, even, faster], 12_000, trial_s=30.0) == [2, 1]
-    assert worth_trying(best, [slower, even], 12_000, trial_s=30.0) == []
+    # 3.75 ms a step are 45 s in 12,000 steps: less than two trials of 30 s, and more than one.
+    assert worth_trying([1e-6, 3.75e-3, 9e-3], 0.1, 12_000, trial_s=30.0) == [2, 1]
+    assert worth_trying([1e-6, 3.75e-3], 0.1, 12_000, trial_s=30.0) == []
 
 
 def test_without_the_length_of_the_training_all_are_taken_of_which_something_is_expected() -> None:
     best, even, slower = Time(0.1, 0.06), Time(0.1, 0.08), Time(0.3, 0.08)
-    assert worth_trying(best, [slower, even], None, trial_s=1e9) == [1]
-    assert expected_saving_s(best, slower) < NEGLIGIBLE * best.seconds
+    savings_s = [expected_saving_s(best, other) for other in (slower, even)]
+    assert worth_trying(savings_s, 0.1, None, trial_s=1e9) == [1]
+    assert savings_s[0] < NEGLIGIBLE * 0.1

@@ -85,7 +85,7 @@ def test_the_measured_winner_is_returned_and_says_so() -> None:
     assert plan.measured is not None and plan.prediction is not None
     assert plan.measured.rests_on == "trials"
     assert plan.measured.step_time_s == pytest.approx(cluster.step_s(plan))
-    assert plan.measured.step_time_s == min(cluster.step_s(p) for of in cluster.rounds for p in of)
+    assert plan.measured.step_time_s == pytest.approx(min(cluster.step_s(p) for of in cluster.rounds for p in of))
     assert plan.measured.trials == cluster.count <= 8 and plan.measured.failed == 0
     assert plan.measured.where == Slow.where
     assert plan.prediction.step_time_s == pytest.approx(cluster.step_s(plan), rel=0.15), "what was learned is said"
@@ -108,6 +108,24 @@ def test_a_strategy_that_is_slower_here_than_predicted_loses() -> None:
     plan = Trials(cluster, most=12, again=SMALL)(found)
     assert plan.measured is not None and plan.measured.rests_on == "trials"
     assert cluster.step_s(plan) < cluster.step_s(found.plan)
+
+
+def test_a_plan_that_was_lucky_once_is_measured_again() -> None:
+    """It takes 1 % more than the one beside it, and seemed to take 1 % less."""
+
+    class Lucky(Slow):
+        def step_s(self, plan: Plan) -> float:
+            first, lucky = self.rounds[0][:2]
+            best_s = super().step_s(first)
+            if plan.groups == lucky.groups:
+                return best_s * (0.99 if len(self.rounds) == 1 else 1.01)
+            return best_s if plan.groups == first.groups else super().step_s(plan) * 1.5
+
+    cluster, found = Lucky(), searched()
+    plan = Trials(cluster, most=16, again=SMALL)(found)
+    first, lucky = cluster.rounds[0][:2]
+    assert [p.digest for of in cluster.rounds for p in of].count(lucky.digest) > 1
+    assert plan.digest == first.digest
 
 
 def test_a_plan_that_fails_is_left_out_and_the_search_goes_on() -> None:

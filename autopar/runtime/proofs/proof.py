@@ -4,8 +4,8 @@ Compared are the loss, every synchronized gradient (by probes, summed over ranks
 the gradient asks for), the updated values (against a copy of the optimizer on the sampled elements), and the buffers.
 Of groups that are compressed or delayed, or that each rank updates alone, the sum of the ranks' own gradients is
 compared instead, and what the first two update with and keep must add up to it (`autopar.runtime.proofs.feedback`).
-First on a trial with slightly perturbed parameters, since zeros hide errors, after which everything is put back; then on
-the step itself. What looks wrong is judged by how far rounding moves the eager result itself, before it is refused.
+First on a trial with slightly perturbed parameters, since zeros hide errors, after which everything is put back; then
+on the step itself. What looks wrong is judged by how far rounding moves the eager result itself, before it is refused.
 """
 
 from __future__ import annotations
