@@ -3,9 +3,10 @@
     python -m benchmarks.search_quality [--check] [--save] [--only PART or PART/CASE] [--journal FILE]
 
 Parts: `optimum`, small random jobs beside the best plan there is; `random`, the suite's workloads beside random search
-of equal budget; `large`, many ranks beside a hundred times the budget; `resume`, searches that are killed; and `lab`,
-measured beside 100 measured plans, which needs root and is run where it is asked for. What was found is kept in the
-journal: a run that was stopped goes on where it was.
+of equal budget; `large`, many ranks beside a hundred times the budget; `resume`, searches that are killed; `lab`,
+measured beside 100 measured plans; and `pay`, trainings with trials beside trainings without. The last two need root
+and are run where they are asked for. What was found is kept in the journal: a run that was stopped goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import Report, options, publish
-from benchmarks.search_quality import against_random, lab, large, optimum, resume
+from benchmarks.search_quality import against_random, lab, large, optimum, pay, resume
 from benchmarks.search_quality.part import COLUMNS, Kept, Part, asked, version
 
 PARTS: dict[str, Part] = {
@@ -25,8 +26,9 @@ PARTS: dict[str, Part] = {
     "large": large.run,
     "resume": resume.run,
     "lab": lab.run,
+    "pay": pay.run,
 }
-WITHOUT_ROOT = [name for name in PARTS if name != "lab"]
+WITHOUT_ROOT = [name for name in PARTS if name not in ("lab", "pay")]
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
