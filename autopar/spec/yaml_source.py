@@ -36,10 +36,14 @@ class Source:
     lines: Mapping[Place, int] = field(default_factory=dict)
 
     def nearest(self, place: Place) -> Place:
-        """The longest part of `place`, from the top, that stands in the file."""
-        while place and place not in self.lines:
-            place = place[:-1]
-        return place
+        """The longest part of `place`, from the top, that stands in the file, where one thing may stand for a list."""
+        found: Place = ()
+        for key in place:
+            if (*found, key) in self.lines:
+                found = (*found, key)
+            elif key != 0:
+                break
+        return found
 
     def line(self, place: Place) -> int:
         """The line, from 1, of the value at `place`, or of what holds it."""

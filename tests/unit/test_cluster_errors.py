@@ -56,6 +56,10 @@ def test_a_misspelt_key_exactly() -> None:
             "cluster.yaml:6: hosts[0].devices[1].cout is not a field of a device; did you mean 'count'?",
         ),
         (
+            "hosts:\n - name: a\n   devices:\n     kind: T4\n     batch: 0",
+            "cluster.yaml:5: hosts[0].devices.batch: 0 is not possible; expected a whole number from 1",
+        ),
+        (
             "hosts: [{name: a, devices: cpu, bandwidth: {send: 1 Gbit/s, recieve: 1 Gbit/s}}]",
             "cluster.yaml:1: hosts[0].bandwidth.recieve is not a field of a bandwidth; did you mean 'receive'?",
         ),
@@ -93,7 +97,7 @@ def test_a_misspelt_key_exactly() -> None:
         ),
         (
             "hosts:\n - {name: a, devices: {kind: T4, memory: 16}}",
-            "cluster.yaml:2: hosts[0].devices: 16 has no unit; write for example '80 GiB'",
+            "cluster.yaml:2: hosts[0].devices.memory: 16 has no unit; write for example '80 GiB'",
         ),
         (
             "hosts:\n - {name: a, devices: {kind: T4, peak_flops: 8 TB/s}}",
@@ -132,7 +136,7 @@ def test_a_misspelt_key_exactly() -> None:
             "hosts: [{name: a, devices: cpu}]\nnetwork: 26GbE",
             "cluster.yaml:2: network: '26GbE' is not in the library; did you mean",
         ),
-        ("hosts:\n - {name: a, devices: {kind: [1]}}", "hosts[0].devices: [1] is no kind"),
+        ("hosts:\n - {name: a, devices: {kind: [1]}}", "hosts[0].devices.kind: [1] is no kind"),
         # Hosts
         ("", "cluster.yaml:1: there is nothing in it; write for example:"),
         ("# only a remark\n", "cluster.yaml:1: there is nothing in it"),
