@@ -84,7 +84,11 @@ class GradientProgram(BaseProgram):
         known once a graph is adopted."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output, given its inputs as the model takes them."""
+        """The model's output, given its inputs as the model takes them. While all that is trained is frozen, as a
+        discriminator for its generator's update, the model is a function of its inputs alone, and runs as it is."""
+        if not any(self._parameters[p.name].requires_grad for p in self.graph.parameters):
+            with self._random:
+                return self.model(*args, **kwargs)
         return self.run(bind(self.model, args, kwargs))
 
     @property
