@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.api import optimize
-from autopar.errors import SpecError, VerificationError
+from autopar.errors import SpecError
 from autopar.integrations.drop_in import by_keyword
 from autopar.integrations.ranks import equal, make_equal, sums
-from autopar.runtime.drop_in.gradient_program import GradientProgram
 from autopar.runtime.drop_in.module import SyncedModule
 from autopar.spec.cluster import ClusterSpec
 
@@ -35,7 +34,6 @@ class CapturedCalls:
         self._owner, self._cluster, self._options = owner, cluster, dict(options)
         self._units: dict[nn.Module, SyncedModule] = {}
         self._synchronizes = True
-        self._watch: _FirstPass | None = None
         self._modules = [m for m in owner.modules() if any(p.requires_grad for p in m.parameters())]
         if any(m._compiled_call_impl is not None for m in self._modules):
             raise SpecError(
@@ -67,15 +65,9 @@ class CapturedCalls:
             self._set_synchronizes(True)
 
     def finish(self) -> None:
-        """After a backward pass: averages the gradients of parameters that no captured module has. Raises
-        `VerificationError` where one that a captured module has was used beside it."""
-        if self._watch is not None:
-            self._watch.compare({id(p): n for n, p in self._owner.named_parameters()})
+        """After a backward pass: averages the gradients of parameters that no captured module has."""
         if not self._synchronizes:
             return
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
         captured = {id(p) for unit in self._units.values() for p in _synchronized(unit).values()}
         strays = [p for p in self._owner.parameters() if p.requires_grad and id(p) not in captured]
         if not strays:
@@ -98,9 +90,6 @@ class CapturedCalls:
             args, kwargs = by_keyword(module, args, kwargs)
             if module not in self._units:
                 self._units[module] = self._captured(module, kwargs or args)
-                if self._watch is not None:
-                    self._watch.end()
-                self._watch = _FirstPass(self._units.values())
             return self._units[module](*args, **kwargs)
         finally:
             self.__enter__()
@@ -122,59 +111,3 @@ def _synchronized(unit: SyncedModule) -> dict[str, nn.Parameter]:
     """The parameters whose gradients a captured module synchronizes."""
     named = dict(unit.module.named_parameters(remove_duplicate=False))
     return {p.name: named[p.name] for p in unit.plan.model.parameters if p.trainable}
-
-
-class _FirstPass:
-    """Holds the first backward pass behind new units to what they deliver: a gradient that came another way too was
-    not synchronized."""
-
-    def __init__(self, units: Any) -> None:
-        self._delivered: dict[int, list[torch.Tensor]] = {}
-        self._found: dict[int, torch.Tensor | None] = {}
-        self._put_back: list[Callable[[], object]] = []
-        for unit in units:
-            self._listen_to(unit)
-
-    def _listen_to(self, unit: SyncedModule) -> None:
-        program = unit.program
-        if not isinstance(program, GradientProgram):
-            return  # it runs eagerly, and synchronizes whatever gradient comes
-        run = program.run_backward
-
-        def heard(c: Any, *of: Any) -> Any:
-            gradients = run(c, *of)
-            for p, gradient in zip(c.graph.parameters, gradients, strict=False):
-                if gradient is not None:
-                    self._delivered.setdefault(id(named[p.name]), []).append(gradient)
-            return gradients
-
-        named = _synchronized(unit)
-        vars(program)["run_backward"] = heard
-        self._put_back.append(functools.partial(vars(program).pop, "run_backward", None))
-        for p in named.values():
-            if not p._backward_hooks:
-                hook = p.register_hook(functools.partial(self._found.__setitem__, id(p)))  # type: ignore[no-untyped-call]
-                self._put_back.append(hook.remove)
-
-    def end(self) -> None:
-        """Listens no longer."""
-        for put_back in self._put_back:
-            put_back()
-
-    def compare(self, names: Mapping[int, str]) -> None:
-        """After a backward pass. Raises `VerificationError`. `names`: of the parameters, by their ids."""
-        found, delivered = self._found.copy(), self._delivered.copy()
-        self._found.clear()
-        self._delivered.clear()
-        for key, gradient in found.items():
-            if gradient is None:  # kept for a later backward pass
-                continue
-            own = delivered.get(key, [])
-            rest = gradient - sum(own)
-            allowed = 64 * torch.finfo(gradient.dtype).eps * max([float(g.abs().max()) for g in own], default=0.0)
-            if float(rest.abs().max()) > allowed:
-                raise VerificationError(
-                    f"parameter '{names.get(key, '?')}' has a gradient that no captured module made: training_step "
-                    "uses it by itself, and calls a module that has it too, so that one part is synchronized and the "
-                    "other is not. Use it in the forward of one module, which training_step calls"
-                )

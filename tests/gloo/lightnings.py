@@ -125,7 +125,6 @@ def says(rank: int, n: int) -> dict[str, str]:
         trainer.fit(module, loader(EVEN, rank, n))
 
     return {
-        "beside": said(lambda: trained("autopar", "beside", EVEN, n, rank)),
         "compiled": said(lambda: fit(compiled)),
         "a module without a forward": said(lambda: autopar.optimize(Headless())),
         "a trainer": said(lambda: autopar.optimize(pl.Trainer(logger=False))),  # type: ignore[call-overload]
@@ -138,7 +137,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     quiet()
     one = n == 1
     strategy = "auto" if one else "autopar"
-    ways = {"forward": 1, "parts": 2, "by hand": 1, "LoRA": 2}
+    ways = {"forward": 1, "parts": 2, "by hand": 1, "beside": 2, "LoRA": 2}
     found: dict[str, Any] = {w: flat(trained(strategy, w, UNEVEN, n, rank, k)[1]) for w, k in ways.items()}
     if one:
         return found

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.errors import AutoparWarning, CaptureError
+from autopar.errors import AutoparError, AutoparWarning, CaptureError
 
 
 class Net(nn.Module):
@@ -135,6 +135,49 @@ def has_hooks(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
     yield
 
 
+def calls_the_plain_model(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """Beside the module, with other numbers on each rank, from the first pass on."""
+    for k in range(3):
+        (loss(module(batch(k, rank))) + loss(model(batch(k + 5, rank)))).backward()
+        yield
+    with module.no_sync():
+        (loss(module(batch(3, rank))) + loss(model(batch(4, rank)))).backward()
+    loss(module(batch(1, rank))).backward()
+    yield
+
+
+def calls_the_plain_model_later(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """First in the 3rd pass, of which ranks do not tell each other, and where `grad` is not empty."""
+    for k in range(5):
+        total = loss(module(batch(k, rank)))
+        if k == 2:
+            total = total + loss(model(batch(5, rank)))
+        total.backward()
+        yield
+
+
+def calls_the_plain_model_on_rank_1(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """And twice through the module, in the 4th pass, of which ranks tell each other, and in the 5th."""
+    for k in range(5):
+        total = loss(module(batch(k, rank))) + loss(module(batch(k + 7, rank)))
+        if k >= 3 and rank == 1:
+            total = total + loss(model(batch(5, rank)))
+        total.backward()
+        yield
+
+
+def reads_parameters(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """In the loss, some of them, with hooks that are linear."""
+    hook = model.get_parameter("last.weight").register_hook(lambda g: 2 * g)
+    for k in range(3):
+        total = loss(module(batch(k, rank)))
+        if k:
+            total = total + (rank + 1) * model.get_parameter("last.weight").square().sum()
+        total.backward()
+        yield
+    hook.remove()
+
+
 LOOPS: tuple[Loop, ...] = (
     looks,
     drops,
@@ -145,6 +188,10 @@ LOOPS: tuple[Loop, ...] = (
     has_other_terms,
     calls_twice,
     has_hooks,
+    calls_the_plain_model,
+    calls_the_plain_model_later,
+    calls_the_plain_model_on_rank_1,
+    reads_parameters,
 )
 
 
@@ -245,10 +292,47 @@ def penalty_beside_the_module(rank: int, capture: Any, beside: bool) -> tuple[li
     return [str(w.message) for w in said if w.category is AutoparWarning], float((own - first).abs().max())
 
 
-def everything(rank: int, n: int) -> tuple[dict[str, float], list[str], list[tuple[list[str], float]]]:
+def beside_on_one_rank_later(rank: int) -> str:
+    """What is raised where the first other gradients come on one rank alone, when ranks do not tell each other."""
+    mine = Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture="always", timeout_s=10)
+    try:
+        for k in range(4):
+            total = loss(module(batch(k, rank)))
+            if k == 2 and rank == 1:
+                total = total + loss(mine(batch(5, rank)))
+            total.backward()
+    except AutoparError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def taken_too_early(rank: int, how: str) -> list[str]:
+    """What is said of other gradients that are taken before they are averaged."""
+    mine = Net()
+    clip = 0.1 if how == "clip" else None
+    module = autopar.optimize(
+        mine, example_inputs=batch(0, rank), strategy="ddp", capture="always", clip_grad_norm=clip
+    )
+    if how == "hook":
+        mine.get_parameter("last.weight").register_post_accumulate_grad_hook(lambda p: None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", AutoparWarning)
+        for k in range(4):
+            total = loss(module(batch(k, rank))) + loss(mine(batch(5, rank)))
+            if how == "grad":
+                torch.autograd.grad(total, [*mine.parameters()])
+            else:
+                total.backward()
+    return [str(w.message) for w in said if w.category is AutoparWarning]
+
+
+def everything(rank: int, n: int) -> tuple[Any, ...]:
     captures = ("always", "never")
     worst = {f"{loop.__name__}, {c}": apart(loop, rank, c) for c in captures for loop in LOOPS}
     worst |= {f"uneven, {c}": uneven(rank, n, c) for c in captures}
     worst |= {f"both, {c}, {first}": both_in_one_pass(rank, n, c, first) for c in captures for first in (False, True)}
     penalties = [penalty_beside_the_module(rank, c, beside) for c in captures for beside in (False, True)]
-    return worst, [changed_between_sizes(rank, c) for c in captures], penalties
+    early = [taken_too_early(rank, how) for how in ("grad", "hook", "clip")]
+    said = [changed_between_sizes(rank, c) for c in captures]
+    return worst, said, penalties, early, beside_on_one_rank_later(rank)

@@ -29,7 +29,7 @@ def test_equals_ddp_where_ranks_are_even(found: dict[int, list[dict[str, Any]]])
     assert all(apart(rank["even aut"], rank["even ddp"]) < 1e-12 for rank in found[2])
 
 
-@pytest.mark.parametrize("way", ["forward", "parts", "by hand", "LoRA"])
+@pytest.mark.parametrize("way", ["forward", "parts", "by hand", "beside", "LoRA"])
 def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, Any]]], way: str) -> None:
     assert all(apart(rank[way], found[1][0][way]) < 1e-12 for rank in found[2])
 
@@ -50,7 +50,6 @@ def test_the_example_starts_its_processes_and_runs() -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("beside", "'decoder.weight' has a gradient that no captured module made"),
         ("compiled", "pass compile=True to the strategy"),
         ("a module without a forward", 'make a Trainer with strategy="autopar"'),
         ("a trainer", 'make it with strategy="autopar"'),

@@ -176,6 +176,10 @@ def _group(**settings: Any) -> Callable[[dict[str, Any]], None]:
     return lambda s: s["optimizer"]["param_groups"][0].update(settings)
 
 
+NESTED: list[Any] = []
+for _ in range(900):
+    NESTED = [NESTED]
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no model": (lambda s: s.pop("model"), "has no 'model' but 'optimizer'"),
     "no optimizer": (lambda s: s.pop("optimizer"), "has no 'optimizer'"),
@@ -219,6 +223,9 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no parameters": (lambda s: s["optimizer"]["param_groups"][0].pop("params"), "no list of numbers as 'params'"),
     "a learning rate that is text": (_group(lr="0.1"), "has '0.1' for 'lr'; expected a number"),
     "betas that are one": (_group(betas=0.9), "'betas'; expected 2 values"),
+    "a switch that is text": (_group(fused="yes"), "has 'yes' for 'fused'; expected True or False"),
+    "a switch that is a number": (_group(foreach=1), "has '1' for 'foreach'; expected True or False"),
+    "a setting that is nested too deep": (_group(notes=NESTED), "cannot be read: RecursionError"),
     "another optimizer": (
         lambda s: s["optimizer"].update(
             state={}, param_groups=optim.SGD([torch.zeros(1) for _ in range(6)]).state_dict()["param_groups"]

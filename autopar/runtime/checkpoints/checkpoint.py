@@ -78,7 +78,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Read:
-    """A checkpoint that was checked and fits; `groups`: the settings of each of the optimizer's groups, in order."""
+    """A checkpoint that was checked and fits; `groups`: copies of the settings of each of the optimizer's groups, in
+    order."""
 
     model: Mapping[str, Any]
     loss_fn: Mapping[str, Any] | None
@@ -135,7 +136,7 @@ def hand_out(owner: Owner, read: Read, state: State, take: Take = cut_out) -> No
     """Gives the optimizer and the random stream what was read, in place of what they have. `state`: the optimizer's;
     `take` fills a part's tensors from it."""
     for group, settings in zip(owner.optimizer.param_groups, read.groups, strict=True):
-        group.update(copy.deepcopy(settings))
+        group.update(settings)
     scatter_state(owner.parts, state, owner.parameters, take)
     for p, name in owner.names.items():
         if name not in owner.updated:  # the state of a parameter that is frozen now stays the optimizer's own
@@ -327,7 +328,7 @@ def _groups(owner: Owner, names: dict[int, str], saved: list[dict[str, Any]]) ->
             )
         settings = {k: v for k, v in by_members[members].items() if k not in ("params", "param_names")}
         check_settings(i, of_group(owner.optimizer, i), owner.optimizer.param_groups[i], settings)
-        found.append(settings)
+        found.append(copy.deepcopy(settings))  # here, where what cannot be copied is refused
     return found
 
 

@@ -19,6 +19,8 @@ from autopar.runtime.optimizers.state import per_element
 
 _SAMPLES = 64
 """Elements of each tensor by which ranks compare what they are given."""
+_SWITCHES = ("foreach", "fused")
+"""Settings that PyTorch's optimizers take as True, False or None."""
 
 
 class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,7 +88,10 @@ def check_settings(index: int, optimizer: Optimizer, own: Mapping[str, Any], sav
             wrong = [t for m, t in zip(mine, theirs, strict=True) if _is_number(m) and not _is_number(t)]
             if wrong:
                 raise SpecError(f"{place} has {str(wrong[0])[:60]!r} in '{key}'; expected numbers, as {mine!r}")
-        if isinstance(mine, bool) and not isinstance(theirs, (bool, type(None))):
+        if mine is None and key not in _SWITCHES and not _is_plain(theirs):
+            raise SpecError(f"{place} has a {type(theirs).__name__} for '{key}'; expected a number or None")
+        is_switch = isinstance(mine, bool) or (mine is None and key in _SWITCHES)
+        if is_switch and not isinstance(theirs, (bool, type(None))):
             raise SpecError(f"{place} has {str(theirs)[:60]!r} for '{key}'; expected True or False")
 
 
@@ -195,6 +200,14 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a setting that is None here may have this value: an optimizer of the user's may take text, or several
+    numbers, in its place."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_number(v) for v in value)
+    return value is None or isinstance(value, (bool, str)) or _is_number(value)
 
 
 def _first_unknown(saved: Mapping[Any, Any], module: nn.Module) -> str:

@@ -23,6 +23,7 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
 from autopar.runtime.drop_in.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.drop_in.other_gradients import OtherGradients
+from autopar.runtime.drop_in.passes import Backward, Gradients, Passes, only
 from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
@@ -38,12 +39,9 @@ from autopar.runtime.uncaptured.stand_in_gradients import StandInGradients, run_
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
-Gradients = tuple[torch.Tensor | None, ...]
-"""Of the trainable parameters, then of the inputs that require one."""
-Backward = Callable[[list[Any], list[torch.Tensor], Reached], Gradients]
-"""From what the forward pass has saved, the gradients of outputs, and what is reached from those that have arrived, to
-the gradients of parameters and inputs."""
-
+_BEHIND_WEIGHTS = 2
+"""Where a message that begins a backward pass says which gradients a rank has: behind its weight, and behind what is 1
+in messages of `OtherGradients`, which are as long."""
 _BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
     "backward": lambda writer: writer.write(),
     "backward after accumulation": lambda writer: writer.write(accumulated=True),
@@ -73,7 +71,7 @@ class GradientProgram(BaseProgram):
         self._kept = KeptGradients(self._parameters)
         self._gathers = False
         """Whether the model takes samples of all ranks."""
-        self._others = OtherGradients(self._parameters)
+        self._others = OtherGradients(self._parameters, group, settings.clip_grad_norm is not None)
         self._eagerly: StandInGradients | None = None
         """Backward passes through batches that could not be captured; `None` before there is one."""
         self._stands_in: Compiled | None = None
@@ -86,7 +84,11 @@ class GradientProgram(BaseProgram):
         known once a graph is adopted."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output, given its inputs as the model takes them."""
+        """The model's output, given its inputs as the model takes them. While all that is trained is frozen, as a
+        discriminator for its generator's update, the model is a function of its inputs alone, and runs as it is."""
+        if not any(self._parameters[p.name].requires_grad for p in self.graph.parameters):
+            with self._random:
+                return self.model(*args, **kwargs)
         return self.run(bind(self.model, args, kwargs))
 
     @property
@@ -173,8 +175,11 @@ class GradientProgram(BaseProgram):
             self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
-        if self._tells and self._group.world_size > 1:
-            has = [ranks > 0 for ranks in gradients[-1][1:].tolist()]
+        if self._group.world_size > 1:
+            sums = gradients[-1]
+            if self._tells:
+                has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
+            self._others.expect(dict.fromkeys(names), total, sums)
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
     def _scalars(
@@ -184,7 +189,7 @@ class GradientProgram(BaseProgram):
         alone, and ranks do not tell each other to which."""
         if not self._tells and any(has) and not all(has):
             raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
-        numbers = [weight, [total, *has] if self._tells else [total], count]
+        numbers = [weight, [total, 0, *(has if self._tells else ())], count]
         return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
 
     def _new_proof(self, c: Compiled) -> SynchronizedOnce:
@@ -196,7 +201,7 @@ class GradientProgram(BaseProgram):
         trainable = [self._parameters[p.name] for p in c.graph.parameters]
         # Inputs that the outputs do not depend on have no gradient, rather than one of `None`.
         given = [t if i in c.joint.input_gradients else t.detach() for i, t in enumerate(batch.tensors)]
-        return _Passes.apply(self, c, backward, *given, *trainable)  # type: ignore[no-any-return, no-untyped-call]
+        return Passes.apply(self, c, backward, *given, *trainable)  # type: ignore[no-any-return, no-untyped-call]
 
     def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The output's tensors, followed by the values that the backward pass reads."""
@@ -211,7 +216,7 @@ class GradientProgram(BaseProgram):
         pass comes to."""
         names = [p.name for p in c.graph.parameters]
         if self._group.world_size == 1:
-            return _only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
+            return only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
         with self._group.guard(f"backward pass {self._steps}"):
             kept = self._kept.take(weight)
         total, count = weight + kept.weight, 1 + kept.passes
@@ -234,8 +239,8 @@ class GradientProgram(BaseProgram):
         self._steps += 1
         found = tuple(gradients)
         if self._tells and not all(has):
-            found = _only(found, [ranks > 0 for ranks in sums[1:].tolist()])
-        self._others.expect(dict(zip(names, found, strict=False)))
+            found = only(found, [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()])
+        self._others.expect(dict(zip(names, found, strict=False)), total, sums)
         return found
 
     def run_backward_alone(
@@ -249,7 +254,8 @@ class GradientProgram(BaseProgram):
         gradients = self._backward(c, "local backward", reached)(*saved, *tangents)
         if joined:
             gradients = [g / weight for g in gradients]
-        found = _only(gradients, [weight > 0 and is_reached for is_reached in reached.parameters])
+        found = only(gradients, [weight > 0 and is_reached for is_reached in reached.parameters])
+        self._others.leave_out()
         self._kept.expect({p.name: g for p, g in zip(c.graph.parameters, found, strict=False)}, weight)
         return found
 
@@ -323,59 +329,8 @@ class GradientProgram(BaseProgram):
         return replace(super()._lowered(graph, program, batch), output=output)
 
 
-class _Passes(torch.autograd.Function):
-    """The model's forward and backward pass as one differentiable function of its inputs and its parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, program: GradientProgram, c: Compiled, backward: Backward, *values: Any) -> Any:
-        tensors = values[: len(values) - len(c.graph.parameters)]
-        found = program.run_forward(c, tensors)
-        count = len(c.joint.outputs)
-        # What is written to a view of nobody's is no matter to autograd; one tensor that is returned twice stays one.
-        apart = {id(v): v.detach() for v in found[:count] if v.requires_grad or v._is_view()}
-        outputs = tuple(apart.get(id(v), v) for v in found[:count])
-        shared = [outputs[i] for i in sorted(c.joint.shared_outputs)]  # of which autograd sees whether they are changed
-        ctx.save_for_backward(*(v for v in found[count:] if isinstance(v, torch.Tensor)), *shared)
-        numbers = [None if isinstance(v, torch.Tensor) else v for v in found[count:]]
-        ctx.context = (c, backward, len(tensors), numbers)
-        wanted = _differentiable(c)
-        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in wanted))
-        ctx.set_materialize_grads(False)
-        ctx.likes = {i: (outputs[i].shape, outputs[i].dtype, outputs[i].device) for i in wanted}
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise CaptureError(
-                "backward(create_graph=True) through a captured module: its backward pass is a graph of its own, which "
-                "cannot be differentiated again. Pass capture='never' to autopar.optimize, which synchronizes all "
-                "gradients of a backward pass; or, with one rank, use the model itself, module.module"
-            )
-        c, backward, inputs, numbers = ctx.context
-        tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if n is None else n for n in numbers]
-        arrived = {i: g.contiguous() for i, g in enumerate(grads) if g is not None}
-        reached = c.arrivals.reached(frozenset(arrived))
-        tangents = [
-            arrived[i] if i in arrived else torch.zeros(shape, dtype=dtype, device=device)
-            for i, (shape, dtype, device) in ctx.likes.items()
-        ]
-        with as_captured():
-            found = backward(saved, tangents, reached)
-        own = len(c.graph.parameters)
-        of_inputs = dict(zip(c.joint.input_gradients, _only(found[own:], reached.inputs), strict=True))
-        return None, None, None, *(of_inputs.get(i) for i in range(inputs)), *found[:own]
-
-
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def _only(gradients: Sequence[torch.Tensor | None], reached: Sequence[bool]) -> Gradients:
-    """The gradients, of which the first ones are `None` where they are not reached."""
-    mine = (g if is_reached else None for g, is_reached in zip(gradients, reached, strict=False))
-    return (*mine, *gradients[len(reached) :])
 
 
 def _unforeseen(reached: str, missed: str) -> str:
@@ -384,11 +339,6 @@ def _unforeseen(reached: str, missed: str) -> str:
         "depended on all parameters, so ranks do not tell each other what they come to: let the first batch be one "
         'that has such outputs, use all outputs in the loss, or pass capture="never"'
     )
-
-
-def _differentiable(c: Compiled) -> list[int]:
-    """Which of the outputs the backward pass starts from, in the order of the graph's tangents."""
-    return [int(key) for kind, key in c.joint.inputs if kind == "tangent"]
 
 
 def _numbered(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

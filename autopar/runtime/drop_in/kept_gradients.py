@@ -57,6 +57,10 @@ class _InGrad:
         return not bool(gradient.any())
 
 
+class _Listener(partial):  # type: ignore[type-arg]
+    """A hook on a parameter, which is not the user's: another module that has the parameter leaves it there."""
+
+
 @dataclass
 class _Coming:
     """A parameter's gradient on its way to `grad`, in the backward pass under way."""
@@ -95,6 +99,8 @@ class KeptGradients:
         """Of those of the module's calls that the backward pass under way has come through."""
         self._put_off: list[tuple[dict[int, Any], dict[int, Any]]] = []
         """Tables of hooks, and what the user has put into each."""
+        self._listeners: list[Any] = []
+        """Hooks of this object's."""
 
     @property
     def passes(self) -> int:
@@ -192,12 +198,12 @@ class KeptGradients:
         p = self._parameters[name]
         self._coming[name] = _Coming(p.grad, -1 if p.grad is None else p.grad._version, others=self._others(name))
         for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
-            if hooks:
-                self._put_off.append((hooks, dict(hooks)))
-                hooks.clear()
-        p.register_hook(partial(self._comes, name))  # type: ignore[no-untyped-call]
-        assert p._backward_hooks is not None
-        self._put_off.append((p._backward_hooks, {}))
+            users = {key: hook for key, hook in (hooks or {}).items() if not isinstance(hook, _Listener)}
+            if hooks and users:
+                self._put_off.append((hooks, users))
+                for key in users:
+                    del hooks[key]
+        self._listeners.append(p.register_hook(_Listener(self._comes, name)))  # type: ignore[no-untyped-call]
 
     def _comes(self, name: str, gradient: torch.Tensor) -> None:
         coming = self._coming[name]
@@ -221,10 +227,11 @@ class KeptGradients:
 
     def _abandon(self) -> None:
         """Ends the backward pass under way, and puts the user's hooks back; one that has failed came to no end."""
-        for hooks, before in reversed(self._put_off):
-            hooks.clear()
-            hooks.update(before)
-        self._task, self._coming, self._weights, self._put_off = -1, {}, [], []
+        for listener in self._listeners:
+            listener.remove()
+        for hooks, users in self._put_off:
+            hooks.update(users)
+        self._task, self._coming, self._weights, self._put_off, self._listeners = -1, {}, [], [], []
 
 
 def _added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

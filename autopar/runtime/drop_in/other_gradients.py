@@ -1,85 +1,227 @@
-"""Gradients that reach a captured drop-in module's parameters from elsewhere, which the module does not synchronize.
+"""Gradients that reach a captured drop-in module's parameters from elsewhere, in one backward pass with the module's.
 
-`DistributedDataParallel` sums whatever a backward pass adds up on a parameter. A captured module synchronizes what its
-own graph computes, so what comes from `module.module`, or from a term of the loss that reads parameters, stays this
-rank's own. That is right where it is the same on all ranks, as a penalty on weights is, and is said in any case.
+`DistributedDataParallel` averages whatever a backward pass adds up on a parameter. A captured module synchronizes what
+its own graph computes, while that is computed; what comes from `module.module`, or from a term of the loss that reads
+parameters, is averaged when the backward pass has ended, and nothing is sent where there is none. As the module's own
+gradients are the same on all ranks by then, the mean of all that lies in `grad` is right.
+
+Whether any rank has some, ranks tell each other after the 1st, 2nd, 4th, 8th, ... backward pass, and after each one
+since some were seen. Where the first ones come in another pass, ranks that find some say so in a message as long as the
+one that every backward pass begins with: a rank that has none begins its next pass instead, and the sum shows it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
-from autopar.errors import AutoparWarning
+from autopar.backends.collectives import may_fail
+from autopar.errors import AutoparWarning, CaptureError
+from autopar.runtime.job.process_group import Group
+
+_NEVER = "pass capture='never' to autopar.optimize"
+
+
+@dataclass
+class _Pass:
+    """The backward pass under way."""
+
+    task: int = -1
+    """Autograd's number of it."""
+    weights: list[tuple[float, torch.Tensor]] = field(default_factory=list)
+    """Of each call of the module: how much this rank's batch counts, and the sums over the ranks, weights first."""
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The module's gradients that autograd has not brought to the parameters yet."""
+    added_up: set[str] = field(default_factory=set)
+    """Parameters that several calls of the module have a gradient of, which come as one sum."""
+    early: dict[str, Any] = field(default_factory=dict)
+    """Hooks on parameters that the user has hooks on, too."""
+    has_arrived: bool = False
+    """Whether a gradient was added to `grad`."""
+    found: set[str] = field(default_factory=set)
+    """Parameters that others have a gradient of."""
+    doubts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whether others have one, as a tensor."""
 
 
 class OtherGradients:
-    """Looks at the 1st, 2nd, 4th, 8th, ... synchronized backward pass of one module on this rank."""
+    """Averages them over the ranks, weighted as the ranks' batches are."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """`parameters`: by name."""
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, clips: bool) -> None:
+        """`parameters`: by name. `clips`: whether the module clips its gradients."""
         self._parameters = parameters
+        self._group = group
+        self._clips = clips
+        self._accumulators: dict[str, Any] = {}
+        """Autograd's nodes that add to `grad`, with hooks on them; they last for as long as they are held."""
         self._passes = 0
-        self._task = -1
-        self._is_watching = False
-        self._own: dict[str, torch.Tensor] = {}
-        self._hooks: list[Any] = []
-        self._found: str | None = None
+        self._were_seen = False
+        """Whether a rank had some in a pass before; alike on all ranks."""
+        self._are_taken = False
+        """Whether a backward pass was `torch.autograd.grad` of parameters."""
         self._said = False
+        self._left_out = -1
+        """The backward pass that is left out."""
+        self._pass = _Pass()
 
-    def expect(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Within a backward pass, whose gradients autograd is about to add to `grad`: what the module delivers."""
-        if self._said:
-            return
+    def expect(self, gradients: Mapping[str, torch.Tensor | None], weight: float, sums: torch.Tensor) -> None:
+        """Within a backward pass, whose gradients autograd is about to add to `grad`: what the module delivers.
+        `weight`: how much this rank's batch counts. `sums`: what the message that has begun this backward pass adds up
+        to over the ranks, weights first."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._end()
-            self._task = task
+        if task != self._pass.task:
+            self._forget()
+            self._pass.task = task
             self._passes += 1
-            self._is_watching = self._passes & (self._passes - 1) == 0
-            if self._is_watching:
-                Variable._execution_engine.queue_callback(self._say)
-        if not self._is_watching:
-            return
+            Variable._execution_engine.queue_callback(self._end)
+        self._pass.weights.append((weight, sums))
         for name, gradient in gradients.items():
-            p = self._parameters[name]
-            if name in self._own:
-                self._own[name] = self._own[name] if gradient is None else self._own[name] + gradient
-            elif gradient is not None and not p._backward_hooks:  # a hook of the user's may change what comes
-                self._own[name] = gradient
-                self._hooks.append(p.register_hook(partial(self._comes, name)))  # type: ignore[no-untyped-call]
+            if name not in self._accumulators:
+                node = self._accumulators[name] = get_gradient_edge(self._parameters[name]).node
+                node.register_prehook(partial(self._arrive, name))
+            if gradient is None:
+                continue
+            if name in self._pass.own:
+                self._pass.own[name] = self._pass.own[name] + gradient  # in the order in which autograd adds them up
+                self._pass.added_up.add(name)
+                continue
+            self._pass.own[name] = gradient
+            if self._parameters[name]._backward_hooks or (self._are_taken and self._is_looked_at):
+                self._listen_early(name)
 
-    def _comes(self, name: str, gradient: torch.Tensor) -> None:
-        own = self._own.pop(name, None)
-        if own is None or own is gradient or self._found is not None:
+    def leave_out(self) -> None:
+        """Within a backward pass that keeps gradients back, others' too, which a later one synchronizes."""
+        self._left_out = torch._C._current_graph_task_id()
+
+    def _listen_early(self, name: str) -> None:
+        """Has a hook see the parameter's gradient before the user's hooks change it."""
+        p = self._parameters[name]
+        self._pass.early[name] = hook = p.register_hook(partial(self._look, name))  # type: ignore[no-untyped-call]
+        assert p._backward_hooks is not None
+        p._backward_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+
+    def _arrive(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A gradient is about to be added to `grad`."""
+        if self._pass.task != torch._C._current_graph_task_id():
             return
-        # Several gradients of the module's own may be added up in another order.
-        rest = (gradient - own).abs().max() if own.numel() else own.new_zeros(())
-        if bool(rest > 64 * torch.finfo(own.dtype).eps * own.abs().max()):
-            self._found = name
+        self._pass.has_arrived = True
+        if name not in self._pass.early:
+            self._look(name, gradients[0])
 
-    def _say(self) -> None:
+    def _look(self, name: str, gradient: torch.Tensor | None) -> None:
+        own = self._pass.own.pop(name, None)
+        if own is gradient:
+            return
+        if own is None or gradient is None or name not in self._pass.added_up:
+            self._pass.found.add(name)
+        else:
+            self._pass.doubts[name] = ((gradient != own) & (own == own)).any()
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether all ranks look at this backward pass."""
+        return self._passes & (self._passes - 1) == 0
+
+    def _end(self) -> None:
         """After a backward pass."""
-        self._end()
-        if self._found is None:
+        ended = self._pass
+        self._forget()
+        if ended.task == self._left_out:
+            return
+        found = ended.found
+        if ended.doubts:
+            differ = torch.stack([*ended.doubts.values()]).tolist()
+            found.update(name for name, differs in zip(ended.doubts, differ, strict=True) if differs)
+        if ended.own and not ended.has_arrived:
+            self._are_taken = True
+        if not ended.has_arrived:
+            self._say(found, "torch.autograd.grad takes this rank's own: call backward(), and read grad")
+            found = set()
+        hooked = {n for n in found if self._parameters[n]._post_accumulate_grad_hooks}
+        self._say(hooked, f"a post-accumulate hook was given this rank's own by then: {_NEVER}")
+        found -= hooked
+        if self._clips:
+            self._say(found, f"clip_grad_norm clips the module's gradients without it: {_NEVER}")
+        agreed = self._were_seen or self._is_looked_at
+        if not agreed and not found:
+            return
+        with torch.no_grad(), self._group.guard("gradients of parameters that do not come from the module alone"):
+            if not agreed:
+                self._tell(ended.weights[0][1], min(found))
+            if anywhere := self._gather(found):
+                self._were_seen = True
+                self._average(anywhere, ended.weights)
+
+    def _tell(self, sums: torch.Tensor, name: str) -> None:
+        """Tells the other ranks that this one has found some. Raises `CaptureError` where another rank has not."""
+        message = torch.zeros_like(sums)
+        message[1] = 1
+        self._sum(message)
+        if int(message[1]) != self._group.world_size:
+            raise CaptureError(
+                f"parameter '{name}' gets a gradient in the module's backward pass that the module has not computed: "
+                "from module.module, or from a term of the loss that reads the parameter. On another rank, there is "
+                "none, nor was there any on any rank before, so ranks do not ask each other: have such a term in the "
+                f"first backward pass, times zero if need be, or {_NEVER}"
+            )
+
+    def _gather(self, found: Collection[str]) -> list[str]:
+        """The parameters of which any rank has found some."""
+        names = sorted(self._accumulators)
+        device = self._parameters[names[0]].device
+        flags = torch.tensor([float(n in found) for n in names], device=device)
+        self._sum(flags)
+        return [n for n, ranks in zip(names, flags.tolist(), strict=True) if ranks]
+
+    def _average(self, names: Sequence[str], weights: Sequence[tuple[float, torch.Tensor]]) -> None:
+        shares = [torch.where(of[0] == 0, 1 / self._group.world_size, weight / of[0]) for weight, of in weights]
+        share = torch.stack(shares).mean()
+        parameters = [self._parameters[n] for n in names]
+        for dtype in dict.fromkeys(p.dtype for p in parameters):
+            alike = [p for p in parameters if p.dtype == dtype]
+            flat = torch.cat([_dense(p).reshape(-1) for p in alike])
+            flat = torch.where(share == 0, 0.0, flat * share).to(dtype)  # what counts as nothing may be no number
+            self._sum(torch.view_as_real(flat) if flat.is_complex() else flat)
+            for p, mean in zip(alike, torch.split(flat, [p.numel() for p in alike]), strict=True):
+                if p.grad is None or p.grad.is_sparse:
+                    p.grad = mean.view(p.shape).clone()
+                else:
+                    p.grad.copy_(mean.view(p.shape))
+
+    def _sum(self, values: torch.Tensor) -> None:
+        with may_fail():
+            dist.all_reduce(values, group=self._group.pg)
+
+    def _say(self, names: Collection[str], what: str) -> None:
+        if not names or self._said:
             return
         self._said = True
         warnings.warn(
-            f"parameter '{self._found}' gets a gradient in the module's backward pass that the module has not "
-            "computed: from module.module, or from a term of the loss that reads the parameter. It stays this rank's "
-            "own, and replicas drift apart unless it is the same on all ranks, as a penalty on weights is. "
-            "capture='never' synchronizes all that comes, as DistributedDataParallel does",
+            f"parameter '{min(names)}' gets a gradient in the module's backward pass that the module has not computed: "
+            "from module.module, or from a term of the loss that reads the parameter. It is averaged over the ranks "
+            f"when the pass has ended, but {what}",
             AutoparWarning,
             stacklevel=2,
         )
 
-    def _end(self) -> None:
-        for hook in self._hooks:
+    def _forget(self) -> None:
+        """Forgets the backward pass under way; one that has failed came to no end."""
+        for hook in self._pass.early.values():
             hook.remove()
-        self._task, self._own, self._hooks = -1, {}, []
+        self._pass = _Pass()
+
+
+def _dense(p: nn.Parameter) -> torch.Tensor:
+    """What lies in a parameter's `grad`."""
+    if p.grad is None:
+        return torch.zeros_like(p)
+    return p.grad.to_dense() if p.grad.is_sparse else p.grad

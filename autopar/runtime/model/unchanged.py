@@ -95,7 +95,13 @@ class Unchanged:
             return f"parameter '{name}' was replaced by another tensor, or removed, which is in no plan. {_AGAIN}"
         if p.requires_grad:
             return f"parameter '{name}' was frozen when the plan was made, and trains now: it is in no plan. {_AGAIN}"
-        return f"parameter '{name}' was trained when the plan was made, and is frozen now. {_AGAIN}"
+        some = (
+            "" if self._optimizer is not None else "all parameters of a drop-in module may be frozen for a while, or "
+        )
+        return (
+            f"parameter '{name}' was trained when the plan was made, and is frozen now. {_AGAIN}: {some}some of them "
+            "with capture='never'"
+        )
 
     def _is_hooked(self, p: nn.Parameter) -> bool:
         """Whether a parameter has a hook that a step would not call, or call out of turn."""
