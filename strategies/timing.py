@@ -93,10 +93,10 @@ def fullest(groups: Sequence[SyncGroup]) -> Moments:
     return tuple(replace(moment_of(g, _first_full(g)), begins=False) for g in groups)
 
 
-def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
+def cycle(groups: Sequence[SyncGroup], step: int | None = None) -> list[tuple[Moments, float]]:
     """The steps that come again and again, once all groups have begun: what groups do in them, and their share of all
     steps; one in which all groups synchronize is among them, if it ever comes. Where they are of more than `KINDS`
-    kinds, as many that stand for them."""
+    kinds, as many that stand for them. With `step`, those that come as long as no more groups have begun than then."""
     counted = Counter(period for g in groups for period in ((g.every, g.offset), *_longer(g)))
     # In step p no longer period than p ends: there are as many kinds as periods, or more.
     ended = _ended(sorted(counted)) if len(counted) <= KINDS else {}
@@ -108,7 +108,19 @@ def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
     found = []
     for which, share in ended.items():
         found.append((tuple(_in_step(g, m, which) for g, m in zip(groups, full, strict=True)), share))
-    return found
+    return found if step is None else _as_begun(groups, found, step)
+
+
+def _as_begun(
+    groups: Sequence[SyncGroup], steps: Sequence[tuple[Moments, float]], step: int
+) -> list[tuple[Moments, float]]:
+    """The same, in which groups that have not begun before `step` synchronize exactly."""
+    found: dict[Moments, float] = {}
+    for moments, share in steps:
+        each = zip(groups, moments, strict=True)
+        begun = tuple(Moment("plain") if step < g.from_step else m for g, m in each)
+        found[begun] = found.get(begun, 0.0) + share
+    return list(found.items())
 
 
 def _in_step(group: SyncGroup, full: Moment, ended: frozenset[Period]) -> Moment:

@@ -26,7 +26,13 @@ from autopar.ops.fragments import Formed, Fragment
 from autopar.runtime.optimizers.frozen_adam import step_frozen
 from autopar.runtime.optimizers.initial_state import initial_state
 from autopar.runtime.optimizers.joint_optimizer import JointOptimizer, each_of
-from autopar.runtime.optimizers.kinds import is_plain_adam, is_plain_sgd, keeps_moments, leaves_zeros_alone
+from autopar.runtime.optimizers.kinds import (
+    is_plain_adam,
+    is_plain_sgd,
+    keeps_moments,
+    leaves_zeros_alone,
+    variance_steps,
+)
 from autopar.runtime.optimizers.own_settings import OwnSettings, bare_copy
 
 ELEMENTWISE = frozenset(
@@ -99,6 +105,7 @@ def context_for(
         keeps_moments=keeps_moments(optimizer),
         plain_sgd=is_plain_sgd(optimizer),
         plain_adam=is_plain_adam(optimizer),
+        variance_steps=variance_steps(optimizer),
         late_parameters=late_parameters and updates,
     )
 
