@@ -12,7 +12,7 @@ from autopar.ops.context import Context
 from autopar.spec.plan import SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import lower_plan
-from autopar.strategies.timing import cycle
+from autopar.strategies.timing import changes, cycle
 
 
 def predict_steps(
@@ -66,7 +66,7 @@ def mean_step_s(
     steps: int,
 ) -> float:
     """Seconds of a step in the mean over a training of so many, those included that come before groups begin."""
-    begins = sorted({0, steps, *(g.from_step for g in groups if g.from_step < steps)})
+    begins = sorted({0, steps, *(step for g in groups for step in changes(g) if step < steps)})
     total_s = 0.0
     for first, end in pairwise(begins):
         estimate = predict_steps(cost_model, groups, graph, context, topology, step=first)

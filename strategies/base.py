@@ -88,6 +88,11 @@ class Strategy(ABC):
         training is too short for it."""
         return int(WARM_UP * steps)
 
+    def stages(self, options: Options) -> tuple[int, ...]:
+        """How many steps each stage takes, of those that it begins with behind `from_step`, before it does what it does
+        from then on; `group.moment.stage` says how many of them are left."""
+        return ()
+
     def also_every(self, options: Options) -> tuple[int, ...]:
         """Of a strategy that trains replicas apart: periods, counted in synchronizations, in the last of which it does
         more than in others."""
