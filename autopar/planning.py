@@ -26,6 +26,7 @@ from autopar.runtime.compiled import Capture, Check, Settings
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import example_of
 from autopar.runtime.optimizers.joint_optimizer import each_of
+from autopar.runtime.optimizers.kinds import kind_of
 from autopar.runtime.optimizers.optimizer import Scope, context_for, optimizer_scope, updated_by
 from autopar.runtime.profile import node_seconds
 from autopar.runtime.uncaptured.look import settled
@@ -264,6 +265,8 @@ class Planner:
             if not found[-1][0]:
                 break
         chosen = min(found, key=lambda one: one[0])[1]
+        if self.searching.chooses is not None and training.optimizer is not None:
+            return self.searching.chooses(chosen, kind_of(training.optimizer))
         return chosen.plan if self.searching.finalists is None else self.searching.finalists(chosen)
 
     def _named(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:

@@ -68,6 +68,8 @@ def buffers(calls: Sequence[Call], setting: Setting, measured: Collection[int] =
     found: list[Buffer] = []
     lies_in: dict[int, Buffer] = {}
     """By value; what is not here is a parameter, or a gradient."""
+    taken_by: dict[int, Buffer] = {}
+    """In passing, by call: a collective has it until it is complete."""
     for i, call in enumerate(calls):
         inputs = [used.index - first for used in call.inputs]
         if call.completes_step_before:
@@ -90,13 +92,16 @@ def buffers(calls: Sequence[Call], setting: Setting, measured: Collection[int] =
             found.append(replace(taken, sizes=taken.sizes * ~owns, uses=list(taken.uses)))
             taken.sizes = taken.sizes * owns
         if np.any(passing := call.op.passing_bytes(call, setting)):
-            found.append(Buffer(passing, i, [(i, 0)]))
+            taken_by[i] = Buffer(passing, i, [(i, 0)])
+            found.append(taken_by[i])
         for value in (i, *inputs):
             if value in lies_in:
                 lies_in[value].uses.append((i, 0))
-        for used in call.inputs[0].inputs if call.inputs and call.inputs[0].is_pending else ():
-            if used.index - first in lies_in:
-                lies_in[used.index - first].uses.append((i, 1))
+        if call.inputs and call.inputs[0].is_pending:
+            sent = [lies_in.get(used.index - first) for used in call.inputs[0].inputs]
+            for buffer in (*sent, taken_by.get(inputs[0])):
+                if buffer is not None:
+                    buffer.uses.append((i, 1))
         if call.index in measured and i in lies_in:
             lies_in[i].measured = True
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.ir.training_graph import TrainingGraph
@@ -11,7 +12,7 @@ from autopar.ops.context import Context
 from autopar.spec.plan import SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import lower_plan
-from autopar.strategies.timing import cycle
+from autopar.strategies.timing import changes, cycle
 
 
 def predict_steps(
@@ -22,10 +23,12 @@ def predict_steps(
     topology: Topology,
     *,
     timeline: bool = False,
+    step: int | None = None,
 ) -> Estimate:
     """The cost of a step: times and bytes are means over steps, memory is that of the fullest. The timeline is that of
-    a step in which all groups synchronize. Raises `PlanError` where a strategy cannot be used."""
-    steps = cycle(groups)
+    a step in which all groups synchronize. With `step`, of steps in which no more groups have begun than in that one;
+    else all have. Raises `PlanError` where a strategy cannot be used."""
+    steps = cycle(groups, step)
     programs = [lower_plan(groups, graph, context, moments) for moments, _ in steps]
     estimates = [cost_model.predict(graph, p, topology, timeline=timeline) for p in programs]
     if len(estimates) == 1:
@@ -52,3 +55,20 @@ def predict_steps(
         peak_memory_bytes=tuple(map(max, zip(*(e.peak_memory_bytes for e in estimates), strict=True))),
         relative_error=max(e.relative_error for e in estimates),
     )
+
+
+def mean_step_s(
+    cost_model: CostModel,
+    groups: Sequence[SyncGroup],
+    graph: TrainingGraph,
+    context: Context,
+    topology: Topology,
+    steps: int,
+) -> float:
+    """Seconds of a step in the mean over a training of so many, those included that come before groups begin."""
+    begins = sorted({0, steps, *(step for g in groups for step in changes(g) if step < steps)})
+    total_s = 0.0
+    for first, end in pairwise(begins):
+        estimate = predict_steps(cost_model, groups, graph, context, topology, step=first)
+        total_s += (end - first) * estimate.step_time_s
+    return total_s / steps

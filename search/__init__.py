@@ -11,7 +11,16 @@ from autopar.search.constraints import Constraints, Pin
 from autopar.search.evaluate import Evaluator
 from autopar.search.journal import Journal
 from autopar.search.options import SearchOptions
-from autopar.search.run import build_plan, infeasible, plan_of, price, search, search_again, search_result
+from autopar.search.run import (
+    build_plan,
+    infeasible,
+    plan_of,
+    price,
+    search,
+    search_again,
+    search_result,
+    training_step_s,
+)
 from autopar.search.searchers import SEARCHERS, LocalSearch, Searcher, searcher_named
 
 __all__ = [
@@ -37,4 +46,5 @@ __all__ = [
     "search_again",
     "search_result",
     "searcher_named",
+    "training_step_s",
 ]

@@ -26,5 +26,8 @@ class SearchOptions:
     """Takes prices from the journal, where the same search was cut short."""
     finalists: Callable[[SearchResult], Plan] | None = None
     """Runs what was found for real, and returns the plan that is taken: `autopar.trials.Trials`."""
+    chooses: Callable[[SearchResult, str], Plan] | None = None
+    """From the fastest exact plan, and the optimizer's kind, to the plan that is taken under a quality budget:
+    `autopar.quality.on_evidence.OnEvidence`."""
     stop: Event = field(default_factory=Event, compare=False)
     """Ends the search when it is set; the best plan so far is taken."""

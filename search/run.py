@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.cost_models import AnalyticCostModel, CostModel
-from autopar.cost_models.steps import predict_steps
+from autopar.cost_models.steps import mean_step_s, predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
 from autopar.ir.garbage import among_new_alone
@@ -219,6 +219,21 @@ def price(
     name = plan.name if plan.priced == plan.basis else plan.name.removesuffix(EDITED) + EDITED
     ddp = builder_named(BASELINE)(graph.parameters, problem.context, cluster)
     return _plan(problem, _candidate(problem, name, plan.groups), {BASELINE: _candidate(problem, BASELINE, ddp)})
+
+
+def training_step_s(
+    plan: Plan,
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    steps: int,
+    *,
+    cost_model: CostModel | None = None,
+) -> float:
+    """Seconds of a plan's step in the mean over a training of so many, those included that come before its groups
+    begin."""
+    of = _problem(graph, cluster, context, FIDELITIES[-1], cost_model)
+    return mean_step_s(of.cost_model, plan.groups, of.graph, of.context, of.topology, steps)
 
 
 def infeasible(

@@ -39,6 +39,10 @@ Remainder = Literal["kept", "none in the mean", "lost"]
 it; or lost."""
 
 
+WARM_UP = 0.1
+"""Part of a training's steps that is exact before what loses something begins, as torch's manual advises for
+PowerSGD."""
+
 HELD = "held_"
 """What the names of states begin with that hold gradients, or parameters, of an earlier step: where a checkpoint lacks
 them, a group begins anew."""
@@ -78,6 +82,16 @@ class Strategy(ABC):
     def remainder(self, options: Options) -> Remainder:
         """What becomes of what is not sent, where the strategy compresses with these options."""
         return "kept"
+
+    def exact_steps(self, steps: int, context: Context) -> int | None:
+        """How many of a training's steps are to be exact before it begins, where it loses something; `None` where the
+        training is too short for it."""
+        return int(WARM_UP * steps)
+
+    def stages(self, options: Options) -> tuple[int, ...]:
+        """How many steps each stage takes, of those that it begins with behind `from_step`, before it does what it does
+        from then on; `group.moment.stage` says how many of them are left."""
+        return ()
 
     def also_every(self, options: Options) -> tuple[int, ...]:
         """Of a strategy that trains replicas apart: periods, counted in synchronizations, in the last of which it does

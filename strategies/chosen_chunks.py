@@ -47,13 +47,18 @@ class ChosenChunks(Compressed):
             emit.update(gradients, group)
             return
         chunk = max(1, min(options.chunk, group.elements))
-        count = math.ceil(round(options.density * chunks_of(group.elements, chunk), 6))
+        density = self.density(options, group.moment.stage)
+        count = math.ceil(round(density * chunks_of(group.elements, chunk), 6))
         kept = self.states(group, options, emit)
         state = self.accumulated(gradients, kept, options, emit)
         chosen = self.choose(state, chunk, count, emit)
         taken = emit.emit(TakeChunks(chunk), group, [state, chosen, *kept[1:]])
         summed = emit.wait(emit.all_reduce(taken))
         emit.update(emit.emit(SpreadChunks(chunk), group, [gradients, summed, chosen]), group)
+
+    def density(self, options: ChunkOptions, stage: int) -> float:
+        """Which part of the chunks is sent, with so many stages left."""
+        return options.density
 
     def states(self, group: Group, options: ChunkOptions, emit: Emitter) -> list[Call]:
         """What each rank keeps: what is chosen from, and what else becomes zero where that is sent."""

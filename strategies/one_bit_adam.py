@@ -18,7 +18,8 @@ said once. On one rank, the variance is frozen and nothing is lost.
 
 Each rank sends about a thirty-second of the bytes of an all-reduce in 32 bits, as `scaled_sign` does, and computes some
 twenty passes more than that. It wins where a network is slow beside the processor, under Adam, where `scaled_sign`
-itself feeds the variance with what it has lost. The variance must have settled: the paper takes 15 to 20 % of steps.
+itself feeds the variance with what it has lost. The variance must have settled: the paper takes 15 to 20 % of steps,
+and looks whether it still changes over 1 / (1 - beta2) of them, so that fewer say nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ from autopar.strategies.compressed import Compressed
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.quantized_exchange import quantized_sum
 from autopar.strategies.scaled_sign import ScaledSignOptions
+
+WARM_UP = 0.2
+"""Part of a training's steps that is exact, the most that the paper takes."""
+MOST = 0.5
+"""Where more would have to be exact for the variance to have settled, the training is too short."""
 
 
 class OneBitAdamOptions(ScaledSignOptions):
@@ -54,6 +60,10 @@ class OneBitAdam(Compressed):
                 "differentiable=False: pass one of them, or use scaled_sign, which takes any optimizer"
             )
         return super().applies(member, context)
+
+    def exact_steps(self, steps: int, context: Context) -> int | None:
+        exact = max(int(WARM_UP * steps), context.variance_steps, self.first_step)
+        return exact if exact <= MOST * steps else None
 
     def options(self, context: Context) -> Sequence[OneBitAdamOptions]:
         return [OneBitAdamOptions(exchange="gather" if context.world_size == 2 else "parts")]

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ KINDS = 48
 
 def is_timed(group: SyncGroup) -> bool:
     """Whether a group does not synchronize in each step with that step's gradients."""
-    return bool(group.timing) or strategy_named(group.strategy).trains_apart
+    return bool(group.timing) or strategy_named(group.strategy).trains_apart or bool(_stages(group))
 
 
 def is_local(group: SyncGroup) -> bool:
@@ -65,10 +65,11 @@ def moment_of(group: SyncGroup, step: int, since: int = 0) -> Moment:
         if (step + 1 - group.offset) % group.every:
             return Moment("alone", begins=begins)
         ended = [(step + 1 - offset) % every == 0 for every, offset in _longer(group)]
-        return Moment("average", _bits(ended), begins)
+        return Moment("average", _bits(ended), begins=begins)
+    stage = _stage(group, step)
     if group.delay:
-        return Moment("delayed", group.delay) if waited >= group.delay else Moment("hold", waited)
-    return SYNCHRONIZE
+        return Moment("delayed", group.delay, stage) if waited >= group.delay else Moment("hold", waited)
+    return Moment(stage=stage)
 
 
 def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()) -> Moments:
@@ -93,10 +94,10 @@ def fullest(groups: Sequence[SyncGroup]) -> Moments:
     return tuple(replace(moment_of(g, _first_full(g)), begins=False) for g in groups)
 
 
-def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
+def cycle(groups: Sequence[SyncGroup], step: int | None = None) -> list[tuple[Moments, float]]:
     """The steps that come again and again, once all groups have begun: what groups do in them, and their share of all
     steps; one in which all groups synchronize is among them, if it ever comes. Where they are of more than `KINDS`
-    kinds, as many that stand for them."""
+    kinds, as many that stand for them. With `step`, those that come as long as no more groups have begun than then."""
     counted = Counter(period for g in groups for period in ((g.every, g.offset), *_longer(g)))
     # In step p no longer period than p ends: there are as many kinds as periods, or more.
     ended = _ended(sorted(counted)) if len(counted) <= KINDS else {}
@@ -108,7 +109,20 @@ def cycle(groups: Sequence[SyncGroup]) -> list[tuple[Moments, float]]:
     found = []
     for which, share in ended.items():
         found.append((tuple(_in_step(g, m, which) for g, m in zip(groups, full, strict=True)), share))
-    return found
+    return found if step is None else _as_begun(groups, found, step)
+
+
+def _as_begun(
+    groups: Sequence[SyncGroup], steps: Sequence[tuple[Moments, float]], step: int
+) -> list[tuple[Moments, float]]:
+    """The same, in which groups that have not begun before `step` synchronize exactly, and others are in their stages
+    of then."""
+    found: dict[Moments, float] = {}
+    for moments, share in steps:
+        each = zip(groups, moments, strict=True)
+        begun = tuple(Moment("plain") if step < g.from_step else replace(m, stage=_stage(g, step)) for g, m in each)
+        found[begun] = found.get(begun, 0.0) + share
+    return list(found.items())
 
 
 def _in_step(group: SyncGroup, full: Moment, ended: frozenset[Period]) -> Moment:
@@ -117,6 +131,28 @@ def _in_step(group: SyncGroup, full: Moment, ended: frozenset[Period]) -> Moment
         return Moment("alone")
     longer = _longer(group)
     return replace(full, slot=_bits([p in ended for p in longer])) if longer else full
+
+
+def changes(group: SyncGroup) -> list[int]:
+    """The steps from which on a group does something else than in all before: as it begins, and as its stages end."""
+    return list(accumulate(_stages(group), initial=group.from_step)) if is_timed(group) else []
+
+
+def _stages(group: SyncGroup) -> tuple[int, ...]:
+    """Of the strategy, how many steps each of the stages takes that a group begins with."""
+    strategy = strategy_named(group.strategy)
+    if not group.options or type(strategy).stages is Strategy.stages:
+        return ()
+    try:
+        return strategy.stages(strategy.options_type.model_validate(group.options))
+    except ValidationError:  # as lowering says
+        return ()
+
+
+def _stage(group: SyncGroup, step: int) -> int:
+    """How many stages are left of a group that has begun; 0 for none."""
+    ends = accumulate(_stages(group), initial=group.from_step)
+    return sum(end > step for end in ends)
 
 
 def _longer(group: SyncGroup) -> list[Period]:
@@ -178,7 +214,7 @@ def _spread_out(counted: Mapping[Period, int]) -> dict[frozenset[Period], float]
 
 def _first_full(group: SyncGroup) -> int:
     """The first step in which a group synchronizes, and does all that it does then, once it has begun."""
-    begun = group.from_step + group.delay
+    begun = group.from_step + group.delay + sum(_stages(group))
     return begun + (group.offset - begun - 1) % math.lcm(group.every, *(every for every, _ in _longer(group)))
 
 

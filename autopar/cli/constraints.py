@@ -21,7 +21,7 @@ def constraint_options(function: F) -> F:
             default="10%",
             show_default=True,
             metavar="PERCENT",
-            callback=_part,
+            callback=part,
             help="Of each device's memory, kept free for what no prediction counts.",
         ),
         click.option(
@@ -41,14 +41,15 @@ def constraint_options(function: F) -> F:
     return function
 
 
-def _part(context: click.Context, parameter: click.Parameter, value: str) -> float:
+def part(context: click.Context, parameter: click.Parameter, value: str) -> float:
+    """A part of a whole, from 0 to below 1, as people write it."""
     said = _PART.fullmatch(value.strip())
     if said is None:
-        raise click.BadParameter(f"'{value}' is no part of the memory: write 10%, or 0.1", context, parameter)
+        raise click.BadParameter(f"'{value}' is no part of a whole: write 10%, or 0.1", context, parameter)
     part = float(said[1]) / 100 if said[2] else float(said[1])
     if part >= 1:
         hint = f"; did you mean '{said[1]}%'?" if not said[2] and part < 100 else ""
-        raise click.BadParameter(f"'{value}' leaves nothing: expected less than 100%{hint}", context, parameter)
+        raise click.BadParameter(f"'{value}' is all of it: expected less than 100%{hint}", context, parameter)
     return part
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from autopar.cli.console import progress, writable
+from autopar.cli.constraints import part
 from autopar.cli.described import load_cluster
 from autopar.cli.interrupt import Interrupts
 from autopar.cli.plan import Telling, show
@@ -41,6 +42,29 @@ def _searcher(context: click.Context, parameter: click.Parameter, value: str | N
                 f"no searcher is called '{value}'; there are {', '.join(SEARCHERS)}", context, parameter
             )
     return value
+
+
+def _check_budget(
+    budget: float | None, evidence: Path | None, steps: int | None, trials: int | None, asked: Asked
+) -> None:
+    """Raises `UsageError` where the budget lacks something, or something else already decides what it is to decide."""
+    if budget is None:
+        if evidence is not None:
+            raise click.UsageError("--evidence says what plans lose, and not how much they may: pass --budget 1%, say")
+        return
+    from autopar.quality.budget import LEAST_STEPS
+
+    if not budget:
+        raise click.UsageError("--budget 0% allows no loss: that is --fidelity exact, without a budget")
+    if steps is None or steps < LEAST_STEPS:
+        raise click.UsageError(
+            f"--budget needs --steps N, of the whole training, {LEAST_STEPS} at least: a part of them is exact"
+        )
+    if trials is not None or asked.fidelity != "exact":
+        other = "--trials" if trials is not None else f"--fidelity {asked.fidelity}"
+        raise click.UsageError(f"--budget decides by itself what may be lost, and how fast it is: leave {other} out")
+    if asked.optimizer == "none":
+        raise click.UsageError("--budget needs the optimizer: methods that lose something keep what they have not sent")
 
 
 @click.command("search")
@@ -82,6 +106,19 @@ def _searcher(context: click.Context, parameter: click.Parameter, value: str | N
     metavar="N",
     help="How many steps the training will have: run plans only while that is expected to pay.",
 )
+@click.option(
+    "--budget",
+    metavar="PERCENT",
+    callback=lambda context, parameter, value: None if value is None else part(context, parameter, value),
+    help="Of what exact training gains by your metric, a plan may lose so much over --steps N steps: methods that lose "
+    "something are taken where --evidence shows that they keep to it.",
+)
+@click.option(
+    "--evidence",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A plan that optimize(..., budget=...) chose for this model, with what its probes and pilots found.",
+)
 @click.option("--lab", is_flag=True, help="Run them on the cluster emulated on this machine, as root.")
 @click.option(
     "--launch",
@@ -107,6 +144,8 @@ def command(
     resume: bool,
     trials: int | None,
     steps: int | None,
+    budget: float | None,
+    evidence: Path | None,
     lab: bool,
     launch: str | None,
     trials_folder: Path | None,
@@ -124,6 +163,9 @@ def command(
     on the ranks of torchrun's job where it starts this command, on ranks that --launch starts, on the emulated
     cluster with --lab, or on this machine with --cluster local:N. The plan says whether it rests on trials or on its
     prediction.
+
+    With --budget 1% --steps N, plans that lose something are ranked by their time over all N steps, and the fastest is
+    taken that the evidence vouches for. Without --evidence, it says what has to be run.
     """
     spec, asked = load_cluster(cluster), Asked.of(options)
     if journal is None and output is not None:
@@ -134,10 +176,11 @@ def command(
         raise click.UsageError(
             "--resume takes prices from the journal, and --measure-compute would measure other ones: leave one out"
         )
+    _check_budget(budget, evidence, steps, trials, asked)
     from autopar.search import Budget, SearchOptions
     from autopar.search.searchers import DEFAULT
 
-    wanted = trials is not None or steps is not None
+    wanted = trials is not None or (steps is not None and budget is None)
     if wanted and trials_log is None and output is not None:
         trials_log = output.with_name(output.stem + TRIALS_SUFFIX)
     if time_budget is None:
@@ -151,6 +194,12 @@ def command(
     if output is not None:
         trials_folder = trials_folder or output.resolve().parent
     where = Where(cluster.startswith("local"), lab, launch, trials_folder)
+    if budget is not None:
+        from autopar.quality.on_evidence import OnEvidence
+
+        assert steps is not None, "_check_budget has seen to it"
+        spent = Budget(AGAIN * time_budget, max(1, int(AGAIN * how.evaluations)), stop)
+        how = replace(how, chooses=OnEvidence(budget, steps, evidence, spent, seed))
     with Interrupts(stop) as interrupts, contextlib.ExitStack() as stack:
         started, tell = time.monotonic(), Telling(interrupts)
         if wanted:

@@ -44,6 +44,7 @@ from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
+from autopar.strategies.timing import is_timed
 
 KEPT = 4
 """Captured models, and pricers of virtual ones, that a rank keeps."""
@@ -196,7 +197,7 @@ class Rank:
         path, clip = said["tables"], request["clip_grad_norm"]
         graph, measured_s = self._graphs.get_or_make(path, lambda: _tables(path))
         plan.check_model(graph.model)
-        if any(g.timing for g in plan.groups):
+        if any(map(is_timed, plan.groups)):
             raise PlanError("virtual compute runs plans whose steps are all alike; run this one with real compute")
         cluster = ClusterSpec.model_validate(plan.cluster.spec)
         context = Context(

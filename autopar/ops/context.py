@@ -56,6 +56,9 @@ class Context:
     """Whether the optimizer is Adam or AdamW, which divides by the newest variance; `None` where that is not known
     yet."""
 
+    variance_steps: int = 0
+    """Steps that the variance of Adam or AdamW is an average over, 1 / (1 - beta2); 0 where that is not known."""
+
     @property
     def keeps_rows_together(self) -> str | None:
         """Why rows of one parameter cannot be updated on different ranks; `None` where they can."""

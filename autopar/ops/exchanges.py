@@ -102,19 +102,23 @@ class ReduceScatter(_Exchange):
         return copied(wait.held_elements(rank) * width)
 
     def finish_allocates(self, wait: Call, setting: Setting) -> Bytes | None:
-        call, n = wait.inputs[0], setting.world_size
-        if self._came_summed(wait, setting) and call.dtype == wait.dtype:
+        """The sum, in the dtype that it is taken in."""
+        dtype = self._sum_dtype(wait, wait.op == wait.op.when_sent())
+        if self._came_summed(wait, setting) and dtype == wait.dtype:
             return None
-        return wait.held_bytes(n)
+        return wait.held_bytes(setting.world_size) // DTYPE_BYTES[wait.dtype] * DTYPE_BYTES[dtype]
 
     def finish_passing_bytes(self, wait: Call, setting: Setting) -> Bytes:
-        """Parts in a narrow dtype are widened before they are added up, as the sum is, unless it is sent on."""
-        wide, narrow = DTYPE_BYTES[wait.owner_group.dtype], DTYPE_BYTES[wait.dtype]
-        if wide <= narrow or wait.op == wait.op.when_sent():
+        """Parts in a narrow dtype are widened before they are added up, unless their sum is sent on."""
+        wide, narrow = DTYPE_BYTES[self._sum_dtype(wait, wait.op == wait.op.when_sent())], DTYPE_BYTES[wait.dtype]
+        if wide <= narrow or self._came_summed(wait, setting):
             return 0
         parts = [len(s) for s in all_subgroups(self.subgroups, setting.world_size)]
-        widened = 0 if self._came_summed(wait, setting) else max(parts)
-        return wait.held_bytes(setting.world_size) // narrow * ((widened + 1) * wide - narrow)
+        return wait.held_bytes(setting.world_size) // narrow * max(parts) * wide
+
+    def _sum_dtype(self, wait: Call, sent: bool) -> str:
+        """The wire's where the sum is sent on, else the parameters'."""
+        return wait.dtype if sent else wait.owner_group.dtype
 
     def _came_summed(self, wait: Call, setting: Setting) -> bool:
         """Whether it went around a ring, and was added up there."""
@@ -122,9 +126,7 @@ class ReduceScatter(_Exchange):
         return setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
 
     def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
-        """The sum is taken in the wire's dtype where it is sent on, else in the parameters'."""
-        dtype = wait.dtype if sent else wait.owner_group.dtype
-        return site.sum_parts(wait, value, getattr(torch, dtype))
+        return site.sum_parts(wait, value, getattr(torch, self._sum_dtype(wait, sent)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,11 @@ class AllGather(_Exchange):
             return call.bytes
         repeated: npt.NDArray[np.int64] = np.array(sizes, np.int64) * DTYPE_BYTES[call.dtype] * setting.world_size
         return repeated + call.bytes
+
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """Gloo receives equal parts into memory of its own, and copies them from there."""
+        is_gloos = setting.rounds and not self.in_rounds(call) and len(set(self.sizes_of(call))) == 1
+        return call.bytes if is_gloos else 0
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         rest, share = self._rest_and_share(call, subgroup)

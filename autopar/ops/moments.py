@@ -20,6 +20,8 @@ class Moment:
     slot: int = 0
     """Of held gradients: where they are kept; of delayed ones, how many steps they are behind. Of replicas that are
     averaged: a bit for each period of its own (`Strategy.also_every`) that ends."""
+    stage: int = 0
+    """Of a strategy that begins in stages (`Strategy.stages`): how many of them are left; 0 once all have gone by."""
     begins: bool = False
     """Of a strategy that trains replicas apart: whether no step of that goes before this one, so that what all ranks
     begin with is to be kept first."""

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.cost_models import CostModel
 from autopar.errors import AutoparError
-from autopar.spec.plan import FIDELITIES, Plan, SyncGroup
-from autopar.strategies import STRATEGIES, Context
+from autopar.ir.training_graph import TrainingGraph
+from autopar.search.constraints import Constraints
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
+from autopar.strategies import STRATEGIES, Context, strategy_named
 from autopar.strategies.lowering import fidelity_of
 
 PERIODS = (4, 16)
@@ -23,6 +27,9 @@ HIDDEN = 0.002
 """A group is as good as hidden where the step is slower by at most so much without what it loses."""
 
 PLAIN = "all_reduce"
+EXACT, ROUNDED = "exact", "rounded"
+"""What the fastest plans are called that lose nothing, or bits alone."""
+FROM_STEP = "+from_step="
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,49 @@ class Candidate:
 
     name: str
     plan: Plan
+    """As it is tried: what it loses, it loses from the first step on, or as soon as it can."""
+    training_step_s: float
+    """The time of a step as predicted, in the mean over the training, the exact ones included that it begins with."""
 
     @property
     def step_time_s(self) -> float:
-        """As predicted, of a step behind the exact ones that it may begin with."""
+        """As predicted, of a step behind these."""
         return predicted_s(self.plan)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """How plans are made and priced; called on rank 0 alone."""
+
+    searched: Callable[[Fidelity], Plan]
+    """The best plan of a fidelity."""
+    build: Callable[[str], Plan]
+    """The plan of a name, as `autopar.plan(strategy=...)` makes it; raises `AutoparError` where the model or the
+    optimizer does not allow it."""
+    price: Callable[[Plan], Plan]
+    """A plan whose groups were changed, with what is predicted of it."""
+    training_step_s: Callable[[Plan, int], float]
+    """What is predicted of a step, in the mean over a training of so many."""
+
+    @classmethod
+    def of(
+        cls,
+        graph: TrainingGraph,
+        cluster: ClusterSpec,
+        context: Context,
+        cost_model: CostModel | None,
+        limits: Constraints,
+        searched: Callable[[Fidelity], Plan],
+    ) -> Plans:
+        """For a model on a cluster."""
+        from autopar.search import build_plan, price, training_step_s
+
+        return cls(
+            searched,
+            lambda name: build_plan(name, graph, cluster, context, cost_model=cost_model, constraints=limits),
+            lambda plan: price(plan, graph, cluster, context, cost_model=cost_model, constraints=limits),
+            lambda plan, steps: training_step_s(plan, graph, cluster, context, steps, cost_model=cost_model),
+        )
 
 
 def predicted_s(plan: Plan) -> float:
@@ -44,40 +89,49 @@ def predicted_s(plan: Plan) -> float:
     return plan.own_prediction.step_time_s
 
 
-def names(context: Context) -> Iterator[str]:
-    """Plans by name: each strategy that compresses with each rate that it offers, all-reduces from time to time, and
-    all-reduces that are late."""
+def names(context: Context, steps: int) -> Iterator[str]:
+    """Plans by name: each strategy that compresses with each rate that it offers, behind the exact steps that it cannot
+    do without, unless so many steps are too few for it; all-reduces from time to time, and all-reduces that are
+    late."""
     for name, strategy in STRATEGIES.items():
+        if strategy.exact_steps(steps, context) is None:
+            continue
+        begins = f"{FROM_STEP}{strategy.first_step}" if strategy.first_step else ""
         for options in strategy.options(context):
             if strategy.fidelity(options) == "compressed":
                 said = ",".join(f"{k}={v}" for k, v in options.model_dump(exclude_defaults=True).items())
-                yield f"{name}({said})" if said else name
+                yield (f"{name}({said})" if said else name) + begins
     for bucket in ("ddp", "all_reduce_one_bucket"):
         yield from (f"{bucket}+every={k}" for k in PERIODS)
         yield f"{bucket}+delay={DELAY}"
 
 
-def candidates(
-    context: Context, build: Callable[[str], Plan], price: Callable[[Plan], Plan], exact: Plan
-) -> list[Candidate]:
-    """All that are worth it, the fastest first.
+def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:
+    """The fastest exact plan; the fastest that rounds, where it is worth it; and those that lose more, and are worth it
+    beside both, the fastest of these first."""
+    exact, rounded = plans.searched("exact"), plans.searched("rounded")
+    found = [Candidate(EXACT, exact, predicted_s(exact))]
+    if predicted_s(rounded) <= WORTH * predicted_s(exact):
+        found.append(Candidate(ROUNDED, rounded, predicted_s(rounded)))
+    return [*found, *candidates(context, plans, found[-1].plan, steps)]
 
-    Args:
-        build: makes a priced plan of a name; raises `AutoparError` where the model or the optimizer does not allow it.
-        price: prices a plan whose groups were changed.
-        exact: the plan to be faster than.
-    """
+
+def candidates(context: Context, plans: Plans, exact: Plan, steps: int) -> list[Candidate]:
+    """All that are worth it over a training of so many steps, the fastest first. `exact`: the plan to be faster
+    than."""
     found: dict[str, Candidate] = {}  # by what groups say
     limit = WORTH * predicted_s(exact)
-    for name in names(context):
+    for name in names(context, steps):
         try:
-            plan = build(name)
+            plan = plans.build(name)
         except AutoparError:
             continue
         if predicted_s(plan) <= limit and not (plan.memory is not None and plan.memory.over_bytes):
-            plan = _exact_where_hidden(plan, price, context)
-            found.setdefault(repr(plan.groups), Candidate(name, plan))
-    return sorted(found.values(), key=lambda c: c.step_time_s)
+            plan = _exact_where_hidden(plan, plans.price, context)
+            training_step_s = plans.training_step_s(begun_exactly(plan, steps, context), steps)
+            if training_step_s <= limit:
+                found.setdefault(repr(plan.groups), Candidate(name.partition(FROM_STEP)[0], plan, training_step_s))
+    return sorted(found.values(), key=lambda c: c.training_step_s)
 
 
 def _exact_where_hidden(plan: Plan, price: Callable[[Plan], Plan], context: Context) -> Plan:
@@ -99,9 +153,25 @@ def loses(group: SyncGroup, context: Context) -> bool:
 
 
 def begun_exactly(plan: Plan, steps: int, context: Context) -> Plan:
-    """The plan, whose lossy groups are exact in the first steps."""
-    groups = (g.model_copy(update={"from_step": steps}) if loses(g, context) else g for g in plan.groups)
-    return plan.model_copy(update={"groups": tuple(groups)})
+    """The plan, whose lossy groups are exact in the first of so many steps, as their strategies have it."""
+    begins = [_begins(g, steps, context) for g in plan.groups]
+    each = zip(plan.groups, begins, strict=True)
+    return plan.model_copy(update={"groups": tuple(g.model_copy(update={"from_step": s}) if s else g for g, s in each)})
+
+
+def first_lossy(plan: Plan, steps: int, context: Context) -> int:
+    """The first step in which a plan loses something, in a training of so many; 0 where it loses nothing."""
+    return min((_begins(g, steps, context) for g in plan.groups if loses(g, context)), default=0)
+
+
+def _begins(group: SyncGroup, steps: int, context: Context) -> int:
+    return (strategy_named(group.strategy).exact_steps(steps, context) or 0) if loses(group, context) else 0
+
+
+def exactly(plan: Plan, context: Context) -> tuple[str, ...]:
+    """The names of parameters of which a plan loses nothing."""
+    lossy = {m.name for g in plan.groups if fidelity_of((g,), context) != "exact" for m in g.members}
+    return tuple(sorted({m.name for g in plan.groups for m in g.members} - lossy))
 
 
 def fastest(found: Sequence[Candidate], most: int) -> list[Candidate]:
@@ -112,4 +182,4 @@ def fastest(found: Sequence[Candidate], most: int) -> list[Candidate]:
         first.setdefault(one.name.partition("(")[0], one)
     kept = list(first.values())[:most]
     rest = [one for one in found if one not in kept]
-    return sorted((*kept, *rest[: most - len(kept)]), key=lambda c: c.step_time_s)
+    return sorted((*kept, *rest[: most - len(kept)]), key=lambda c: c.training_step_s)

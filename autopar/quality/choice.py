@@ -14,16 +14,27 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.quality.budget import QualityBudget
-from autopar.quality.candidates import WORTH, Candidate, begun_exactly, candidates, fastest, predicted_s
+from autopar.quality.candidates import (
+    ROUNDED,
+    Candidate,
+    Plans,
+    begun_exactly,
+    exactly,
+    fastest,
+    first_lossy,
+    priced,
+)
 from autopar.quality.degradation import Loss, Map, shipped
 from autopar.quality.pilots import Piloted, Pilots
 from autopar.quality.probe import Job, Probe, Probed
+from autopar.quality.verdict import SHOWN, TOO_MUCH, Shown
 from autopar.runtime.job.process_group import Rendezvous
-from autopar.spec.plan import Fidelity, Plan
+from autopar.runtime.optimizers.kinds import kind_of
+from autopar.spec.plan import Plan
 from autopar.spec.quality import Considered, QualityChoice
 
 SPENT = 0.1
@@ -31,26 +42,12 @@ SPENT = 0.1
 AHEAD = 0.02
 """Of these, the part of the training's steps that a copy trains exactly before it is probed: the very first steps are
 unlike all others."""
-WARM_UP = 0.1
-"""Part of the training's steps that is exact before a lossy plan begins, as torch's manual advises for PowerSGD."""
 PROBE_STEPS = 32
 """Two of the longest periods that are considered."""
 PROBED_S = 45.0
 MOST_PROBED = 16
 MOST_VOUCHED, MOST_HOPED = 2, 2
 """Plans that are piloted at most: of those that the map's bound vouches for, and of faster ones that it does not."""
-
-
-@dataclass(frozen=True)
-class Plans:
-    """How plans are made and priced; called on rank 0 alone."""
-
-    searched: Callable[[Fidelity], Plan]
-    """The best plan of a fidelity."""
-    build: Callable[[str], Plan]
-    """The plan of a name, as `autopar.plan(strategy=...)` makes it."""
-    price: Callable[[Plan], Plan]
-    """A plan whose groups were changed, with what is predicted of it."""
 
 
 def choose(job: Job, plans: Plans, budget: QualityBudget, learned: Map | None = None) -> Plan:
@@ -101,10 +98,11 @@ class _Chooser:
         choice = QualityChoice(
             budget=self._budget.loss,
             exact_step_s=exact.step_time_s,
-            considered=tuple(sorted(self._considered, key=lambda one: one.step_time_s)),
+            considered=tuple(sorted(self._considered, key=lambda one: one.training_step_s or one.step_time_s)),
             chance=_number(self._chance),
             steps=self._trained,
             note=self._note,
+            optimizer=kind_of(self._job.optimizer),
         )
         return self._warmed_up(chosen.plan).model_copy(update={"name": chosen.name, "quality": choice})
 
@@ -113,18 +111,12 @@ class _Chooser:
         it beside both."""
 
         def make() -> str:
-            exact, rounded = self._plans.searched("exact"), self._plans.searched("rounded")
-            is_faster = predicted_s(rounded) <= WORTH * predicted_s(exact)
-            found = candidates(self._job.context, self._plans.build, self._plans.price, rounded if is_faster else exact)
-            named = [("exact", exact), ("rounded", rounded if is_faster else None), *((c.name, c.plan) for c in found)]
-            return json.dumps([(name, None if plan is None else plan.model_dump_json()) for name, plan in named])
+            made = priced(self._job.context, self._plans, self._budget.steps)
+            return json.dumps([(c.name, c.plan.model_dump_json(), c.training_step_s) for c in made])
 
         told = json.loads(Rendezvous(self._job.group).from_rank_0("candidates", make))
-        exact, rounded, *lossy = (
-            None if text is None else Candidate(name, Plan.loads(text, "rank 0's plan")) for name, text in told
-        )
-        assert exact is not None
-        return exact, rounded, [one for one in lossy if one is not None]
+        exact, *others = (Candidate(name, Plan.loads(text, "rank 0's plan"), s) for name, text, s in told)
+        return exact, next((c for c in others if c.name == ROUNDED), None), [c for c in others if c.name != ROUNDED]
 
     def _plain(self) -> Plan:
         """What copies are trained by exactly, since it leaves parameters whole: any exact plan has its numbers."""
@@ -163,7 +155,7 @@ class _Chooser:
             if loss.expected <= self._budget.loss:
                 kept.append(_Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS))
             else:
-                self._say(candidate, loss, "expected to lose more than the budget")
+                self._say(candidate, loss, TOO_MUCH)
         return kept
 
     def _probed(self, probe: Probe, candidate: Candidate) -> Probed:
@@ -174,8 +166,8 @@ class _Chooser:
         """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
         budget = self._budget
         vouched = [one for one in kept if one.loss.bound <= budget.loss][:MOST_VOUCHED]
-        limit_s = vouched[0].candidate.step_time_s if vouched else math.inf
-        hoped = [h for h in kept if h not in vouched and h.candidate.step_time_s < limit_s][:MOST_HOPED]
+        limit_s = vouched[0].candidate.training_step_s if vouched else math.inf
+        hoped = [h for h in kept if h not in vouched and h.candidate.training_step_s < limit_s][:MOST_HOPED]
         tried = [*hoped, *vouched]  # the hoped for are faster
         steps = self._left // (2 + len(tried))
         self._trained += 2 * steps
@@ -194,30 +186,35 @@ class _Chooser:
                 continue
             piloted = pilots.of(one.candidate.plan)
             self._trained += steps
-            late = one.lag_steps / steps
-            refuted = pilots.gained and not piloted.lost <= budget.loss + pilots.chance + late
-            shown = one.loss.bound <= budget.loss or piloted.lost + pilots.chance <= budget.loss
-            verdict = "lost too much" if refuted else "chosen" if shown else "not shown to keep to the budget"
-            self._say(one.candidate, one.loss, verdict, piloted)
-            chosen = one.candidate if shown and not refuted else None
+            shown = Shown(one.loss, piloted.lost, pilots.chance, one.lag_steps / steps)
+            verdict = shown.verdict(budget.loss)
+            self._say(one.candidate, one.loss, verdict, piloted, shown.late)
+            chosen = one.candidate if verdict == SHOWN else None
         return chosen
 
-    def _say(self, candidate: Candidate, loss: Loss, verdict: str, piloted: Piloted | None = None) -> None:
+    def _say(
+        self, candidate: Candidate, loss: Loss, verdict: str, piloted: Piloted | None = None, late: float | None = None
+    ) -> None:
+        steps, context = self._budget.steps, self._job.context
         self._considered.append(
             Considered(
                 name=candidate.name,
                 step_time_s=candidate.step_time_s,
+                exact_steps=first_lossy(candidate.plan, steps, context),
+                training_step_s=candidate.training_step_s,
                 expected=_number(loss.expected),
                 bound=_number(loss.bound),
                 lost=None if piloted is None else _number(piloted.lost),
                 metric=None if piloted is None else _number(piloted.metric),
+                late=late,
+                exactly=exactly(candidate.plan, context),
                 verdict=verdict,
             )
         )
 
     def _warmed_up(self, plan: Plan) -> Plan:
-        """The plan, whose lossy groups begin after a tenth of the steps."""
-        begun = begun_exactly(plan, int(WARM_UP * self._budget.steps), self._job.context)
+        """The plan, whose lossy groups begin behind exact steps: a tenth of all, or as many as their strategies ask."""
+        begun = begun_exactly(plan, self._budget.steps, self._job.context)
         if begun.groups == plan.groups:
             return plan
         text = Rendezvous(self._job.group).from_rank_0("plan", lambda: self._plans.price(begun).model_dump_json())

@@ -8,7 +8,8 @@ from autopar.errors import SpecError
 from autopar.ops.context import Context
 from autopar.planning import Planner, Training
 from autopar.quality.budget import QualityBudget
-from autopar.quality.choice import Plans, choose
+from autopar.quality.candidates import Plans
+from autopar.quality.choice import choose
 from autopar.quality.probe import Job
 from autopar.runtime.job.process_group import Group
 from autopar.spec.cluster import ClusterSpec
@@ -38,7 +39,7 @@ def choose_for(training: Training, planner: Planner, cluster: ClusterSpec, group
 
     Raises `InfeasibleError` where no exact plan that keeps all activations fits the devices.
     """
-    from autopar.search import Budget, build_plan, price, search
+    from autopar.search import Budget, search
 
     assert training.optimizer is not None
     graph = training.graph()
@@ -46,8 +47,13 @@ def choose_for(training: Training, planner: Planner, cluster: ClusterSpec, group
     job = Job(training.model, training.optimizer, training.settings, graph, context, group)
     _, cost_model = planner.setting(training, cluster, graph) if group.rank == 0 else (context, None)
     limits = planner.constraints
-    plans = Plans(
-        searched=lambda fidelity: search(
+    plans = Plans.of(
+        graph,
+        cluster,
+        context,
+        cost_model,
+        limits,
+        lambda fidelity: search(
             graph,
             cluster,
             context,
@@ -58,7 +64,5 @@ def choose_for(training: Training, planner: Planner, cluster: ClusterSpec, group
             cost_model=cost_model,
             progress=planner.progress,
         ),
-        build=lambda name: build_plan(name, graph, cluster, context, cost_model=cost_model, constraints=limits),
-        price=lambda plan: price(plan, graph, cluster, context, cost_model=cost_model, constraints=limits),
     )
     return choose(job, plans, budget)

@@ -186,8 +186,8 @@ def quality(plan: Plan) -> dict[str, Any] | None:
             {
                 "name": one.name,
                 "step": duration(one.step_time_s),
-                "expected": percent(one.expected),
-                "bound": percent(one.bound),
+                "expected": percent(one.expected) if one.tried else "",
+                "bound": percent(one.bound) if one.tried else "",
                 "lost": "" if one.metric is None else percent(one.lost),
                 "verdict": one.verdict,
                 "chosen": one.name == plan.name,

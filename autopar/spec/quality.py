@@ -19,6 +19,10 @@ class Considered(Record):
     name: str
     step_time_s: float
     """As predicted, in seconds, behind the exact steps that it begins with."""
+    exact_steps: int = Field(default=0, ge=0)
+    """That it begins with in the training."""
+    training_step_s: Annotated[float, Field(gt=0)] | None = None
+    """As predicted, in seconds, in the mean over the training, these steps included; `None` where it is not known."""
     expected: Part
     """What the map expects a whole training to lose, after the plan's probe."""
     bound: Part
@@ -27,15 +31,24 @@ class Considered(Record):
     """What its pilot lost of what the exact pilot gained; `None` without a pilot."""
     metric: Part = None
     """What the user's metric was behind its pilot; `None` without one."""
+    late: Part = None
+    """Of what its pilot lost, what a training catches up with, as it was only late; `None` without a pilot."""
+    exactly: tuple[str, ...] | None = None
+    """Parameters that it synchronizes exactly; `None` where that was not written down."""
+    tried: bool = True
+    """Whether it was probed; else nothing is known of what it loses."""
     verdict: str
 
     @property
     def text(self) -> str:
         """One line for people."""
+        behind = f"{duration(self.step_time_s)} behind {self.exact_steps} exact steps"
+        mean = f"{behind}, {duration(self.training_step_s)} in the mean" if self.training_step_s else behind
         found = [
-            duration(self.step_time_s),
-            f"expected to lose {percent(self.expected)}, at most {percent(self.bound)}",
+            mean if self.exact_steps else duration(self.step_time_s),
         ]
+        if self.tried:
+            found.append(f"expected to lose {percent(self.expected)}, at most {percent(self.bound)}")
         if self.metric is not None:
             found.append(f"lost {percent(self.lost)} in its pilot")
         return f"{self.name}: {', '.join(found)}: {self.verdict}"
@@ -55,6 +68,8 @@ class QualityChoice(Record):
     steps: int = Field(ge=0)
     """That each rank trained on copies."""
     note: str = ""
+    optimizer: str = ""
+    """Its kind, which what a plan loses depends on."""
 
     @property
     def lines(self) -> list[str]:
@@ -68,7 +83,8 @@ class QualityChoice(Record):
             found.append("No plan that loses something is predicted to be faster.")
         if self.chance is not None:
             found.append(f"Two exact pilots on different batches differ by {percent(self.chance)}.")
-        return [*found, *filter(None, [self.note]), f"{self.steps} steps were trained on copies of the model."]
+        found += filter(None, [self.note])
+        return [*found, f"{self.steps} steps were trained on copies of the model."] if self.steps else found
 
 
 def percent(part: float | None) -> str:

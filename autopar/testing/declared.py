@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.fx
+from torch.utils._pytree import tree_map_only
 
+from autopar.backends import collectives
 from autopar.backends.exchange import Exchange, _latest
 from autopar.cost_models.alike import alike_in
 from autopar.ops.base import Call
@@ -103,7 +105,8 @@ def work_differences(calls: Sequence[Call], world_size: int) -> list[str]:
 
 
 class Allocating(torch.fx.Interpreter):
-    """Runs a step, and remembers when each call ran."""
+    """Runs a step, and remembers when each call ran. Collectives are completed as they are issued, so that what threads
+    of their library allocate is seen as theirs."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -116,14 +119,16 @@ class Allocating(torch.fx.Interpreter):
         result = super().run_node(n)
         if CALL in n.meta:
             call, _ = n.meta[CALL]
+            if call.is_pending:
+                tree_map_only(torch.Tensor, collectives.wait, result)
             self.calls[call.index] = call
             self.spans[call.index] = self.spans.get(call.index, (began_ns, 0))[0], time.time_ns()
         return result
 
 
 def memory_differences(program: Program, batch: Any, setting: Setting) -> list[str]:
-    """Where an operation allocates more than it declares, on this rank. What threads of communication libraries
-    allocate is not seen. By all ranks together."""
+    """Where an operation allocates more than it declares, or has more of it left behind it, on this rank. What
+    communication libraries take of other memory than torch's is not seen. By all ranks together."""
     for _ in range(WARM):
         program.step(batch)
     compiled = program.compile_for(batch)
@@ -151,7 +156,8 @@ def memory_differences(program: Program, batch: Any, setting: Setting) -> list[s
         )
         spare[index] = max(0, own - max(0, kept))
         # What is formed only as it is used was declared by whoever forms it.
-        declared = own + passing + sum(spare.get(i.index, 0) for i in call.inputs)
+        formed = sum(spare.get(i.index, 0) for i in call.inputs)
+        declared = own + passing + formed
         if call.expected or any(i.expected for i in call.inputs):
             continue  # the batch decides how much it is
         if seen > (1 + MORE) * declared + MORE_BYTES:
@@ -159,6 +165,8 @@ def memory_differences(program: Program, batch: Any, setting: Setting) -> list[s
                 f"'{call.op.name}' takes {seen} bytes at a time, and declares {own} that it allocates and {passing} in "
                 "passing"
             )
+        elif kept > (1 + MORE) * (own + formed) + MORE_BYTES:
+            found.append(f"'{call.op.name}' leaves {kept} bytes behind it, and declares {own} that it allocates")
     return list(dict.fromkeys(found))
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 import autopar
-from autopar.quality.candidates import loses, predicted_s
+from autopar.quality.candidates import predicted_s
 from autopar.quality.program import BudgetedProgram
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import Plan
 from benchmarks.budget.methods import EXACT
 from benchmarks.budget.processes import on_ranks
 from benchmarks.budget.task import Task
@@ -140,7 +139,7 @@ def judged(
         budget,
         seed,
         plan.name,
-        choice.exact_step_s / mean_step_s(plan, choice.exact_step_s, task.steps, program),
+        choice.exact_step_s / ((taken and taken.training_step_s) or predicted_s(plan)),
         choice.exact_step_s / min(rounded, choice.exact_step_s),
         0.0 if taken is None else taken.expected,
         0.0 if taken is None else taken.bound,
@@ -148,12 +147,6 @@ def judged(
         error,
         trained[1],
     )
-
-
-def mean_step_s(plan: Plan, exact_s: float, steps: int, program: BudgetedProgram) -> float:
-    """Over all steps, the first of which are exact where a plan loses something."""
-    first = min((g.from_step for g in plan.groups if loses(g, program.context)), default=0)
-    return (first * exact_s + (steps - first) * predicted_s(plan)) / steps
 
 
 def start(name: str, cells: Sequence[tuple[str, float]], seed: int, journal: Path) -> None:

@@ -27,12 +27,20 @@ class Method:
     """Whether it takes over SGD's momentum, and needs an optimizer without."""
     other_batches: bool = False
     """Whether it trains on other batches than the rest."""
+    of_adam: bool = False
+    """Whether it goes on from the variance that exact steps of Adam or AdamW leave; a probe of it has one, too."""
 
     @property
     def probed(self) -> bool:
         """Whether a probe says something of it: what needs another optimizer has no exact training beside it, and of
         what begins late, the probe is that of what begins at once."""
-        return self is not EXACT and not self.own_momentum and not self.other_batches and self.warm_up <= WARM_UP
+        begins_at_once = self.warm_up <= WARM_UP or self.of_adam
+        return self is not EXACT and not self.own_momentum and not self.other_batches and begins_at_once
+
+    @property
+    def probe(self) -> str:
+        """The name of the plan that is probed, which begins as early as it can."""
+        return self.strategy + "+from_step=1" * self.of_adam
 
     def plan(self, steps: int) -> str:
         """The plan's name for so many steps."""
@@ -41,7 +49,9 @@ class Method:
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether the method is defined for the optimizer."""
-        return not self.own_momentum or isinstance(optimizer, torch.optim.SGD)
+        return (not self.own_momentum or isinstance(optimizer, torch.optim.SGD)) and (
+            not self.of_adam or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        )
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Leaves momentum to the method where it has its own."""
@@ -73,6 +83,8 @@ METHODS: dict[str, Method] = {
         _compressed("scaled_sign", "scaled_sign"),
         _compressed("qsgd 4", "qsgd(bits=4)"),
         _compressed("terngrad", "terngrad"),
+        Method("one_bit_adam", "one_bit_adam", "compressed", warm_up=0.2, of_adam=True),
+        *(_compressed(f"weight_differences {b}", f"weight_differences(bits={b},gradients=bfloat16)") for b in (8, 4)),
         *(Method(f"local {k}", f"ddp+every={k}", "local") for k in (4, 16)),
         Method("post-local 16", "ddp+every=16", "local", warm_up=0.5),
         Method("delayed", "ddp+delay=1", "stale"),

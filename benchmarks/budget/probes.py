@@ -78,7 +78,7 @@ def run(rank: int, ranks: int, name: str, methods: tuple[str, ...], seed: int, j
     batches = [task.rank_batch(seed, first + i, rank) for i in range(2 * STEPS)]
     probe = Probe(job, program.plan, batches, STEPS, lambda step, of: at_rate(first + step, of))
     for method in methods:
-        plan = build_plan(METHODS[method].strategy, job.graph, cluster, job.context)
+        plan = build_plan(METHODS[method].probe, job.graph, cluster, job.context)
         outcome = ProbeOutcome(name, method, seed, probe.of(plan))
         if rank == 0:
             path = Path(journal)

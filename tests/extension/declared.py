@@ -68,6 +68,30 @@ class EndlessDoubling(RecursiveDoubling):
         emit.update(emit.wait(emit.collective(Endless(), emit.pack(group))), group)
 
 
+MANY = 1000
+"""Its square in bits, cut for four ranks, goes in messages that gloo takes whole, and that are much together."""
+
+
+def of_autopars_own(rank: int, n: int) -> dict[str, list[str]]:
+    """The same of memory, where a library receives into memory of its own, and where a narrow sum is made wide."""
+    found = {}
+    for name in ("scaled_sign(exchange=parts)", "partitioned_parameter_server(wire=bfloat16)"):
+        model = nn.Linear(MANY, MANY)
+        example = torch.ones(3, MANY), torch.zeros(3, MANY)
+        program = autopar.optimize(
+            model,
+            autopar.ClusterSpec.local(n),
+            example_inputs=example,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy=name,
+            fidelity="compressed",
+            check="never",
+        )
+        found[name] = memory_differences(program, example, Setting(n, rounds=True))
+    return found
+
+
 def differences(rank: int, n: int) -> dict[str, list[str]]:
     """What is declared otherwise than it is, of what is right and of what is wrong."""
     found = {}

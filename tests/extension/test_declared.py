@@ -26,6 +26,11 @@ def test_an_operation_that_understates_what_it_takes_is_found() -> None:
         ]
 
 
+def test_what_gloo_receives_into_and_wide_sums_are_declared() -> None:
+    for rank, found in enumerate(run_ranks(4, declared.of_autopars_own)):
+        assert not any(found.values()), (rank, found)
+
+
 def test_an_operation_that_does_not_end_is_named() -> None:
     found = check_strategy(declared.EndlessDoubling, (2,), deadline_s=DEADLINE_S)
     (broken,) = found.broken

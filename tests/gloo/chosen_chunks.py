@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,17 @@ class Case:
     schedules: bool = False
     timing: tuple[tuple[str, int], ...] = ()
     """Fields of the plan's groups."""
+    ramp: tuple[float, ...] = ()
+    """Densities of stages of two steps each, behind `from_step`."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of the method, beside those that all cases share."""
+        return {"ramp": len(self.ramp), "ramp_steps": 2} if self.ramp else {}
+
+    def density(self, step: int) -> float:
+        stage = max(0, step - dict(self.timing).get("from_step", 0)) // 2
+        return self.ramp[stage] if stage < len(self.ramp) else DENSITY
 
     def batches(self, step: int, rank: int) -> list[Batch]:
         count = 1 + (rank + step) % 2 if self.micro else 1
@@ -86,6 +97,9 @@ def cases(method: str, n: int) -> list[Case]:
     scheduled = Case(method, sgd if plain else adamw, sizes=(2, 2, 2, 2), schedules=True)
     warmed = Case(method, sgd if plain else momentum, micro=True, timing=(("from_step", 3),))
     late = Case(method, sgd, timing=(("delay", 1), ("from_step", 2)))
+    if plain:  # a tenth in three stages: its third root, and the square of that
+        warmed = replace(warmed, timing=(("from_step", 1),), ramp=(0.46415888, 0.21544347))
+        late = replace(late, ramp=(0.46415888, 0.21544347))
     return {1: [warmed, clipped, late], 2: [clipped, warmed], 3: [clipped, late], 4: [scheduled]}[n]
 
 
@@ -120,7 +134,7 @@ class Reference:
             given = self.held.pop(0)
         plain = step < first
         for g, of_ranks in enumerate(given):
-            self._give(self.groups[g], self._sum(g, of_ranks, plain))
+            self._give(self.groups[g], self._sum(g, of_ranks, plain, self.case.density(step)))
         self.drawn += not plain
         if self.case.max_norm is not None:
             nn.utils.clip_grad_norm_(trained(self.model).values(), self.case.max_norm)
@@ -128,7 +142,7 @@ class Reference:
         if self.case.schedules:
             self.scheduler.step()
 
-    def _sum(self, g: int, of_ranks: list[torch.Tensor], plain: bool) -> torch.Tensor:
+    def _sum(self, g: int, of_ranks: list[torch.Tensor], plain: bool, density: float) -> torch.Tensor:
         """What is updated with."""
         if self.case.method == "dgc":
             for rank, gradient in enumerate(of_ranks):
@@ -146,7 +160,7 @@ class Reference:
             rated = [sum(float(x[i]) ** 2 for x in self.rest[g] for i in span) for span in spans]
         order = sorted(range(len(spans)), key=lambda c: (-rated[c], c))
         total = torch.zeros(elements, dtype=torch.float64)
-        for c in order[: math.ceil(DENSITY * len(spans))]:
+        for c in order[: math.ceil(density * len(spans))]:
             for i in spans[c]:
                 for rank in range(self.n):
                     total[i] += self.rest[g][rank][i]

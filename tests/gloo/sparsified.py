@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ from tests.gloo.odd_chunks import odd, unused_later
 from tests.gloo.training import batch
 
 STEPS = 7
+RAMP = {"ramp": 2, "ramp_steps": 2}
+"""Of DGC: it is saved within the second stage."""
 
 
 @cache
@@ -56,12 +59,13 @@ def program_for(
     method: str,
     optimizer: torch.optim.Optimizer,
     timing: Sequence[tuple[str, int]] = (),
+    more: Mapping[str, int] = MappingProxyType({}),
     **settings: Any,
 ) -> Program:
     """Under two groups of a method."""
     options: dict[str, Any] = {} if method == "all_reduce" else {"density": DENSITY, "chunk": CHUNK}
     if method == "dgc":
-        options["momentum"] = MOMENTUM
+        options |= {"momentum": MOMENTUM, **more}
     groups = tuple(
         SyncGroup.model_validate(
             {"strategy": method, "options": options, "members": [{"name": name} for name in names], **dict(timing)}
@@ -82,7 +86,15 @@ def off(rank: int, n: int, case: Case, **settings: Any) -> tuple[float, str]:
     reference, model = Reference(n, case), idle()
     optimizer = case.optimizer(model)
     program = program_for(
-        model, rank, n, case.method, optimizer, clip_grad_norm=case.max_norm, timing=case.timing, **settings
+        model,
+        rank,
+        n,
+        case.method,
+        optimizer,
+        clip_grad_norm=case.max_norm,
+        timing=case.timing,
+        more=case.options,
+        **settings,
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     worst, bits = 0.0, hashlib.sha256()
@@ -102,11 +114,11 @@ def off(rank: int, n: int, case: Case, **settings: Any) -> tuple[float, str]:
 def saved(rank: int, n: int, folder: str, method: str) -> dict[str, float]:
     """A run that is saved and loaded goes on to the last bit; returns the sums of its residuals."""
     model, other = idle(), idle()
-    program = program_for(model, rank, n, method, sgd(model))
+    program = program_for(model, rank, n, method, sgd(model), more=RAMP)
     for step in range(3):
         program.step(batch(step, rank))
     program.save(Path(folder) / method)
-    again = program_for(other, rank, n, method, sgd(other))
+    again = program_for(other, rank, n, method, sgd(other), more=RAMP)
     again.load(Path(folder) / method)
     state = program.state_dict()
     for step in range(3, 6):

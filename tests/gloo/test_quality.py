@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import tempfile
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,14 @@ from tests.unit.synthetic import cpu_hosts
 STEPS = 600
 SLOW = "20 Mbit/s"
 LOSSY = ("ddp+bf16", "power_sgd(rank=4)", "scaled_sign", "ddp+every=4", "ddp+delay=1")
+
+
+UNDER_ADAM = (
+    "weight_differences(bits=8)",
+    "weight_differences(bits=4)",
+    "one_bit_adam+from_step=1",
+    "one_bit_adam+from_step=16",
+)
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -35,9 +45,10 @@ def batch(step: int, rank: int, samples: int = 16, dtype: torch.dtype = torch.fl
 
 def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
     import autopar
+    from autopar.quality.on_evidence import OnEvidence
     from autopar.quality.probe import Job, Probe
     from autopar.quality.program import BudgetedProgram
-    from autopar.search import build_plan
+    from autopar.search import Budget, build_plan, search_result
 
     warnings.simplefilter("ignore", autopar.AutoparWarning)
     cluster = cpu_hosts(world_size, SLOW)
@@ -67,6 +78,11 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
     )
     found["name"], found["text"] = program.plan.name, program.plan.explain()
     found["plan"] = program.plan.digest
+    with tempfile.TemporaryDirectory() as folder:
+        program.plan.save(Path(folder) / "evidence.json")
+        again = OnEvidence(0.05, STEPS, Path(folder) / "evidence.json", Budget(time_s=2.0))
+        fastest = search_result(program.graph, cluster, program.context, budget=Budget(time_s=2.0))
+        found["again"] = again(fastest, "SGD").name
     found["losses"] = [float(program.step(batch(i, rank))) for i in range(80)]
 
     exact = build_plan("ddp", program.graph, cluster, program.context)
@@ -77,6 +93,13 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
     found["exact"] = list(asdict(probe.of(exact)).values())
     plans = {name: build_plan(name, program.graph, cluster, program.context) for name in LOSSY}
     found["divergence"] = {name: probe.of(plan).divergence for name, plan in plans.items()}
+
+    model, _ = made()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    context = replace(program.context, plain_adam=True, keeps_moments=True)
+    probe = Probe(replace(job, model=model, optimizer=adam, context=context), exact, batches, 32)
+    plans = {name: build_plan(name, program.graph, cluster, context) for name in UNDER_ADAM}
+    found["under adam"] = {name: probe.of(plan).divergence for name, plan in plans.items()}
 
     # Once the guard has stepped in, training is that of one process again, from where it is.
     for name in ("power_sgd+from_step=2", "ddp+delay=2"):
@@ -119,6 +142,10 @@ def test_the_job_is_left_as_it_was_and_all_ranks_choose_alike(outcomes: list[dic
     assert "were trained on copies of the model" in outcomes[0]["text"]
 
 
+def test_what_was_found_chooses_the_same_without_ranks(outcomes: list[dict[str, Any]]) -> None:
+    assert {found["again"] for found in outcomes} == {outcomes[0]["name"]}
+
+
 def test_what_was_chosen_trains(outcomes: list[dict[str, Any]]) -> None:
     losses = outcomes[0]["losses"]
     assert losses == outcomes[1]["losses"]
@@ -134,6 +161,14 @@ def test_a_probe_of_exact_training_finds_nothing_and_coarser_methods_diverge_mor
     assert found["ddp+bf16"] < found["ddp+every=4"] < 1
     assert 0.02 < found["power_sgd(rank=4)"] < found["scaled_sign"] < 3
     assert found == outcomes[1]["divergence"]
+
+
+def test_what_goes_on_from_exact_steps_is_probed_behind_them(outcomes: list[dict[str, Any]]) -> None:
+    found = outcomes[0]["under adam"]
+    fine, coarse, early, later = (found[name] for name in UNDER_ADAM)
+    assert 0 < fine < coarse < 0.5
+    assert 0 < later < min(3, early)  # behind one step, the variance says nothing yet
+    assert found == outcomes[1]["under adam"]
 
 
 @pytest.mark.parametrize("name", ["power_sgd+from_step=2", "ddp+delay=2"])

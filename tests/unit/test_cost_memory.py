@@ -9,6 +9,8 @@ import pytest
 from autopar.cost_models import ADAMW, optimizer_cost
 from autopar.cost_models.memory import MemoryModel
 from autopar.ir.training_graph import Parts
+from autopar.ops.values import Setting
+from autopar.ops.waits import Wait
 from autopar.spec.plan import OptionValue, ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
@@ -67,6 +69,24 @@ def test_sums_that_grow_on_their_way_take_one_part_less() -> None:
     assert 2 * WEIGHT <= at_once - around <= 3 * WEIGHT
     at_once, around = (peaks(strategy, n=2, rounds=r, wire="bfloat16")[0] for r in (False, True))
     assert at_once == around
+
+
+def test_what_gloo_receives_into_is_there_until_a_gather_is_complete() -> None:
+    """Equal parts that do not go in rounds are copied from there; those of several groups are on their way at once."""
+    gathered = 1024 * 1024 // 512 * (512 // 8 + 4)  # a sign an element, a scale a block
+    elsewhere, gloo = (peaks("scaled_sign", optimizer="SGD", rounds=r)[0] for r in (False, True))
+    assert gloo - elsewhere == 3 * gathered
+
+
+def test_a_sum_in_the_parameters_dtype_is_as_large_as_they() -> None:
+    """However narrow the parts are that it is the sum of; these are widened, too."""
+    group = SyncGroup(
+        strategy="partitioned_parameter_server", members=(ParameterSlice(name="w0"),), options={"wire": "bfloat16"}
+    )
+    program = lower_plan([group], training_graph(LAYERS[:1]), Context(2))
+    wait = next(c for c in program.calls if isinstance(c.op, Wait))
+    assert list(wait.op.allocates(wait, Setting(2))) == [WEIGHT / 2] * 2  # type: ignore[arg-type]
+    assert list(wait.op.passing_bytes(wait, Setting(2))) == [WEIGHT] * 2  # type: ignore[arg-type]
 
 
 def test_the_owner_holds_the_state() -> None:

@@ -15,15 +15,17 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparWarning, SpecError
 from autopar.quality.budget import QualityBudget
-from autopar.quality.candidates import begun_exactly, candidates, fastest, loses, predicted_s
+from autopar.quality.candidates import Plans, begun_exactly, candidates, fastest, loses, predicted_s
 from autopar.quality.degradation import Lesson, Map, learn, shipped
 from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
 from autopar.quality.probe import Probed
-from autopar.search import build_plan, price
+from autopar.search import build_plan, price, training_step_s
 from autopar.strategies import Context
 from tests.unit.synthetic import cpu_hosts, training_graph
 
 CONTEXT = Context(4)
+STEPS, STEPS_LONG = 1_000, 600
+"""Of a training; and of those, too many for a variance to settle in."""
 
 
 def probed(divergence: float) -> Probed:
@@ -88,16 +90,23 @@ def priced(plan: autopar.Plan) -> autopar.Plan:
     return price(plan, GRAPH, CLUSTER, CONTEXT)
 
 
+def over(plan: autopar.Plan, steps: int) -> float:
+    return training_step_s(plan, GRAPH, CLUSTER, CONTEXT, steps)
+
+
+PLANS = Plans(lambda fidelity: planned("ddp"), planned, priced, over)
 GRAPH = training_graph([(f"w{i}", (512, 512)) for i in range(8)])
 CLUSTER = cpu_hosts(4, "50 Mbit/s")
 
 
 def test_candidates_are_lossy_plans_that_are_worth_it_the_fastest_first() -> None:
     exact = planned("ddp")
-    found = candidates(CONTEXT, planned, priced, exact)
-    times = [c.step_time_s for c in found]
+    found = candidates(CONTEXT, PLANS, exact, STEPS)
+    times = [c.training_step_s for c in found]
     assert times == sorted(times) and times[-1] <= 0.95 * predicted_s(exact)
-    assert {"power_sgd", "top_k", "ddp+every=16"} <= {c.name for c in found}
+    assert {"power_sgd", "top_k", "one_bit_adam", "weight_differences(bits=4,gradients=bfloat16)", "ddp+every=16"} <= {
+        c.name for c in found
+    }
     assert all(any(loses(g, CONTEXT) for g in c.plan.groups) for c in found)
     few = fastest(found, 5)
     assert len(few) == 5 and len({c.name.partition("(")[0] for c in few}) == 5
@@ -107,13 +116,36 @@ def test_where_the_network_is_no_bottleneck_nothing_is_lost() -> None:
     def fast(name: str) -> autopar.Plan:
         return build_plan(name, GRAPH, cpu_hosts(4, "400 Gbit/s"), CONTEXT)
 
-    assert candidates(CONTEXT, fast, lambda plan: plan, fast("ddp")) == []
+    assert candidates(CONTEXT, replace(PLANS, build=fast, price=lambda plan: plan), fast("ddp"), STEPS) == []
+
+
+def test_steps_that_are_exact_before_count_in_a_candidates_time() -> None:
+    """A tenth of all; under 1-bit Adam a fifth, and as many at least as the variance is an average over."""
+    exact, context = planned("ddp"), replace(CONTEXT, plain_adam=True, variance_steps=STEPS // 4)
+    found = {c.name: c for c in candidates(context, PLANS, exact, STEPS)}
+    for name, part in (("scaled_sign", 0.1), ("one_bit_adam", 0.25)):
+        one = found[name]
+        mean_s = part * predicted_s(exact) + (1 - part) * one.step_time_s
+        assert one.training_step_s == pytest.approx(mean_s, rel=0.05), name
+        begun = begun_exactly(one.plan, STEPS, context)
+        assert {g.from_step for g in begun.groups if loses(g, context)} == {part * STEPS}
+
+
+@pytest.mark.parametrize("changed", [{"plain_adam": False}, {"variance_steps": STEPS_LONG}])
+def test_one_bit_adam_is_offered_where_the_variance_of_adam_can_settle(changed: dict[str, Any]) -> None:
+    context = replace(CONTEXT, **changed)
+
+    def built(name: str) -> autopar.Plan:
+        return build_plan(name, GRAPH, CLUSTER, context)
+
+    found = candidates(context, replace(PLANS, build=built), planned("ddp"), STEPS)
+    assert found and "one_bit_adam" not in {c.name for c in found}
 
 
 def test_lossy_groups_begin_with_exact_steps_and_others_stay_as_they_are() -> None:
     plan = planned("power_sgd")
     mixed = plan.model_copy(update={"groups": (*plan.groups[:1], *planned("ddp").groups[1:])})
-    begun = begun_exactly(mixed, 7, CONTEXT)
+    begun = begun_exactly(mixed, 70, CONTEXT)
     assert [g.from_step for g in begun.groups] == [7] + [0] * (len(begun.groups) - 1)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.cost_models.analytic import AnalyticCostModel
+from autopar.cost_models.steps import mean_step_s, predict_steps
 from autopar.errors import PlanError
 from autopar.ops.context import Context
 from autopar.ops.sparsification import (
@@ -25,6 +26,7 @@ from autopar.ops.sparsification import (
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import lower_plan
+from autopar.strategies.timing import moments_of
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 Choose = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -147,6 +149,33 @@ def test_what_sixteen_bits_round_is_kept() -> None:
     got = sent(kept, largest, 3, torch.bfloat16)
     assert got.dtype == torch.bfloat16 and torch.equal(got.float() + kept, flat)
     assert bool((got != 0).logical_and(kept != 0).any())
+
+
+def test_a_ramp_is_the_papers_and_each_stage_is_priced_as_it_sends() -> None:
+    """75, 93.75, 98.4, 99.6 and then 99.9 % are not sent: about a quarter is left by each stage."""
+    group = SyncGroup(
+        strategy="dgc",
+        members=(ParameterSlice(name="w"),),
+        options={"density": 0.001, "chunk": 1, "ramp": 4, "ramp_steps": 100},
+        from_step=50,
+    )
+    graph, context, elements = training_graph([("w", (1000, 1000))]), Context(4), 1_000_000
+    sent = {}
+    for step in (49, 50, 149, 150, 250, 350, 450, 10_000):
+        program = lower_plan([group], graph, context, moments_of([group], step))
+        sent[step] = [c.elements for c in program.calls if c.op.is_collective and c.group is not None][-1] / elements
+    assert sent == {
+        49: 1.0, 50: 0.251189, 149: 0.251189, 150: 0.063096, 250: 0.015849, 350: 0.003982, 450: 0.001, 10_000: 0.001
+    }  # fmt: skip
+    topology, model = Topology(cpu_hosts(4, "200 Mbit/s")), AnalyticCostModel()
+    steady = predict_steps(model, [group], graph, context, topology)
+    assert steady.sent_bytes == predict_steps(model, [group], graph, context, topology, step=450).sent_bytes
+    times = [
+        predict_steps(model, [group], graph, context, topology, step=s).step_time_s for s in (0, 50, 150, 250, 350)
+    ]
+    assert [*times[1:], steady.step_time_s] == sorted([*times[1:], steady.step_time_s], reverse=True)
+    mean_s = (50 * times[0] + 100 * sum(times[1:]) + 550 * steady.step_time_s) / 1_000
+    assert mean_step_s(model, [group], graph, context, topology, 1_000) == pytest.approx(mean_s)
 
 
 def test_momentum_on_one_rank() -> None:

@@ -11,6 +11,11 @@ _WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.o
 """Optimizers that keep a first and a second moment, `exp_avg` and `exp_avg_sq`."""
 
 
+def kind_of(optimizer: Optimizer) -> str:
+    """The names of its classes."""
+    return " and ".join(dict.fromkeys(type(o).__name__ for o in each_of(optimizer)))
+
+
 def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
     """Whether the optimizer does nothing to an element whose gradient is zero, and takes sparse gradients: then rows
     that no rank has looked up need not be touched."""
@@ -46,3 +51,11 @@ def is_plain_adam(optimizer: Optimizer | None) -> bool | None:
     return all(
         type(o) in kinds and not any(g.get(k) for g in o.param_groups for k in others) for o in each_of(optimizer)
     )
+
+
+def variance_steps(optimizer: Optimizer | None) -> int:
+    """Steps that Adam's variance is an average over, the most of all its groups; 0 for other optimizers."""
+    if optimizer is None or not is_plain_adam(optimizer):
+        return 0
+    betas = [float(g["betas"][1]) for o in each_of(optimizer) for g in o.param_groups]
+    return max((round(1 / (1 - beta)) for beta in betas if beta < 1), default=0)

@@ -23,10 +23,10 @@ from autopar.errors import OptimizerError
 from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ops.context import Context
 from autopar.ops.fragments import Formed, Fragment
+from autopar.runtime.optimizers import kinds
 from autopar.runtime.optimizers.frozen_adam import step_frozen
 from autopar.runtime.optimizers.initial_state import initial_state
 from autopar.runtime.optimizers.joint_optimizer import JointOptimizer, each_of
-from autopar.runtime.optimizers.kinds import is_plain_adam, is_plain_sgd, keeps_moments, leaves_zeros_alone
 from autopar.runtime.optimizers.own_settings import OwnSettings, bare_copy
 
 ELEMENTWISE = frozenset(
@@ -95,10 +95,11 @@ def context_for(
         has_optimizer=updates,
         elementwise_update=scope == "element",
         clips=clip_grad_norm is not None or is_scaled,
-        sparse_update=leaves_zeros_alone(optimizer),
-        keeps_moments=keeps_moments(optimizer),
-        plain_sgd=is_plain_sgd(optimizer),
-        plain_adam=is_plain_adam(optimizer),
+        sparse_update=kinds.leaves_zeros_alone(optimizer),
+        keeps_moments=kinds.keeps_moments(optimizer),
+        plain_sgd=kinds.is_plain_sgd(optimizer),
+        plain_adam=kinds.is_plain_adam(optimizer),
+        variance_steps=kinds.variance_steps(optimizer),
         late_parameters=late_parameters and updates,
     )
 
@@ -214,7 +215,7 @@ class OptimizerPart:
             if _may_fuse(self._part, mine) and not sparse and not self._begins_late(mine, formed):
                 mine["fused"] = True
         without_wrong_kernels(self._part)
-        if sparse and not leaves_zeros_alone(self._whole):  # set since it was planned for
+        if sparse and not kinds.leaves_zeros_alone(self._whole):  # set since it was planned for
             known = [g.to_dense() for g in known]
         self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
         for leaf, gradient in zip(self._leaves, gradients, strict=True):

@@ -1,0 +1,49 @@
+"""What a probe and a pilot say together of a plan under a budget: the same for who runs them, and who reads of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.quality.degradation import Loss
+from autopar.spec.quality import Considered, QualityChoice
+
+TOO_MUCH = "expected to lose more than the budget"
+REFUTED = "lost too much"
+SHOWN = "chosen"
+NOT_SHOWN = "not shown to keep to the budget"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is known of one plan."""
+
+    loss: Loss
+    """By the map, after its probe."""
+    lost: float = math.inf
+    """What its pilot lost of what the exact pilot gained; infinite where neither is a number, or without a pilot."""
+    chance: float = math.inf
+    """What two exact pilots differ by; infinite where they gained nothing, or there were none."""
+    late: float = 0.0
+    """Of what the pilot lost, what a training catches up with."""
+
+    @classmethod
+    def of(cls, one: Considered, choice: QualityChoice) -> Shown:
+        """From what a plan keeps."""
+        loss = Loss(_or(one.expected, 1.0), _or(one.bound, 1.0))
+        if one.late is None:
+            return cls(loss)
+        return cls(loss, _or(one.lost, math.inf), _or(choice.chance, math.inf), one.late)
+
+    def verdict(self, budget: float) -> str:
+        """One of the four above. `budget`: what may be lost, as a part of what exact training gains."""
+        if self.loss.expected > budget:
+            return TOO_MUCH
+        if not self.lost <= budget + self.chance + self.late:
+            return REFUTED
+        is_shown = self.loss.bound <= budget or self.lost + self.chance <= budget
+        return SHOWN if is_shown else NOT_SHOWN
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
