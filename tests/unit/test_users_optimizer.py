@@ -15,6 +15,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import autopar
 from autopar.errors import OptimizerError
+from autopar.runtime.optimizers.elsewhere import Elsewhere
+from autopar.runtime.optimizers.initial_state import initial_state
 
 Act = Callable[[Any, int], None]
 
@@ -322,3 +324,13 @@ def test_an_optimizer_that_holds_another_is_refused_by_name(acts_on: Any) -> Non
             optimizer=optimizer,
             optimizer_acts_on=acts_on,
         )
+
+
+def test_an_initial_state_is_told_where_that_of_another_parameter_is_elsewhere() -> None:
+    """`copy.copy` of an Adagrad reads the first state that it has."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)
+    optimizer.state[model.weight] = Elsewhere("weight", object())
+    found = initial_state(optimizer, optimizer.param_groups[0], model.bias)
+    assert found is not None
+    assert found["sum"].tolist() == pytest.approx([0.1] * 4)

@@ -6,7 +6,6 @@ A checkpoint is checked against it. It also fills the checkpoint of a program th
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import defaultdict
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from autopar.runtime.optimizers.own_settings import bare_copy
 
 
 def initial_state(
@@ -33,7 +34,8 @@ def initial_state(
     if not hasattr(kind, "_init_group"):
         return None
     stand_in.grad = _one_element_as(parameter)
-    blank: Any = copy.copy(optimizer)
+    # copy.copy would read each state, which may lie elsewhere (Adagrad's __setstate__)
+    blank: Any = bare_copy(optimizer)
     blank.state = defaultdict(dict)
     group = {**settings, "params": [stand_in]}
     if kind is torch.optim.Adagrad:  # whose constructor makes the state
