@@ -40,6 +40,20 @@ class Branches(nn.Module):
         return found
 
 
+class Unwritten(nn.Module):
+    """The same without the buffer."""
+
+    def __init__(self, model: Branches) -> None:
+        super().__init__()
+        self.table, self.first, self.middle, self.last = model.table, model.first, model.middle, model.last
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x + self.table((x[:, 0].abs() * 5).long().clamp(max=29))).tanh()
+        if len(x) == ODD:
+            h = h * 2 if x.sum().item() > 0 else h * 3
+        return self.last(self.middle(h))
+
+
 def batches(step: int, sizes: tuple[int, ...], each: int = 1) -> list[list[Batch]]:
     """Of every rank, so many micro-batches."""
     draw = torch.Generator().manual_seed(step)
@@ -144,6 +158,31 @@ def module(rank: int, n: int, accumulates: bool, **settings: Any) -> tuple[float
     return worst, [both, *(str(w.message) for w in said if "runs eagerly" in str(w.message))]
 
 
+def one_pass(rank: int, n: int, captured_first: bool) -> float:
+    """How far gradients are from one process's where one backward pass goes through a batch that was captured and, on
+    rank 0, one that cannot be. In the last pass, a term of the loss reads parameters."""
+    model, other, _ = pair()
+    synced: Any = autopar.optimize(
+        Unwritten(model), example_inputs=torch.randn(4, 4), strategy="ddp", weight=lambda batch: 1.0
+    )
+    worst = 0.0
+    for step in range(3):
+        of_all = [batches(3 * step + r, (4, 2 if r else ODD)) for r in range(n)]
+        parts = [(x, y) for ((x, y),) in (of_all[rank] if captured_first else of_all[rank][::-1])]
+        model.zero_grad()
+        other.zero_grad()
+        total = sum((nn.functional.mse_loss(synced(x), y) for x, y in parts), torch.zeros(()))
+        if step == 2:
+            total = total + (rank + 1) * model.last.weight.square().sum()
+        total.backward()
+        whole = [nn.functional.mse_loss(Unwritten(other)(x), y) / n for of_rank in of_all for ((x, y),) in of_rank]
+        terms = [(r + 1) / n * other.last.weight.square().sum() for r in range(n) if step == 2]
+        torch.stack([*whole, *terms]).sum().backward()
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))  # type: ignore[operator]
+    return worst
+
+
 def refused(rank: int, n: int, strategy: str) -> str:
     """Why a batch that cannot be captured is refused under a plan that needs the graph."""
     model, _, (optimizer, _) = pair()
@@ -164,6 +203,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "steps": {s: steps(rank, n, s) for s in ("ddp", "zero1+late", "PartitionedPS")},
         "kinds": {k: steps(rank, n, "ddp", k) for k in ("micro-batches", "outputs", "changes", "at once")},
         "module": {str(a): module(rank, n, a) for a in (False, True)},
+        "one pass": [one_pass(rank, n, captured_first) for captured_first in (False, True)],
     }
     if n > 1:
         found["kinds"]["always"] = steps(rank, n, "zero1", check="always")

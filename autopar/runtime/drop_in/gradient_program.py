@@ -40,8 +40,8 @@ from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
 _BEHIND_WEIGHTS = 2
-"""Where a message that begins a backward pass says which gradients a rank has: behind its weight, and behind what is 1
-in messages of `OtherGradients`, which are as long."""
+"""Where a message that begins a backward pass says which gradients a rank has: behind its weight, and behind a 1 by
+which it asks for what `OtherGradients` exchanges."""
 _BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
     "backward": lambda writer: writer.write(),
     "backward after accumulation": lambda writer: writer.write(accumulated=True),
@@ -131,11 +131,16 @@ class GradientProgram(BaseProgram):
         synchronizes = self.synchronizes
 
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
+            sends = self._group.world_size == 1 or synchronizes or self.synchronizes
             if self._eagerly is not None:
-                self._eagerly.pass_captured()
-            if self._group.world_size == 1 or synchronizes or self.synchronizes:
-                return self.run_backward(compiled, saved, tangents, reached, float(weight))
-            return self.run_backward_alone(compiled, saved, tangents, reached, float(weight))
+                self._eagerly.pass_captured(not sends)
+            run = self.run_backward if sends else self.run_backward_alone
+            found = run(compiled, saved, tangents, reached, float(weight))
+            if self._eagerly is not None:
+                self._eagerly.deliver_captured(
+                    {p.name: g for p, g in zip(compiled.graph.parameters, found, strict=False)}
+                )
+            return found
 
         return fill(compiled.output, iter(self._outputs(compiled, batch, backward)))
 
@@ -150,7 +155,7 @@ class GradientProgram(BaseProgram):
             def guard() -> AbstractContextManager[None]:
                 return self._group.guard(f"backward pass {self._steps}")
 
-            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, guard)
+            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, guard, self._others.forget)
         with self._random:
             return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
 
@@ -163,7 +168,7 @@ class GradientProgram(BaseProgram):
         has = [n in own or n in kept.sums for n in names]
         scalars, earlier, proof, expected = [], [], None, {}
         if self._group.world_size > 1:
-            scalars = self._scalars(names, has, weight, total, count)
+            scalars = self._scalars(names, has, weight, total, count, asks=True)
             earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names] if kept.sums else []
             if self.settings.check == "always" or (self.settings.check == "first" and not self._compared):
                 proof = self._new_proof(c)
@@ -183,13 +188,13 @@ class GradientProgram(BaseProgram):
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
     def _scalars(
-        self, names: Sequence[str], has: Sequence[bool], weight: float, total: float, count: int
+        self, names: Sequence[str], has: Sequence[bool], weight: float, total: float, count: int, asks: bool = False
     ) -> list[torch.Tensor]:
         """What a backward pass is given behind its tangents. Raises `CaptureError` where it comes to some parameters
         alone, and ranks do not tell each other to which."""
         if not self._tells and any(has) and not all(has):
             raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
-        numbers = [weight, [total, 0, *(has if self._tells else ())], count]
+        numbers = [weight, [total, asks, *(has if self._tells else ())], count]
         return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
 
     def _new_proof(self, c: Compiled) -> SynchronizedOnce:

@@ -6,8 +6,9 @@ parameters, is averaged when the backward pass has ended, and nothing is sent wh
 gradients are the same on all ranks by then, the mean of all that lies in `grad` is right.
 
 Whether any rank has some, ranks tell each other after the 1st, 2nd, 4th, 8th, ... backward pass, and after each one
-since some were seen. Where the first ones come in another pass, ranks that find some say so in a message as long as the
-one that every backward pass begins with: a rank that has none begins its next pass instead, and the sum shows it.
+since some were seen; on CPUs, also after one of a batch that was not captured, of which all that comes is synchronized
+unseen. Where the first ones come in another pass, ranks that find some say so in a message as long as the one that
+every backward pass begins with: a rank that has none begins its next pass instead, and the sum shows it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import AutoparWarning, CaptureError
 from autopar.runtime.job.process_group import Group
 
+_TELLS = 2.0**20
+"""What says, in the place where ranks ask for it with a 1, that a message tells of gradients instead."""
 _NEVER = "pass capture='never' to autopar.optimize"
 
 
@@ -79,10 +82,10 @@ class OtherGradients:
         to over the ranks, weights first."""
         task = torch._C._current_graph_task_id()
         if task != self._pass.task:
-            self._forget()
+            self._abandon()
             self._pass.task = task
             self._passes += 1
-            Variable._execution_engine.queue_callback(self._end)
+            Variable._execution_engine.queue_callback(self._end_last)
         self._pass.weights.append((weight, sums))
         for name, gradient in gradients.items():
             if name not in self._accumulators:
@@ -97,6 +100,12 @@ class OtherGradients:
             self._pass.own[name] = gradient
             if self._parameters[name]._backward_hooks or (self._are_taken and self._is_looked_at):
                 self._listen_early(name)
+
+    def forget(self, names: Collection[str]) -> None:
+        """In the backward pass under way, these parameters' gradients are synchronized, wherever they come from."""
+        self._pass.found.difference_update(names)
+        for name in names:
+            self._pass.doubts.pop(name, None)
 
     def leave_out(self) -> None:
         """Within a backward pass that keeps gradients back, others' too, which a later one synchronizes."""
@@ -131,10 +140,14 @@ class OtherGradients:
         """Whether all ranks look at this backward pass."""
         return self._passes & (self._passes - 1) == 0
 
+    def _end_last(self) -> None:
+        """After a backward pass: what else waits for its end comes first, as it may synchronize gradients."""
+        Variable._execution_engine.queue_callback(self._end)
+
     def _end(self) -> None:
-        """After a backward pass."""
+        """After a backward pass, and all else that has waited for its end."""
         ended = self._pass
-        self._forget()
+        self._abandon()
         if ended.task == self._left_out:
             return
         found = ended.found
@@ -151,7 +164,7 @@ class OtherGradients:
         found -= hooked
         if self._clips:
             self._say(found, f"clip_grad_norm clips the module's gradients without it: {_NEVER}")
-        agreed = self._were_seen or self._is_looked_at
+        agreed = self._were_seen or self._is_looked_at or any(_is_asked_for(sums) for _, sums in ended.weights)
         if not agreed and not found:
             return
         with torch.no_grad(), self._group.guard("gradients of parameters that do not come from the module alone"):
@@ -164,9 +177,9 @@ class OtherGradients:
     def _tell(self, sums: torch.Tensor, name: str) -> None:
         """Tells the other ranks that this one has found some. Raises `CaptureError` where another rank has not."""
         message = torch.zeros_like(sums)
-        message[1] = 1
+        message[1] = _TELLS
         self._sum(message)
-        if int(message[1]) != self._group.world_size:
+        if float(message[1]) != _TELLS * self._group.world_size:
             raise CaptureError(
                 f"parameter '{name}' gets a gradient in the module's backward pass that the module has not computed: "
                 "from module.module, or from a term of the loss that reads the parameter. On another rank, there is "
@@ -213,11 +226,17 @@ class OtherGradients:
             stacklevel=2,
         )
 
-    def _forget(self) -> None:
+    def _abandon(self) -> None:
         """Forgets the backward pass under way; one that has failed came to no end."""
         for hook in self._pass.early.values():
             hook.remove()
         self._pass = _Pass()
+
+
+def _is_asked_for(sums: torch.Tensor) -> bool:
+    """Whether a rank has asked, in the message that has begun a backward pass, that ranks tell each other after it. On
+    GPUs nobody looks, as the host would wait for the backward pass."""
+    return sums.device.type == "cpu" and bool(sums[1])
 
 
 def _dense(p: nn.Parameter) -> torch.Tensor:

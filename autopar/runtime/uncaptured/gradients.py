@@ -111,6 +111,11 @@ class EagerGradients:
         """Whether the backward pass that runs now is one of these, and has come to a parameter."""
         return self._is_open and self._task == torch._C._current_graph_task_id()
 
+    @property
+    def may_come(self) -> bool:
+        """Whether a backward pass may go through one of these forward passes."""
+        return len(self._alive) > 0
+
     def _open(self) -> None:
         """Behind this, gradients of one backward pass come, until it ends."""
         fresh = [f for f in self._fresh if not (self._beside_others and f.is_hooked)]

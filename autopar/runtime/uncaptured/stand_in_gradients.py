@@ -6,7 +6,7 @@ issue, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,11 +17,6 @@ from autopar.runtime.compiled import Compiled
 from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
 from autopar.runtime.uncaptured.gradients import EagerGradients
 from autopar.runtime.uncaptured.steps import EagerStep, Run
-
-_SEPARATELY = (
-    "one backward pass goes through a batch that was captured and through one that could not be: call backward() for "
-    "each, or pass capture='never' to autopar.optimize"
-)
 
 
 class Synchronize(Protocol):
@@ -42,15 +37,24 @@ class StandInGradients:
         may_keep: Callable[[bool], bool],
         synchronize: Synchronize,
         guard: Callable[[], AbstractContextManager[None]],
+        arrived: Callable[[Collection[str]], None],
     ) -> None:
         """`kept`: the module's. `may_keep`: whether a backward pass is kept to this rank, given whether its forward
-        pass was to be sent. `guard`: as of `EagerGradients`."""
+        pass was to be sent. `guard`: as of `EagerGradients`. `arrived`: is told the parameters all of whose
+        gradients of a backward pass are synchronized here."""
         assert c.eager is not None
         self._kept = kept
         self._may_keep = may_keep
         self._synchronize = synchronize
         self._taken: Kept | None = None
+        self._arrived = arrived
+        self._parameters = c.eager.parameters
         self._captured_task = -1
+        """The last backward pass that went through a captured batch."""
+        self._captured: dict[str, torch.Tensor] = {}
+        """Gradients of the captured batches that it went through, synchronized."""
+        self._keeps = False
+        """Whether it keeps gradients back."""
         self._gradients = EagerGradients(c.eager, self._begin, self._end, guard, beside_others=True)
 
     def forward(self, weight: float, synchronizes: bool, call: Callable[[], Any]) -> Any:
@@ -61,25 +65,56 @@ class StandInGradients:
         """Before a forward pass of a captured batch."""
         self._gradients.forget_reached()
 
-    def pass_captured(self) -> None:
-        """Notes that the backward pass under way goes through a captured batch. Raises `CaptureError` where it goes
-        through another one, too."""
+    def pass_captured(self, keeps: bool) -> None:
+        """Notes that the backward pass under way goes through a captured batch. `keeps`: whether that one's gradients
+        are kept back. Raises `CaptureError` where it goes through another one, too, and they cannot be told apart."""
+        task = torch._C._current_graph_task_id()
+        if task != self._captured_task:
+            self._captured_task, self._captured, self._keeps = task, {}, False
+        self._keeps |= keeps
         if self._gradients.is_under_way:
-            raise CaptureError(_SEPARATELY)
-        self._captured_task = torch._C._current_graph_task_id()
+            self._check_apart(self._taken is None)
+
+    def deliver_captured(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Is given what the captured batch has left, synchronized, to be taken off what arrives at parameters."""
+        if not self._gradients.may_come:
+            return
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                self._captured[name] = self._captured[name] + gradient if name in self._captured else gradient
+
+    def _check_apart(self, keeps: bool) -> None:
+        """Raises `CaptureError` where gradients of the two kinds of batches come as one sum that cannot be parted."""
+        hooked = next((n for n, p in self._parameters.items() if p._backward_hooks), None)
+        if not keeps and not self._keeps and hooked is None:
+            return
+        why = "within no_sync()" if hooked is None else f"and parameter '{hooked}' has a hook on the sum of both"
+        raise CaptureError(
+            f"one backward pass goes through a batch that was captured and through one that could not be, {why}: call "
+            "backward() for each, or pass capture='never' to autopar.optimize"
+        )
 
     def _begin(self, weight: float, synchronizes: bool) -> None:
+        keeps = self._may_keep(synchronizes)
         if self._captured_task == torch._C._current_graph_task_id():
-            raise CaptureError(_SEPARATELY)
-        self._taken = None if self._may_keep(synchronizes) else self._kept.take(weight)
+            self._check_apart(keeps)
+        self._taken = None if keeps else self._kept.take(weight)
 
     def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
-        counted = own if weight else {}  # what counts as nothing may be no number
+        captured = {}
+        if self._captured_task == torch._C._current_graph_task_id():
+            captured = {n: g for n, g in self._captured.items() if n in own}
+        self._captured = {}
+        counted = {n: g - captured[n] if n in captured else g for n, g in own.items()}
+        if not weight:  # what counts as nothing may be no number
+            counted = {}
         taken, self._taken = self._taken, None
         if taken is None:
             self._kept.add(counted, weight)
             return {}
-        return self._synchronize(counted, weight, taken)
+        self._arrived(own)
+        found = self._synchronize(counted, weight, taken)
+        return found | {n: found[n] + g if n in found else g for n, g in captured.items()}
 
 
 def run_backward(
