@@ -12,7 +12,7 @@ from autopar.ops.context import Context
 from autopar.spec.plan import SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies.lowering import lower_plan
-from autopar.strategies.timing import changes, cycle
+from autopar.strategies.timing import changes, cycle, earlier
 
 
 def predict_steps(
@@ -27,12 +27,16 @@ def predict_steps(
 ) -> Estimate:
     """The cost of a step: times and bytes are means over steps, memory is that of the fullest. The timeline is that of
     a step in which all groups synchronize. With `step`, of steps in which no more groups have begun than in that one;
-    else all have. Raises `PlanError` where a strategy cannot be used."""
+    else all have, and the fullest may be one before. Raises `PlanError` where a strategy cannot be used."""
     steps = cycle(groups, step)
     programs = [lower_plan(groups, graph, context, moments) for moments, _ in steps]
     estimates = [cost_model.predict(graph, p, topology, timeline=timeline) for p in programs]
+    before = [lower_plan(groups, graph, context, moments) for moments in earlier(groups)] if step is None else []
+    peaks = [e.peak_memory_bytes for e in estimates]
+    peaks += [cost_model.predict(graph, p, topology).peak_memory_bytes for p in before]
+    peak = tuple(map(max, zip(*peaks, strict=True)))
     if len(estimates) == 1:
-        return estimates[0]
+        return replace(estimates[0], peak_memory_bytes=peak)
     shares = [share for _, share in steps]
     averaged = [sum((m.doing == "average") * (1 + m.slot.bit_count()) for m in moments) for moments, _ in steps]
     fullest = estimates[max(range(len(steps)), key=averaged.__getitem__)]
@@ -52,7 +56,7 @@ def predict_steps(
         communication_s=mean("communication_s"),
         sent_bytes=means("sent_bytes"),
         received_bytes=means("received_bytes"),
-        peak_memory_bytes=tuple(map(max, zip(*(e.peak_memory_bytes for e in estimates), strict=True))),
+        peak_memory_bytes=peak,
         relative_error=max(e.relative_error for e in estimates),
     )
 

@@ -7,7 +7,7 @@ from autopar.cost_models.memory_parts import memory_parts
 from autopar.search.base import Candidate, Problem
 from autopar.spec.memory_use import MemoryUse
 from autopar.strategies.lowering import lower_plan
-from autopar.strategies.timing import cycle
+from autopar.strategies.timing import cycle, earlier
 
 
 def memory_use(problem: Problem, plan: Candidate) -> MemoryUse | None:
@@ -18,7 +18,7 @@ def memory_use(problem: Problem, plan: Candidate) -> MemoryUse | None:
     memory = int(device.memory_bytes.value)
     pricer = problem.pricer or StepPricer(problem.graph, problem.topology)
     # Where steps differ, that of the fullest one.
-    for moments, _ in cycle(plan.groups):
+    for moments in (*(m for m, _ in cycle(plan.groups)), *earlier(plan.groups)):
         program = lower_plan(plan.groups, problem.graph, problem.context, moments)
         parts = memory_parts(pricer.memory_of(rank), program, pricer.optimizer, rank)
         if parts.total == peaks[rank]:

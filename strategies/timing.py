@@ -138,6 +138,12 @@ def changes(group: SyncGroup) -> list[int]:
     return list(accumulate(_stages(group), initial=group.from_step)) if is_timed(group) else []
 
 
+def earlier(groups: Sequence[SyncGroup]) -> list[Moments]:
+    """What groups do in steps that come before all have begun and have no stage left, where that is something else."""
+    steps = sorted({0, *(step for g in groups for step in changes(g))})[:-1]
+    return list(dict.fromkeys(moments for step in steps for moments, _ in cycle(groups, step)))
+
+
 def _stages(group: SyncGroup) -> tuple[int, ...]:
     """Of the strategy, how many steps each of the stages takes that a group begins with."""
     strategy = strategy_named(group.strategy)

@@ -174,6 +174,8 @@ def test_a_ramp_is_the_papers_and_each_stage_is_priced_as_it_sends() -> None:
         predict_steps(model, [group], graph, context, topology, step=s).step_time_s for s in (0, 50, 150, 250, 350)
     ]
     assert [*times[1:], steady.step_time_s] == sorted([*times[1:], steady.step_time_s], reverse=True)
+    peaks = [predict_steps(model, [group], graph, context, topology, step=s).peak_memory_bytes for s in (0, 50, 450)]
+    assert steady.peak_memory_bytes == max(peaks) > peaks[-1]
     mean_s = (50 * times[0] + 100 * sum(times[1:]) + 550 * steady.step_time_s) / 1_000
     assert mean_step_s(model, [group], graph, context, topology, 1_000) == pytest.approx(mean_s)
 
