@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.backends import collectives
 from autopar.ops.updates import Received
+from autopar.runtime.model.held_state import KeptByProgram
 from autopar.runtime.model.pre_use_hooks import PreUseHooks
 
 
@@ -36,7 +37,7 @@ class Deferred(nn.Module):
         self._flat = flat
 
 
-class DeferredParameters:
+class DeferredParameters(KeptByProgram):
     """All groups of a program, whichever of its graphs begins or completes a step."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -15,10 +15,11 @@ from autopar.backends import collectives
 from autopar.errors import PlanError
 from autopar.ops.fragments import rows_of_rank
 from autopar.runtime.job.process_group import Group
+from autopar.runtime.model.held_state import KeptByProgram
 from autopar.runtime.model.pre_use_hooks import PreUseHooks
 
 
-class ShardedRows:
+class ShardedRows(KeptByProgram):
     """This rank's rows of the parameters of a model that are spread over the ranks."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: Group) -> None:

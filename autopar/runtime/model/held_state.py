@@ -17,11 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
+
+class KeptByProgram:
+    """Of autopar's own objects that a hook on a model leads to: not the model's state, but its program's, which running
+    or tracing the model may change."""
+
+
 MOST = 20_000
 """Objects that are looked at, at most: a module may hold on to a data set."""
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, KeptByProgram)
 _ITERATORS: tuple[type, ...] = (
     type(iter([])),
     type(iter(())),
@@ -38,7 +44,7 @@ _Back = Callable[[], None]
 
 def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]:
     """The tensors that values hold, in containers and in attributes of objects; and what puts back, of each container,
-    object and generator of random numbers, what it holds now. Modules are passed over."""
+    object and generator of random numbers, what it holds now. Modules are passed over, and what programs keep."""
     waiting = list(values)
     known: set[int] = set()
     tensors: list[torch.Tensor] = []
