@@ -11,4 +11,4 @@ def test_a_discriminator_may_be_frozen_whole_for_the_generator_s_update() -> Non
         assert worst < 1e-12
         assert captures == 1
         assert "'0.weight' was trained when the plan was made, and is frozen now" in said
-        assert "all parameters of a drop-in module may be frozen for a while" in said
+        assert "All parameters of a drop-in module may be frozen for a while" in said

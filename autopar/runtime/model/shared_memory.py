@@ -25,7 +25,7 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
                 " With optimize() without an optimizer they may stay as they are"
             )
     for name, p in parameters.items():
-        if p.numel() > 1 and not any(p.stride()) and bool(p.detach().reshape(-1)[0].isnan()):
+        if is_spread(p):
             raise PlanError(
                 f"parameter '{name}' holds no values: another program has spread its rows over the ranks. Use it "
                 "within 'with that_program.gathered():', which all ranks must enter, or give that program a plan that "
@@ -37,6 +37,12 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"parameter '{name}' of shape {tuple(p.shape)} is expanded: several of its elements are one place in "
                 "memory. Give it memory of its own with `p.data = p.data.contiguous()`"
             )
+
+
+def is_spread(p: nn.Parameter) -> bool:
+    """Whether a program has spread a parameter's rows over the ranks, and left a stand-in here, all of whose elements
+    are one that is no number."""
+    return p.numel() > 1 and not any(p.stride()) and bool(p.detach().reshape(-1)[0].isnan())
 
 
 class Memory:

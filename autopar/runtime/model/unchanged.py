@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError, PlanMismatchError
+from autopar.runtime.model.shared_memory import is_spread
 from autopar.runtime.model.tables import table_of
 from autopar.runtime.model.tree import ModuleTree
 from autopar.runtime.optimizers.joint_optimizer import each_of
@@ -95,13 +96,19 @@ class Unchanged:
             return f"parameter '{name}' was replaced by another tensor, or removed, which is in no plan. {_AGAIN}"
         if p.requires_grad:
             return f"parameter '{name}' was frozen when the plan was made, and trains now: it is in no plan. {_AGAIN}"
-        some = (
-            "" if self._optimizer is not None else "all parameters of a drop-in module may be frozen for a while, or "
-        )
-        return (
-            f"parameter '{name}' was trained when the plan was made, and is frozen now. {_AGAIN}: {some}some of them "
-            "with capture='never'"
-        )
+        said = f"parameter '{name}' was trained when the plan was made, and is frozen now"
+        if self._optimizer is None:
+            return (
+                f"{said}. All parameters of a drop-in module may be frozen for a while, some of them with "
+                "capture='never'; else call autopar.optimize again, with the model as it is now"
+            )
+        again = f"{_AGAIN}, or pass capture='never', which lets parameters be frozen for a while"
+        if is_spread(p):
+            again = (
+                "Its rows are spread over the ranks: load program.state_dict()['model'] into a new model, freeze it "
+                "there, call autopar.optimize with that, and load_state_dict"
+            )
+        return f"{said}. {again}"
 
     def _is_hooked(self, p: nn.Parameter) -> bool:
         """Whether a parameter has a hook that a step would not call, or call out of turn."""
