@@ -11,6 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.ops.fragments import Fragment
+from autopar.runtime.optimizers.kinds import leaves_zeros_alone
+from autopar.runtime.optimizers.optimizer import OptimizerPart
+from autopar.spec.plan import ParameterSlice
 
 
 class Net(nn.Module):
@@ -68,3 +72,14 @@ def test_gradients_of_a_drop_in_are_dense(kind: str) -> None:
         F.mse_loss(one(batch(1)[0]), batch(1)[1]).backward()
     gradient = model.table.weight.grad
     assert not gradient.is_sparse and torch.allclose(gradient, eager.table.weight.grad.to_dense(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_an_optimizer_that_is_fused_by_its_user_is_given_no_sparse_gradients(kind: Any) -> None:
+    """PyTorch's fused kernels refuse them."""
+    p = nn.Parameter(torch.ones(4, 2))
+    optimizer = kind([p], lr=0.1, fused=True)
+    part = OptimizerPart(optimizer, [Fragment("p", True, p, ParameterSlice(name="p"), 0, 0)], {"p": p})
+    part.step([torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (4, 2))])
+    assert not leaves_zeros_alone(optimizer)
+    assert p[0].tolist() == [1, 1] and p[1, 0] < 1

@@ -22,7 +22,7 @@ def leaves_zeros_alone(optimizer: Optimizer | None) -> bool:
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adagrad):
         return False
     assert optimizer is not None
-    kept = ("momentum", "weight_decay", "maximize")
+    kept = ("momentum", "weight_decay", "maximize", "fused")  # fused kernels take no sparse gradients
     return not any(group.get(k) for group in optimizer.param_groups for k in kept)
 
 
