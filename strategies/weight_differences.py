@@ -42,7 +42,7 @@ class WeightDifferencesOptions(Options):
     """Numbers that share a scale: 16, 64, 256, 1024 or 4096."""
     rotated: bool = False
     """Whether each block is multiplied with a Hadamard matrix first, which spreads outliers; it takes longer."""
-    gradients: WireDtype = "same"
+    wire: WireDtype = "same"
     """Number format of the gradients on the wire; what a narrower one rounds is lost."""
 
 
@@ -58,14 +58,14 @@ class WeightDifferences(Compressed):
     def options(self, context: Context) -> Sequence[WeightDifferencesOptions]:
         return [
             WeightDifferencesOptions(),
-            WeightDifferencesOptions(gradients="bfloat16"),
-            WeightDifferencesOptions(bits=4, gradients="bfloat16"),
+            WeightDifferencesOptions(wire="bfloat16"),
+            WeightDifferencesOptions(bits=4, wire="bfloat16"),
             WeightDifferencesOptions(bits=4),
         ]
 
     def remainder(self, options: Options) -> Remainder:
         assert isinstance(options, WeightDifferencesOptions)
-        return "kept" if options.gradients == "same" else "lost"
+        return "kept" if options.wire == "same" else "lost"
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, WeightDifferencesOptions)
@@ -74,7 +74,7 @@ class WeightDifferences(Compressed):
             emit.update(emit.wait(emit.all_reduce(emit.pack(group))), group)
             return
         sizes = whole_blocks(group.elements, emit.world_size, options.block)
-        wire: WireDtype = "same" if exactly else options.gradients
+        wire: WireDtype = "same" if exactly else options.wire
         shard = emit.wait(emit.reduce_scatter(emit.pack(group, wire), sizes))
         layout, wide = Shard(sizes), wide_dtype(group.dtype)
         lacking = emit.state(group, "lacking", layout=layout, dtype=wide, of_parameters=True)

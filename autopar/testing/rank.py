@@ -112,7 +112,7 @@ class Rank:
             for use in self._uses(task, SAMPLES["equal"][self.group.rank]):
                 case = f"{task.name}, {use.options}, {self.group.world_size} ranks"
                 if use.fidelity != "exact":
-                    if use.wire in ROUNDED_TOLERANCE and use.fidelity != "local" and self.group.world_size > 1:
+                    if use.wire in ROUNDED_TOLERANCE and use.fidelity == "rounded" and self.group.world_size > 1:
                         self._rounding(task, use, case)
                     if use.fidelity == "compressed":
                         self._feedback(task, use, case)
@@ -163,7 +163,7 @@ class Rank:
             self._see("equality", f"{case}, {training}, {samples} batches", look)
 
     def _rounding(self, task: Task, use: Use, case: str) -> None:
-        """A step of SGD is the gradient, times its rate."""
+        """A step of SGD is the gradient, times its rate, where nothing but rounding is lost."""
 
         def look() -> str | None:
             program = self._program(task, use, "plain", SAMPLES["unequal"][self.group.rank])

@@ -84,7 +84,7 @@ METHODS: dict[str, Method] = {
         _compressed("qsgd 4", "qsgd(bits=4)"),
         _compressed("terngrad", "terngrad"),
         Method("one_bit_adam", "one_bit_adam", "compressed", warm_up=0.2, of_adam=True),
-        *(_compressed(f"weight_differences {b}", f"weight_differences(bits={b},gradients=bfloat16)") for b in (8, 4)),
+        *(_compressed(f"weight_differences {b}", f"weight_differences(bits={b},wire=bfloat16)") for b in (8, 4)),
         *(Method(f"local {k}", f"ddp+every={k}", "local") for k in (4, 16)),
         Method("post-local 16", "ddp+every=16", "local", warm_up=0.5),
         Method("delayed", "ddp+delay=1", "stale"),

@@ -37,6 +37,12 @@ def test_programs_do_what_the_algorithm_says(worlds: Worlds, name: str, n: int) 
     assert len({bits for _, bits in of_ranks}) == 1, "replicas differ, if only in their last bits"
 
 
+def test_gradients_in_16_bits_are_taken_for_rounded(worlds: Worlds) -> None:
+    """Each step is compared with the model run eagerly, as exactly as 16 bits are; differences get other codes."""
+    offs, bits = zip(*(found["rounded"] for found in worlds[2]), strict=True)
+    assert 0 < max(offs) < 1e-2 and len(set(bits)) == 1
+
+
 def test_a_run_goes_on_from_what_it_has_saved(worlds: Worlds) -> None:
     """Bit for bit on as many ranks; on others, with the same that parameters lack."""
     sums = [{k: v for k, v in found["saved"].items() if k != "off"} for found in worlds[2]]

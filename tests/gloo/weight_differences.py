@@ -39,6 +39,7 @@ class Case:
     bits: int = 8
     block: int = 16
     rotated: bool = False
+    wire: str = "same"
     clip: float | None = None
     micro_batches: int = 1
     schedules: bool = False
@@ -55,6 +56,7 @@ CASES = {
     "scheduled, later": Case(block=64, schedules=True, timing={"from_step": 3}),
     "late, eager": Case(momentum, 4, timing={"delay": 1}, settings={"capture": "never"}),
 }
+ROUNDED = Case(sgd, wire="bfloat16")
 
 
 class Reference:
@@ -114,7 +116,7 @@ def program_of(rank: int, n: int, case: Case, model: nn.Module, **settings: Any)
     groups = tuple(
         SyncGroup(
             strategy="weight_differences",
-            options={"block": case.block, "bits": case.bits, "rotated": case.rotated},
+            options={"block": case.block, "bits": case.bits, "rotated": case.rotated, "wire": case.wire},
             members=tuple(ParameterSlice(name=name) for name in names),
             **case.timing,
         )
@@ -212,7 +214,12 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     """All of the above on this many ranks."""
     found: dict[str, Any] = {"off": {name: off(rank, n, case) for name, case in CASES.items()}}
     if n == 2:
-        found |= {"saved": saved(rank, n, folder), "losses": learned(rank, n), "narrow": narrow(rank, n)}
+        found |= {
+            "saved": saved(rank, n, folder),
+            "losses": learned(rank, n),
+            "narrow": narrow(rank, n),
+            "rounded": off(rank, n, ROUNDED),
+        }
     if n == 3:
         found["loaded"] = loaded(rank, n, folder)
     return found

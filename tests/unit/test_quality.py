@@ -104,7 +104,7 @@ def test_candidates_are_lossy_plans_that_are_worth_it_the_fastest_first() -> Non
     found = candidates(CONTEXT, PLANS, exact, STEPS)
     times = [c.training_step_s for c in found]
     assert times == sorted(times) and times[-1] <= 0.95 * predicted_s(exact)
-    assert {"power_sgd", "top_k", "one_bit_adam", "weight_differences(bits=4,gradients=bfloat16)", "ddp+every=16"} <= {
+    assert {"power_sgd", "top_k", "one_bit_adam", "weight_differences(bits=4,wire=bfloat16)", "ddp+every=16"} <= {
         c.name for c in found
     }
     assert all(any(loses(g, CONTEXT) for g in c.plan.groups) for c in found)
