@@ -69,7 +69,7 @@ def mean_step_s(
     topology: Topology,
     steps: int,
 ) -> float:
-    """Seconds of a step in the mean over a training of so many, those included that come before groups begin."""
+    """Seconds of a step, in the mean over a training of `steps` steps, those before groups begin included."""
     begins = sorted({0, steps, *(step for g in groups for step in changes(g) if step < steps)})
     total_s = 0.0
     for first, end in pairwise(begins):

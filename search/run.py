@@ -230,8 +230,7 @@ def training_step_s(
     *,
     cost_model: CostModel | None = None,
 ) -> float:
-    """Seconds of a plan's step in the mean over a training of so many, those included that come before its groups
-    begin."""
+    """Seconds of a plan's step, in the mean over a training of `steps` steps, those before groups begin included."""
     of = _problem(graph, cluster, context, FIDELITIES[-1], cost_model)
     return mean_step_s(of.cost_model, plan.groups, of.graph, of.context, of.topology, steps)
 

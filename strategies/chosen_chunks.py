@@ -57,7 +57,7 @@ class ChosenChunks(Compressed):
         emit.update(emit.emit(SpreadChunks(chunk), group, [gradients, summed, chosen]), group)
 
     def density(self, options: ChunkOptions, stage: int) -> float:
-        """Which part of the chunks is sent, with so many stages left."""
+        """Which part of the chunks is sent. `stage`: how many stages are left (`Strategy.stages`)."""
         return options.density
 
     def states(self, group: Group, options: ChunkOptions, emit: Emitter) -> list[Call]:

@@ -115,8 +115,8 @@ def cycle(groups: Sequence[SyncGroup], step: int | None = None) -> list[tuple[Mo
 def _as_begun(
     groups: Sequence[SyncGroup], steps: Sequence[tuple[Moments, float]], step: int
 ) -> list[tuple[Moments, float]]:
-    """The same, in which groups that have not begun before `step` synchronize exactly, and others are in their stages
-    of then."""
+    """The same steps as they are in step number `step`: groups that have not begun by then synchronize exactly, and
+    the others are in the stage that they have reached."""
     found: dict[Moments, float] = {}
     for moments, share in steps:
         each = zip(groups, moments, strict=True)

@@ -110,8 +110,8 @@ def _check_budget(
     "--budget",
     metavar="PERCENT",
     callback=lambda context, parameter, value: None if value is None else part(context, parameter, value),
-    help="Of what exact training gains by your metric, a plan may lose so much over --steps N steps: methods that lose "
-    "something are taken where --evidence shows that they keep to it.",
+    help="The part of what exact training gains by your metric that a plan may lose over --steps N steps: methods that "
+    "lose something are taken where --evidence shows that they keep to it.",
 )
 @click.option(
     "--evidence",

@@ -60,7 +60,7 @@ class Plans:
     price: Callable[[Plan], Plan]
     """A plan whose groups were changed, with what is predicted of it."""
     training_step_s: Callable[[Plan, int], float]
-    """What is predicted of a step, in the mean over a training of so many."""
+    """Of a plan, and of how many steps the training has: the predicted seconds of a step, in the mean over all."""
 
     @classmethod
     def of(
@@ -91,8 +91,8 @@ def predicted_s(plan: Plan) -> float:
 
 def names(context: Context, steps: int) -> Iterator[str]:
     """Plans by name: each strategy that compresses with each rate that it offers, behind the exact steps that it cannot
-    do without, unless so many steps are too few for it; all-reduces from time to time, and all-reduces that are
-    late."""
+    do without, unless the training's `steps` are too few for it; all-reduces from time to time; and all-reduces that
+    are late."""
     for name, strategy in STRATEGIES.items():
         if strategy.exact_steps(steps, context) is None:
             continue
@@ -117,7 +117,7 @@ def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:
 
 
 def candidates(context: Context, plans: Plans, exact: Plan, steps: int) -> list[Candidate]:
-    """All that are worth it over a training of so many steps, the fastest first. `exact`: the plan to be faster
+    """All that are worth it over a training of `steps` steps, the fastest first. `exact`: the plan to be faster
     than."""
     found: dict[str, Candidate] = {}  # by what groups say
     limit = WORTH * predicted_s(exact)
@@ -153,14 +153,15 @@ def loses(group: SyncGroup, context: Context) -> bool:
 
 
 def begun_exactly(plan: Plan, steps: int, context: Context) -> Plan:
-    """The plan, whose lossy groups are exact in the first of so many steps, as their strategies have it."""
+    """The plan, whose lossy groups begin with the exact steps that their strategies ask for in a training of `steps`
+    steps."""
     begins = [_begins(g, steps, context) for g in plan.groups]
     each = zip(plan.groups, begins, strict=True)
     return plan.model_copy(update={"groups": tuple(g.model_copy(update={"from_step": s}) if s else g for g, s in each)})
 
 
 def first_lossy(plan: Plan, steps: int, context: Context) -> int:
-    """The first step in which a plan loses something, in a training of so many; 0 where it loses nothing."""
+    """The first of a training's `steps` in which a plan loses something; 0 where it loses nothing."""
     return min((_begins(g, steps, context) for g in plan.groups if loses(g, context)), default=0)
 
 

@@ -9,6 +9,7 @@ not taken, and it is said what is to be run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
@@ -42,10 +43,15 @@ class OnEvidence:
 
     def __post_init__(self) -> None:
         """Raises `SpecError` where the evidence is none."""
-        plan = None if self.evidence is None else Plan.load(self.evidence)
+        plan = self._plan
         if plan is not None and (plan.quality is None or plan.was_edited):
             why = "was edited since" if plan.quality else "was chosen without a quality budget"
             raise SpecError(f"'{self.evidence}' holds no evidence, as its plan {why}: {self._to_run('the')}")
+
+    @cached_property
+    def _plan(self) -> Plan | None:
+        """The plan that holds the evidence."""
+        return None if self.evidence is None else Plan.load(self.evidence)
 
     def __call__(self, found: SearchResult, optimizer: str) -> Plan:
         """Raises `SpecError` where the evidence is of another training, and `PlanMismatchError` where it is of another
@@ -98,9 +104,9 @@ class OnEvidence:
 
     def _known(self, found: SearchResult, optimizer: str) -> QualityChoice | None:
         """The evidence, where there is some, and it is of this training."""
-        if self.evidence is None:
+        plan = self._plan
+        if plan is None:
             return None
-        plan = Plan.load(self.evidence)
         assert plan.quality is not None, "looked at before"
         plan.check_model(found.problem.graph.model)
         theirs = f"{plan.cluster.world_size} ranks and {plan.quality.optimizer or 'an unknown optimizer'}"

@@ -55,7 +55,7 @@ class Unwritten(nn.Module):
 
 
 def batches(step: int, sizes: tuple[int, ...], each: int = 1) -> list[list[Batch]]:
-    """Of every rank, so many micro-batches."""
+    """Of every rank, the micro-batches of one step."""
     draw = torch.Generator().manual_seed(step)
 
     def one(size: int) -> Batch:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Guard = contextlib.AbstractContextManager[None]
 Begin = Callable[[float, bool], Run | None]
-"""Begins to synchronize a backward pass of a batch that counts so much; `None` where it is to be kept to this rank.
-Second, whether a forward pass that it goes through was to be synchronized."""
+"""Begins to synchronize a backward pass; returns `None` where its gradients are to be kept on this rank. First, how
+much its batch counts; second, whether a forward pass that it goes through was to be synchronized."""
 End = Callable[[Mapping[str, torch.Tensor], float, Run | None], Mapping[str, torch.Tensor]]
 """Is given this rank's own gradients, how much they count, and what synchronizes them; returns what `grad` gets
 besides what it did itself."""
