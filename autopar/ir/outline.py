@@ -8,6 +8,7 @@ that were measured. Strategies are lowered into it, priced on it and written int
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Never
@@ -175,7 +176,8 @@ def _like(spec: ParameterSpec) -> torch.Tensor:
 
 
 _MOST_PARTS = 24
-"""Parts into which the forward pass is cut, each behind about as much time."""
+"""Parts into which the forward pass is cut by time. It is cut where as great a share of the parameters has been used,
+too: time alone would make one part of a forward pass that was held up once as it was timed."""
 
 
 def _forward_parts(seen: Seen, trained: Sequence[str]) -> list[tuple[list[str], float]]:
@@ -183,13 +185,15 @@ def _forward_parts(seen: Seen, trained: Sequence[str]) -> list[tuple[list[str], 
     seconds. What was not seen to be used is used in the first."""
     known = set(trained)
     timed = {n for n, _ in seen.uses}
+    most = max(2, math.ceil(len(timed) / _MOST_PARTS))  # a weight and its bias stay together
     parts: list[tuple[list[str], float]] = [([n for n in trained if n not in timed], 0.0)]
     left = seen.forward_s
     for name, since in seen.uses:
         names, lasted = parts[-1]
         parts[-1] = names, lasted + since
         left -= since
-        if parts[-1][1] >= seen.forward_s / _MOST_PARTS or (len(parts) == 1 and not names):
+        is_long = parts[-1][1] >= seen.forward_s / _MOST_PARTS
+        if is_long or len(names) >= most or (len(parts) == 1 and not names):
             parts.append(([], 0.0))
         if name in known:
             parts[-1][0].append(name)

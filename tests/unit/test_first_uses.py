@@ -153,3 +153,15 @@ def test_the_forward_pass_is_cut_where_parameters_are_first_used() -> None:
     assert isinstance(graph.joint, Outline)
     assert list(graph.joint.seconds.values())[:6] == pytest.approx([0.2, 0.2, 0.2, 0.2, 0.2, 0])
     assert sum(n.flops for n in graph.compute) == pytest.approx(3 * seen.flops)
+
+
+@pytest.mark.parametrize("held_up", [0, 3, 8])
+def test_a_forward_pass_that_was_held_up_as_it_was_timed_is_cut_all_the_same(held_up: int) -> None:
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(2, 4)
+    named = dict(model.named_parameters())
+    seen = look(lambda: [model(x).sum()], named, flatten({"x": x}), watchable([model], named))
+    moments = [1.0 if i == held_up else 1e-6 for i in range(9)]
+    uses = tuple((n, s) for n, s in zip(named, moments, strict=False))
+    graph = outline(model_fingerprint(model, None), flatten({"x": x}), replace(seen, forward_s=1.0, uses=uses), 0)
+    first = {p.name: p.first_use for p in graph.parameters}
+    assert len({first[f"{i}.weight"] for i in range(4)}) == 4
