@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from autopar.errors import SpecError
 from autopar.lab.host import Host
 from autopar.lab.job import Job, JobFailed, JobTimeout
+from autopar.runtime.job.ports import held_port
 from autopar.runtime.job.store import InThread
 from autopar.trials.board import POLL_S, Board, FolderBoard, Pulse
 
@@ -76,6 +78,8 @@ class _Child:
         self._job: Job | None = None
         self._start = 0
         """Which start of the ranks it belongs to; 0 for none."""
+        self._ports = ExitStack()
+        """Rank 0's, held until its process, which serves the store there, has ended."""
 
     def answer(self, asked: dict[str, Any], pulse: Pulse) -> dict[str, Any]:
         """What the process says to `request`, or how it has `failed`, in words."""
@@ -102,6 +106,7 @@ class _Child:
         if self._job is not None:
             self._job.__exit__(None, None, None)
             self._job = None
+        self._ports.close()
 
     def _started(self, timeout_s: float) -> Job:
         host, port = self._meet()
@@ -121,9 +126,8 @@ class _Child:
         """Where rank 0's process serves the store of this start, which rank 0 says."""
         key = f"meet/{self._start}"
         if self._seat.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                self._board.put(key, f"{self._address()} {probe.getsockname()[1]}")
+            held = self._ports.enter_context(held_port())
+            self._board.put(key, f"{self._address()} {held}")
         end = time.monotonic() + MEET_S
         while (said := self._board.get(key)) is None:
             if time.monotonic() > end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable
 
@@ -29,10 +28,3 @@ def wait_for(condition: Callable[[], bool]) -> None:
         if time.monotonic() > end:
             raise VerificationError("a process of the verification did not come forward in time")
         time.sleep(0.005)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -12,12 +12,13 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from autopar.errors import SpecError
+from autopar.runtime.job.ports import held_port
 from autopar.runtime.model.eager import loss_of
 from autopar.spec.plan import Plan
 from autopar.verification import rank, reference
 from autopar.verification.differences import StepDifference, Verification, worst_of
 from autopar.verification.job import OWN, Factory, Job, OptimizerFactory, batches, build, plan_in_dtype
-from autopar.verification.processes import free_port, start_method
+from autopar.verification.processes import start_method
 
 
 def sgd_with_momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -64,7 +65,7 @@ def verify(
             "first step of every program"
         )
     n = world_size or (plan.cluster.world_size if plan is not None else 4)
-    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder, held_port() as port:
         job = Job(
             make,
             folder,
@@ -79,7 +80,7 @@ def verify(
             micro_batches,
             tolerance,
             seed,
-            free_port(),
+            port,
             settings,
         )
         context: Any = start_processes(  # type: ignore[no-untyped-call]

@@ -9,10 +9,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO
 
-from autopar.verification.processes import free_port
+from autopar.runtime.job.ports import held_port
 from benchmarks.capture.outcome import Outcome, merged
 
 WORLD_SIZE = 2
@@ -29,6 +30,7 @@ class Team:
     _ranks: list[subprocess.Popen[str]] = field(default_factory=list)
     _errors: list[IO[str]] = field(default_factory=list)
     _done: int = 0
+    _port: ExitStack = field(default_factory=ExitStack)
 
     def attempt(self, name: str) -> Outcome:
         """What becomes of a model."""
@@ -72,9 +74,10 @@ class Team:
         for file in self._errors:
             file.close()
         self._ranks, self._errors, self._done = [], [], 0
+        self._port.close()
 
     def _start(self) -> None:
-        port = free_port()
+        port = self._port.enter_context(held_port())
         for rank in range(WORLD_SIZE):
             env = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE),

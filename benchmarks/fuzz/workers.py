@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from autopar.runtime.job.ports import held_port
 from autopar.verification import start_method
 from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.outcome import Outcome, merged
@@ -49,10 +50,11 @@ class Team:
     _done: int = 0
     _answers: dict[int, bytes] = field(default_factory=dict)
     _deadline: float = 0.0
+    _port: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
         context: Any = multiprocessing.get_context(start_method())
-        port = _free_port()
+        port = self._port.enter_context(held_port())
         self._ready, self._done = False, 0
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
@@ -71,6 +73,7 @@ class Team:
             process.join()
         for connection in self.connections:
             connection.close()
+        self._port.close()
         self.processes, self.connections, self.name = [], [], ""
 
     def begin(self, name: str, case: Case | None = None, echo: bool = False) -> None:
@@ -147,9 +150,3 @@ def answers(teams: list[Team]) -> Iterator[tuple[Team, Told]]:
             told = team.poll()
             if told is not None:
                 yield team, told
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

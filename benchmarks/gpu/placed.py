@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from autopar.runtime.job.ports import held_port
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.detect import detect
 from autopar.testing.tasks import Task
-from benchmarks.gpu.processes import free_port
 
 
 def moved(value: Any, device: str) -> Any:
@@ -52,8 +52,9 @@ def one_rank(backend: str, device: str) -> Iterator[None]:
     """While it is open, there is a default process group of this process alone."""
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with held_port() as port:
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

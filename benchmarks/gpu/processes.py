@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -50,13 +49,6 @@ def run_all(
 def python(module: str, *arguments: str) -> list[str]:
     """The command line of one of the repository's modules, in this interpreter."""
     return [sys.executable, "-m", module, *arguments]
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def last_words(log: Path) -> str:

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autopar.runtime.job.ports import held_port
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.processes import free_port, python, run_all
+from benchmarks.gpu.processes import python, run_all
 from benchmarks.gpu.rank import EQUAL, SHOWN
 from benchmarks.gpu.setting import Setting
 
@@ -57,22 +58,22 @@ def _started(
 ) -> str | None:
     """Runs the cases from number `behind` on; returns why the ranks failed, or None where all is done."""
     folder.mkdir()
-    port = str(free_port())
     common = ["--device", setting.device, "--behind", str(behind), "--seconds", str(seconds - SPARE_S / 2)]
     commands = [python("benchmarks.gpu.rank", str(folder / f"found{r}"), *common) for r in range(ranks)]
-    environments = [
-        {
-            "RANK": str(r),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-        }
-        for r in range(ranks)
-    ]
-    failed = run_all(commands, [folder / f"log{r}" for r in range(ranks)], seconds, environments)
+    with held_port() as port:
+        environments = [
+            {
+                "RANK": str(r),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            for r in range(ranks)
+        ]
+        failed = run_all(commands, [folder / f"log{r}" for r in range(ranks)], seconds, environments)
     for rank in range(ranks):
         path = folder / f"found{rank}"
         for line in path.read_text().splitlines() if path.exists() else []:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from autopar.runtime.job.ports import held_port
 from autopar.verification import start_method
 
 
@@ -26,8 +27,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
 def run_worlds(function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]) -> dict[int, list[Any]]:
     """The same for several world sizes, one after the other in the same processes, which keep what they have cached.
     `args`: for each world size, what the function is given behind it."""
-    ports = {n: free_port() for n in args}
-    with tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
+    with ExitStack() as held, tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
+        ports = {n: held.enter_context(held_port()) for n in args}
         start_processes(_process, (ports, folder, function, dict(args)), nprocs=max(args), start_method=start_method())
         return {n: [json.loads((Path(folder) / f"{n}-{r}").read_text()) for r in range(n)] for n in args}
 
@@ -58,10 +59,3 @@ def _rank(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         dist.barrier()
         dist.destroy_process_group()
     return result
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+from autopar.runtime.job.ports import held_port
 from autopar.verification import IMPORTED_ONCE
-from tests.gloo.ranks import free_port
 
 RANKS = 3
 SCRIPT = """
@@ -179,17 +179,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("failures")
     script = folder / "script.py"
     script.write_text(f"SHORT = {SHORT}\nLEAVING = {LEAVING}\n{SCRIPT}")
-    worlds = {t: (free_port(), 2 if t in OF_TWO else RANKS) for t in TROUBLES}
-    told = [json.dumps(IMPORTED_ONCE), json.dumps(worlds), str(AT_ONCE)]
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(script), str(folder), *told],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        start_new_session=True,
-    ) as starter:
+    with ExitStack() as held:
+        worlds = {t: (held.enter_context(held_port()), 2 if t in OF_TWO else RANKS) for t in TROUBLES}
+        told = [json.dumps(IMPORTED_ONCE), json.dumps(worlds), str(AT_ONCE)]
+        starter = held.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", STARTER, str(script), str(folder), *told],
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+                start_new_session=True,
+            )
+        )
         try:
             assert starter.wait(timeout=500) == 0
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(starter.pid, signal.SIGKILL)
     return {
         trouble: [

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from autopar.runtime.job.ports import held_port
 from autopar.runtime.job.servers import _connect
-from tests.gloo.ranks import free_port
 
 JOB = """
 import sys
@@ -33,7 +33,7 @@ def _started(port: int) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_that_is_asked_to_end_says_so_and_no_more(number: signal.Signals) -> None:
     """While it waits for what ranks send."""
-    store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("autopar/servers/1", json.dumps({"ranks": 1, "servers": ["host"], "timeout_s": 60.0}))
     with _started(store.port) as server:
         mesh = _connect(store, 1, 0, 1, ("host",), 60.0)
@@ -48,10 +48,11 @@ def test_a_server_that_is_asked_to_end_says_so_and_no_more(number: signal.Signal
 
 
 def test_a_server_ends_with_the_job_and_says_so_and_no_more() -> None:
-    port = free_port()
-    words = [sys.executable, "-c", JOB, str(port)]
     with (
-        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job,
+        held_port() as port,
+        subprocess.Popen(
+            [sys.executable, "-c", JOB, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as job,
         _started(port) as server,
     ):
         assert job.stdout is not None and job.stdout.readline() == "serves\n"

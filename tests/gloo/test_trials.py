@@ -91,11 +91,8 @@ def test_ranks_outlive_a_plan_that_fails_on_one_of_them(tmp_path: Path, monkeypa
     with launched(shlex.join(TORCHRUN), tmp_path, 2) as pool:
         found = pool.in_turn(specs, rounds=2)
         assert pool.starts == 3, "once, and once more after each failure"
-    assert {name: result.status for name, result in found.items()} == {
-        "well": "ok",
-        "dies": "crashed",
-        "raises": "crashed",
-    }
+    statuses = {"well": "ok", "dies": "crashed", "raises": "crashed"}
+    assert {name: result.status for name, result in found.items()} == statuses, [r.error for r in found.values()]
     assert len(found["well"].step_s) == 4 and min(found["well"].step_s) > 0
     assert "the data ran out" in found["raises"].error and "rank 1" in found["raises"].error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,12 +19,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import TORCHRUN, meet
+from autopar.runtime.job.ports import held_port
 from autopar.runtime.job.presence import Presence
 from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.runtime.job.pulse import beat_of
 from autopar.runtime.job.servers import Serving
 from autopar.runtime.job.store import Connection, JobStore, StoreFailure, StoreSilent
-from tests.gloo.ranks import free_port
 
 SERVER = """
 import sys, time
@@ -45,11 +46,24 @@ GARBAGE = [
 ]
 
 
+def test_a_port_that_is_held_is_the_stores_alone() -> None:
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert store.port == port
+        del store
+        # Another one after it, as where ranks are started again.
+        assert TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).port == port
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that serves a store, and its port."""
-    port = free_port()
-    with subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True) as process:
+    with (
+        held_port() as port,
+        subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True) as process,
+    ):
         try:
             assert process.stdout is not None and process.stdout.readline() == "serves\n"
             yield process, port
