@@ -64,7 +64,8 @@ class Slopes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = torch.func.vmap(torch.func.grad(lambda v: self.net(v).sum()))(x)
-        return found + self.net(x)[:, :1]
+        scores: torch.Tensor = self.net(x)
+        return found + scores[:, :1]
 
 
 def test_a_model_with_derivatives_of_its_own_is_compared() -> None:
