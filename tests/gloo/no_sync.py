@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import AutoparError, AutoparWarning, CaptureError
@@ -178,6 +179,35 @@ def reads_parameters(module: Any, model: nn.Module, rank: int) -> Iterator[None]
     hook.remove()
 
 
+def has_gradients_before(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """Each rank's own, of a backward pass without the module, or written by hand."""
+    for k in range(4):
+        if k % 2:
+            (loss(model(batch(k + 5, rank))) + (rank + 1) * model.get_parameter("first.weight").sum()).backward()
+        elif k:
+            model.get_parameter("last.bias").grad = torch.full((2,), rank + 1.0, dtype=torch.float64)
+        loss(module(batch(k, rank))).backward()
+        yield
+        loss(module(batch(k + 1, rank))).backward()
+        yield
+        model.zero_grad(set_to_none=k < 2)
+
+
+def takes_derivatives_between(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """Of which what lies in `grad` is no part."""
+    for k in range(2):
+        with module.no_sync() if k else contextlib.nullcontext():
+            loss(module(batch(0, rank))).backward()
+        if not k:
+            model.get_parameter("last.bias").grad = torch.ones(2, dtype=torch.float64)
+        yield
+        torch.autograd.grad(loss(module(batch(1, rank))), [*model.parameters()])
+        yield
+        loss(module(batch(2, rank))).backward()
+        yield
+        model.zero_grad()
+
+
 LOOPS: tuple[Loop, ...] = (
     looks,
     drops,
@@ -192,6 +222,8 @@ LOOPS: tuple[Loop, ...] = (
     calls_the_plain_model_later,
     calls_the_plain_model_on_rank_1,
     reads_parameters,
+    has_gradients_before,
+    takes_derivatives_between,
 )
 
 
@@ -234,6 +266,33 @@ def uneven(rank: int, n: int, capture: Any) -> float:
         for a, b in zip(gradients(mine), gradients(other), strict=True)
         if a is not None and b is not None
     )
+
+
+def around_a_checkpoint(
+    rank: int, n: int, before: bool, capture: Any = "always", reentrant: bool = True
+) -> tuple[float, list[str]]:
+    """Of a checkpoint around the module, whose backward pass may lie within that of another term of the loss: how far
+    from one process, and what is said. `before`: whether the term's backward pass comes first."""
+    mine, other = Net(), Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+
+    def term(model: nn.Module, rank: int) -> torch.Tensor:
+        return (rank + 1) * model.get_parameter("last.weight").square().sum()
+
+    told: list[str] = []
+    for k in range(2):
+        first = None if before else term(mine, rank)
+        inputs = batch(k, rank, rank + 2).requires_grad_()
+        output = loss(checkpoint(module, inputs, use_reentrant=reentrant))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", AutoparWarning)
+            (output + (term(mine, rank) if first is None else first)).backward()
+        told += [str(w.message) for w in said if w.category is AutoparWarning]
+        total = sum(r + 2 for r in range(n))
+        parts = [(loss(other(batch(k, r, r + 2))) + term(other, r)) * ((r + 2) / total) for r in range(n)]
+        sum(parts, torch.zeros(())).backward()
+    pairs = zip(mine.parameters(), other.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs), told  # type: ignore[operator]
 
 
 def both_in_one_pass(rank: int, n: int, capture: Any, kept_first: bool) -> float:
@@ -332,7 +391,10 @@ def everything(rank: int, n: int) -> tuple[Any, ...]:
     worst = {f"{loop.__name__}, {c}": apart(loop, rank, c) for c in captures for loop in LOOPS}
     worst |= {f"uneven, {c}": uneven(rank, n, c) for c in captures}
     worst |= {f"both, {c}, {first}": both_in_one_pass(rank, n, c, first) for c in captures for first in (False, True)}
+    for of in ((False,), (True,), (True, "never"), (False, "never", False)):
+        worst[f"around a checkpoint, {of}"] = around_a_checkpoint(rank, n, *of)[0]
     penalties = [penalty_beside_the_module(rank, c, beside) for c in captures for beside in (False, True)]
     early = [taken_too_early(rank, how) for how in ("grad", "hook", "clip")]
+    early.append(around_a_checkpoint(rank, n, False, "never")[1])
     said = [changed_between_sizes(rank, c) for c in captures]
     return worst, said, penalties, early, beside_on_one_rank_later(rank)

@@ -28,10 +28,11 @@ def test_gradients_that_come_another_way_are_synchronized(ranks: list[Any]) -> N
 
 
 def test_gradients_that_come_another_way_are_said_where_they_are_taken_too_early(ranks: list[Any]) -> None:
-    for _, _, _, (grad, hook, clip), _ in ranks:
+    for _, _, _, (grad, hook, clip, around), _ in ranks:
         assert len(grad) == 1 and "torch.autograd.grad takes this rank's own" in grad[0]
         assert len(hook) == 1 and "'last.weight'" in hook[0] and "a post-accumulate hook was given" in hook[0]
         assert len(clip) == 1 and "clip_grad_norm clips the module's gradients without it" in clip[0]
+        assert len(around) == 1 and "'last.weight' gets a gradient from elsewhere after the module's" in around[0]
 
 
 def test_gradients_that_come_another_way_first_on_one_rank_late_are_refused(ranks: list[Any]) -> None:

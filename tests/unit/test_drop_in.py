@@ -55,6 +55,29 @@ def test_two_calls_in_a_step_may_differ_in_size() -> None:
         assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
 
 
+class Slopes(nn.Module):
+    """Takes derivatives within its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.vmap(torch.func.grad(lambda v: self.net(v).sum()))(x)
+        scores: torch.Tensor = self.net(x)
+        return found + scores[:, :1]
+
+
+def test_a_model_with_derivatives_of_its_own_is_compared() -> None:
+    net = Slopes()
+    eager = copy.deepcopy(net)
+    module = autopar.optimize(net, example_inputs=X[:, :3], capture="always")
+    for model in (module, eager):
+        model(X[:, :3]).square().sum().backward()
+    for a, b in zip(net.parameters(), eager.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
+
+
 class ScaledLoss(nn.Module):
     """A loss with a parameter of its own, which a drop-in module does not see."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -71,7 +72,7 @@ class GradientProgram(BaseProgram):
         self._kept = KeptGradients(self._parameters)
         self._gathers = False
         """Whether the model takes samples of all ranks."""
-        self._others = OtherGradients(self._parameters, group, settings.clip_grad_norm is not None)
+        self._others = OtherGradients(self._parameters, group, settings.clip_grad_norm is not None, self._kept.note)
         self._eagerly: StandInGradients | None = None
         """Backward passes through batches that could not be captured; `None` before there is one."""
         self._stands_in: Compiled | None = None
@@ -124,17 +125,18 @@ class GradientProgram(BaseProgram):
         if self._eagerly is not None:
             self._eagerly.call_captured()
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
-            # A checkpoint around the module counts what is saved, and runs the module again without a proof.
-            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            with _without_hooks_on_saved_tensors():
                 self._prove(compiled, batch)
 
         synchronizes = self.synchronizes
+        around = self._others.begin()
 
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
             sends = self._group.world_size == 1 or synchronizes or self.synchronizes
             if self._eagerly is not None:
                 self._eagerly.pass_captured(not sends)
             run = self.run_backward if sends else self.run_backward_alone
+            self._others.around = around
             found = run(compiled, saved, tangents, reached, float(weight))
             if self._eagerly is not None:
                 self._eagerly.deliver_captured(
@@ -223,7 +225,7 @@ class GradientProgram(BaseProgram):
         if self._group.world_size == 1:
             return only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
         with self._group.guard(f"backward pass {self._steps}"):
-            kept = self._kept.take(weight)
+            kept = self._kept.take(weight, names)
         total, count = weight + kept.weight, 1 + kept.passes
         has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
         scalars = self._scalars(names, has, weight, total, count)
@@ -332,6 +334,17 @@ class GradientProgram(BaseProgram):
         if graph.joint.sizes is not None and holds_numbers(output):
             raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
         return replace(super()._lowered(graph, program, batch), output=output)
+
+
+@contextlib.contextmanager
+def _without_hooks_on_saved_tensors() -> Iterator[None]:
+    """While it is open, what autograd saves is saved as it is: a checkpoint around the module counts what is saved,
+    and runs the module again without a proof. Where nobody has such hooks, none are set: torch.func refuses them."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
 
 
 def _as_it_is(value: Any) -> Any:

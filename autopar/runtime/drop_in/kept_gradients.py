@@ -1,13 +1,14 @@
 """Gradients of backward passes within `no_sync()`: they lie in `grad` until a later backward pass synchronizes them.
 
 As with `DistributedDataParallel`, users may look at them there, change them, or drop them with `zero_grad()`: what lies
-there is what is synchronized. How much each backward pass counts does not show there, and is remembered here.
+there is what is synchronized. How much each backward pass counts does not show there, and is remembered here. What
+others have left there, a backward pass that does not go through the module, say, is synchronized as well.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import CaptureError
 
@@ -101,6 +103,8 @@ class KeptGradients:
         """Tables of hooks, and what the user has put into each."""
         self._listeners: list[Any] = []
         """Hooks of this object's."""
+        self._synchronized: dict[str, tuple[Callable[[], torch.Tensor | None], int]] = {}
+        """By parameter, the `grad` that a synchronized backward pass has left, and its version."""
 
     @property
     def passes(self) -> int:
@@ -138,14 +142,17 @@ class KeptGradients:
             p.grad = gradient if p.grad is None else p.grad.add_(gradient)
             self._keep(name, others, excess)
 
-    def take(self, weight: float) -> Kept:
+    def take(self, weight: float, among: Collection[str]) -> Kept:
         """What was kept back, which `grad` then holds no longer; `weight`: how much the backward pass counts that
-        synchronizes it. What others have added to `grad` since counts as these passes do on average. Raises
-        `CaptureError` where the user's changes of `grad` leave open what is to count how much."""
+        synchronizes it. What others have added to `grad` since, or have left there of a parameter `among` those that
+        are synchronized, counts as these passes do on average. Raises `CaptureError` where the user's changes of
+        `grad` leave open what is to count how much."""
         is_under_way = torch._C._current_graph_task_id() == self._task
         if not is_under_way:
             self._abandon()
         self._look()
+        if not any(_is_added_to(self._parameters[name]) for name in among):
+            return Kept()  # what lies in `grad` is no part of what `torch.autograd.grad` returns
         mean = (self._weight + weight) / (self._passes + 1)
         is_even = abs(mean - self._unit) <= 1e-12 * abs(mean)
         sums = {}
@@ -164,11 +171,30 @@ class KeptGradients:
             if kept.others is not None and not is_even:
                 total.add_(kept.others, alpha=mean - self._unit)
             sums[name], p.grad = total, None
+        for name in among:
+            if name not in self._in_grad and (left := self._left_by_others(name)) is not None:
+                sums[name] = left.to_dense() * mean if left.is_sparse else left * mean
+                left.zero_()
         found, unit = Kept(sums, self._weight, self._passes), self._unit
         self._forget()
         if is_under_way:  # one pass keeps gradients back and synchronizes others: what it keeps is still to come
             self._unit = unit
         return found
+
+    def note(self) -> None:
+        """Remembers that what lies in `grad` is synchronized, after a backward pass."""
+        gradients = {n: p.grad for n, p in self._parameters.items()}
+        self._synchronized = {n: (weakref.ref(g), g._version) for n, g in gradients.items() if g is not None}
+
+    def _left_by_others(self, name: str) -> torch.Tensor | None:
+        """What lies in `grad` that no synchronized backward pass has left so, if the pass under way adds to it."""
+        p = self._parameters[name]
+        if p.grad is None:
+            return None
+        lies, version = self._synchronized.get(name, (None, -1))
+        if lies is not None and lies() is p.grad and p.grad._version == version:
+            return None
+        return p.grad if _is_added_to(p) and (p.grad.is_sparse or p.grad.any()) else None
 
     def _look(self) -> None:
         """Forgets what the user has dropped since."""
@@ -232,6 +258,16 @@ class KeptGradients:
         for hooks, users in self._put_off:
             hooks.update(users)
         self._task, self._coming, self._weights, self._put_off, self._listeners = -1, {}, [], [], []
+
+
+def _is_added_to(p: nn.Parameter) -> bool:
+    """Whether the backward pass under way adds to the parameter's `grad`."""
+    if not p.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+    except RuntimeError:  # it is `torch.autograd.grad` of the parameter
+        return False
 
 
 def _added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ every backward pass begins with: a rank that has none begins its next pass inste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +39,9 @@ class _Pass:
     """The backward pass under way."""
 
     task: int = -1
-    """Autograd's number of it."""
+    """Autograd's number of it; where the module was called within a backward pass, that one's."""
+    inner: int = -1
+    """The number of the backward pass that has come through the module last, which a checkpoint may have begun."""
     weights: list[tuple[float, torch.Tensor]] = field(default_factory=list)
     """Of each call of the module: how much this rank's batch counts, and the sums over the ranks, weights first."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -59,9 +61,15 @@ class _Pass:
 class OtherGradients:
     """Averages them over the ranks, weighted as the ranks' batches are."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, clips: bool) -> None:
-        """`parameters`: by name. `clips`: whether the module clips its gradients."""
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: Group, clips: bool, ended: Callable[[], None]
+    ) -> None:
+        """`parameters`: by name. `clips`: whether the module clips its gradients. `ended`: called when what lies in
+        `grad` after a backward pass is synchronized."""
         self._parameters = parameters
+        self._ended = ended
+        self.around = -1
+        """Of the module's call whose gradients are computed: what `begin` returned before it."""
         self._group = group
         self._clips = clips
         self._accumulators: dict[str, Any] = {}
@@ -76,16 +84,27 @@ class OtherGradients:
         """The backward pass that is left out."""
         self._pass = _Pass()
 
+    def begin(self) -> int:
+        """Before a call of the module. Returns autograd's number of the backward pass within which it is called, as by
+        a checkpoint that begins one of its own, or -1: gradients are looked at until that one has ended."""
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            Variable._execution_engine.queue_callback(self._end_last)
+        return task
+
     def expect(self, gradients: Mapping[str, torch.Tensor | None], weight: float, sums: torch.Tensor) -> None:
         """Within a backward pass, whose gradients autograd is about to add to `grad`: what the module delivers.
         `weight`: how much this rank's batch counts. `sums`: what the message that has begun this backward pass adds up
         to over the ranks, weights first."""
-        task = torch._C._current_graph_task_id()
+        inner = torch._C._current_graph_task_id()
+        task = inner if self.around == -1 else self.around
         if task != self._pass.task:
             self._abandon()
             self._pass.task = task
             self._passes += 1
-            Variable._execution_engine.queue_callback(self._end_last)
+            if task == inner:
+                Variable._execution_engine.queue_callback(self._end_last)
+        self._pass.inner = inner
         self._pass.weights.append((weight, sums))
         for name, gradient in gradients.items():
             if name not in self._accumulators:
@@ -120,7 +139,7 @@ class OtherGradients:
 
     def _arrive(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
         """A gradient is about to be added to `grad`."""
-        if self._pass.task != torch._C._current_graph_task_id():
+        if torch._C._current_graph_task_id() not in (self._pass.task, self._pass.inner):
             return
         self._pass.has_arrived = True
         if name not in self._pass.early:
@@ -148,8 +167,14 @@ class OtherGradients:
         """After a backward pass, and all else that has waited for its end."""
         ended = self._pass
         self._abandon()
-        if ended.task == self._left_out:
+        if ended.task in (-1, self._left_out):
             return
+        self._average_found(ended)
+        if ended.has_arrived:
+            self._ended()
+
+    def _average_found(self, ended: _Pass) -> None:
+        """Averages what others have a gradient of on any rank, if ranks tell each other after this backward pass."""
         found = ended.found
         if ended.doubts:
             differ = torch.stack([*ended.doubts.values()]).tolist()

@@ -117,7 +117,7 @@ def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter], m
         raise OptimizerError(
             "SparseAdam takes sparse gradients alone, and leaves rows that were not looked up as they are; a program's "
             "gradients are dense. Use Adagrad or SGD, which treat rows that nobody has looked up alike, or "
-            "optimize(model, cluster) without an optimizer"
+            "DistributedDataParallel where other rows' momenta must stay"
         )
     known = {p: n for n, p in reversed(parameters.items())}
     held = {p for g in optimizer.param_groups for p in g["params"]}

@@ -59,7 +59,11 @@ class EagerGradientProgram(BaseProgram):
         compiled = super().adopt(graph, batch, outputs, sizes)
         assert compiled.eager is not None
         self._gradients = EagerGradients(
-            compiled.eager, self._begin, self._end, lambda: self._group.guard(f"backward pass {self._steps}")
+            compiled.eager,
+            self._begin,
+            self._end,
+            lambda: self._group.guard(f"backward pass {self._steps}"),
+            ended=self._kept.note,
         )
         return compiled
 
@@ -85,7 +89,7 @@ class EagerGradientProgram(BaseProgram):
             return Run(self.written(c, "backward"), arguments)
         if not (synchronizes or self.synchronizes):
             return None
-        kept = self._taken = self._kept.take(weight)
+        kept = self._taken = self._kept.take(weight, model.parameters)
         numbers = [weight, weight + kept.weight, 1 + kept.passes]
         arguments += [torch.tensor(float(x), dtype=torch.float64, device=self._device) for x in numbers]
         if not kept.sums:

@@ -57,9 +57,11 @@ class EagerGradients:
         end: End,
         guard: Callable[[], Guard],
         beside_others: bool = False,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         """`guard`: goes around the communication of one backward pass. `beside_others`: whether gradients also come
-        from passes that are not this object's."""
+        from passes that are not this object's. `ended`: called when synchronized gradients lie in `grad`."""
+        self._ended = ended
         self._model = model
         self._beside_others = beside_others
         self._new_guard = guard
@@ -74,6 +76,9 @@ class EagerGradients:
         self._hooks: list[tuple[str, Any, dict[int, Any]]] = []
         """That wait for gradients to be accumulated, by their parameter, with the table that they lie in."""
         self._said_hooks = False
+        self._said_around = False
+        self._around = -1
+        """The backward pass within which the module was last called, as by a checkpoint that begins one of its own."""
         self._run: Run | None = None
         self._weight = 0.0
         self._is_open = False
@@ -88,6 +93,7 @@ class EagerGradients:
         if self._is_open and self._task == torch._C._current_graph_task_id():
             return call()  # within a backward pass, for a checkpoint that lies around the module
         self.forget_reached()
+        self._around = torch._C._current_graph_task_id()
         self._close()
         self._model.begin(goes_on=bool(self._fresh))
         output = call()
@@ -148,6 +154,15 @@ class EagerGradients:
         if self._is_open:
             p = self._model.parameters[name]
             self._before[name], p.grad = p.grad, None
+        elif self._around == torch._C._current_graph_task_id() and not self._said_around:
+            self._said_around = True
+            warnings.warn(
+                f"parameter '{name}' gets a gradient from elsewhere after the module's, in a backward pass around that "
+                "of a checkpoint which calls the module: it stays this rank's own. Pass use_reentrant=False to the "
+                "checkpoint",
+                AutoparWarning,
+                stacklevel=2,
+            )
 
     def _complete(self, name: str) -> None:
         if name not in self._before:
@@ -176,6 +191,8 @@ class EagerGradients:
             for name, gradient in found.items():
                 p = self._model.parameters[name]
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+            if run is not None:
+                self._ended()
             for name, _, of_parameter in hooks:
                 if name in found:
                     for hook in of_parameter.values():

@@ -98,7 +98,7 @@ class StandInGradients:
         keeps = self._may_keep(synchronizes)
         if self._captured_task == torch._C._current_graph_task_id():
             self._check_apart(keeps)
-        self._taken = None if keeps else self._kept.take(weight)
+        self._taken = None if keeps else self._kept.take(weight, self._parameters)
 
     def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
         captured = {}
