@@ -109,6 +109,11 @@ def held_elements(layout: Layout, elements: int, rank: int) -> int:
     return 0 if isinstance(layout, Owned) and rank != layout.rank else elements
 
 
+def held_before(layout: Layout, elements: int, rank: int) -> int:
+    """Where in the whole value the elements begin that `rank` has."""
+    return sum(held_elements(layout, elements, r) for r in range(rank)) if is_sharded(layout) else 0
+
+
 def held_by_rank(layout: Layout, elements: int, world_size: int) -> Elements:
     """The same of all ranks."""
     if sizes := shard_sizes(layout):

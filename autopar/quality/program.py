@@ -35,7 +35,7 @@ class BudgetedProgram(Program):
         """`guard.reason` says why it has stepped in; `None` where nothing is lost."""
         begins = [g.from_step for g in self.plan.groups if loses(g, self.context)]
         if begins and group.world_size > 1:
-            self.guard = Guard(min(begins), self._states.residual_norm, group.rank == 0)
+            self.guard = Guard(min(begins), self._lasting.states.residual_norm, group.rank == 0)
 
     def step(
         self,
@@ -46,7 +46,7 @@ class BudgetedProgram(Program):
         grad_norm: bool = False,
     ) -> Any:
         """As `Program.step`, with the guard behind it."""
-        step = self._steps
+        step = self._lasting.steps
         result: torch.Tensor | StepResult = super().step(
             batch, micro_batches=micro_batches, outputs=cast(Any, outputs), grad_norm=cast(Any, grad_norm)
         )

@@ -101,7 +101,6 @@ class BaseProgram:
         """Whether ranks exchange values within the model."""
         self._outlined: Compiled | None = None
         """What was lowered and written of a model that runs eagerly."""
-        self._steps = 0
 
     @property
     def group(self) -> Group:
@@ -188,7 +187,7 @@ class BaseProgram:
     @property
     def _has_run(self) -> bool:
         """Whether a step was run, so that later captures are compared on this rank alone."""
-        return self._steps > 0
+        raise NotImplementedError
 
     def _look_at_optimizer(self) -> None:
         """Raises `PlanError` where a strategy cannot be used with what the optimizer was set to since."""
@@ -317,7 +316,7 @@ class BaseProgram:
 
     def use_pytorch_generator(self) -> None:
         """Has random operators draw from PyTorch's own generator on every rank, as they do with one rank."""
-        self._random = RandomStream(0, 1)
+        self._random.leave()
 
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
