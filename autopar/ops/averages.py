@@ -14,7 +14,7 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments, pack
 from autopar.ops.gradients import MEMBER_START, cut
 from autopar.ops.layouts import VARYING, unsummed
-from autopar.ops.values import Bytes, Setting, Value, Work
+from autopar.ops.values import Setting, Value, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,10 @@ class StoreAverage(Operation):
     name = "store_average"
     reads_members = False
     changes_parameters = True
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
+    in_place = True
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         module = site.stored(call.owner_group, None)

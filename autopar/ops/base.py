@@ -48,6 +48,10 @@ class Operation(ABC):
     """Whether the optimizer runs in it; its value is the updated parameters."""
     changes_parameters: ClassVar[bool] = False
     """Whether it may run only when nothing reads the group's parameters any more, or hands its gradients over."""
+    needs_only_inputs: ClassVar[bool] = False
+    """Whether it may run as soon as its inputs are there; else, as soon as the group's gradients are, too."""
+    in_place: ClassVar[bool] = False
+    """Whether its value lies in the memory of its first input."""
     takes_clip: ClassVar[bool] = False
     """Whether its first input is what the global norm is taken of."""
     takes_gradients: ClassVar[bool] = False
@@ -71,18 +75,18 @@ class Operation(ABC):
     queue: ClassVar[str] = ""
     """Calls of one queue run in the order of the plan's groups; empty where calls wait for what they need alone."""
 
-    @abstractmethod
     def value(self, at: Emission) -> Value:
-        """What it makes."""
+        """Elements, dtype and layout of what it makes; by default, those of its first input."""
+        return at.inputs[0].made
 
     @abstractmethod
     def write(self, site: Site, call: Call) -> Any:
         """Runs it, or writes it into a graph, as `site` does; returns its value there."""
 
     def behind(self, group: Group) -> int:
-        """The position in the graph's compute (-1: before everything) behind which it may run. By default the group's
-        gradients are complete there, and, where it changes the group's parameters, nothing reads these."""
-        return max(group.ready, group.last_use) if self.changes_parameters else group.ready
+        """The position in the graph's compute behind which it may run; -1: before everything."""
+        ready = max(group.ready, group.last_use) if self.changes_parameters else group.ready
+        return -1 if self.needs_only_inputs else ready
 
     def needed(self, group: Group) -> int | None:
         """The position behind which the graph reads what it makes; `None` where no node of the graph does."""
@@ -94,7 +98,7 @@ class Operation(ABC):
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         """Bytes that it allocates for its value; `None` where that lies in the memory of its first input."""
-        return call.held_bytes(setting.world_size)
+        return None if self.in_place else call.held_bytes(setting.world_size)
 
     def keeps(self, call: Call, setting: Setting) -> Bytes:
         """Bytes that it keeps from step to step, besides the optimizer's."""
@@ -183,10 +187,6 @@ class Call:
     @property
     def layout(self) -> Layout:
         return self.made.layout
-
-    @property
-    def expected(self) -> bool:
-        return self.made.expected
 
     @property
     def bytes(self) -> int:

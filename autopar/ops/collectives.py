@@ -30,7 +30,6 @@ import numpy as np
 from autopar.backends import collectives
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
-from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Owned, Partial, Shard, summed
 from autopar.ops.links import Links, Phase, Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups
@@ -46,12 +45,9 @@ class Collective(Operation):
 
     is_collective = True
     reads_members = False
+    needs_only_inputs = True
 
     subgroups: Subgroups = ()
-
-    def behind(self, group: Group) -> int:
-        """It may begin as soon as what it sends is there."""
-        return -1
 
     @abstractmethod
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
@@ -77,7 +73,7 @@ class Collective(Operation):
     def order_line(self, call: Call) -> str:
         """What ranks compare of it, before the first step. How large it is that the batch decides, they need not
         know."""
-        if call.expected:
+        if call.made.expected:
             return f"{self.name} ragged {call.dtype}"
         of_ranks = f"{self.sizes_of(call)} {self.owner_of(call)} {self.subgroups}"
         return f"{self.name} {call.elements} {call.dtype} {of_ranks} {call.communicator}"
@@ -123,6 +119,7 @@ class AllReduce(Collective):
     """The sum over ranks, on every rank; of a sharded value, of the part that all ranks of a subgroup hold."""
 
     name = "all_reduce"
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         made, layout = at.inputs[0].made, at.inputs[0].layout
@@ -130,9 +127,6 @@ class AllReduce(Collective):
         for subgroup in self.subgroups if isinstance(layout.of, Shard) else ():
             assert len({at.inputs[0].sizes[r] for r in subgroup}) == 1, "an all-reduce needs values of one size"
         return replace(made, layout=summed(layout, self.subgroups, layout.of))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, width = len(subgroup), DTYPE_BYTES[call.dtype]
@@ -162,6 +156,7 @@ class Reduce(Collective):
     """The sum over ranks, on `owner`."""
 
     name = "reduce"
+    in_place = True
     owner: int = 0
 
     def owner_of(self, call: Call) -> int | None:
@@ -170,9 +165,6 @@ class Reduce(Collective):
     def value(self, at: Emission) -> Value:
         summed(at.inputs[0].layout, (), REPLICATE)
         return replace(at.inputs[0].made, layout=Owned(self.owner))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, size = len(subgroup), call.bytes

@@ -89,7 +89,7 @@ class ReduceScatter(_Exchange):
     def write(self, site: Site, call: Call) -> Any:
         subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
         value, place = site.value_of(call.inputs[0]), subgroup.index(site.rank)
-        if call.expected:
+        if call.made.expected:
             arguments = (value, len(subgroup), place, self.channel(site, call))
             return site.call(collectives.reduce_scatter_equal, arguments)
         sizes = [self.sizes[r] for r in subgroup]
@@ -180,7 +180,7 @@ class AllGather(_Exchange):
     def write(self, site: Site, call: Call) -> Any:
         subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
         value = site.value_of(call.inputs[0])
-        if call.expected:
+        if call.made.expected:
             return site.call(collectives.all_gather_equal, (value, len(subgroup), self.channel(site, call)))
         sizes = [self.sizes_of(call)[r] for r in subgroup]
         arguments = (value, sizes, subgroup.index(site.rank), self.channel(site, call))

@@ -75,6 +75,7 @@ class Deliver(Operation):
     reads_members = False
     changes_parameters = True
     takes_clip = True
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(at.group.elements, at.group.dtype, at.inputs[0].layout)
@@ -83,9 +84,6 @@ class Deliver(Operation):
         cast = 2 * call.bytes if call.inputs[0].dtype != call.owner_group.dtype else 0
         starts = MEMBER_START * len(call.members)
         return Work(moved_bytes=cast, kernels=starts + (1 if cast else 0))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         return site.deliver(call, site.value_of(call.inputs[0]))
@@ -98,6 +96,7 @@ class Clip(Operation):
 
     name = "clip"
     reads_members = False
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(1, "float64")
@@ -112,9 +111,6 @@ class Clip(Operation):
         if not any(i.is_sharded for i in call.inputs):
             return None
         return Call(call.index, StepSum(of="norm"), (), None, Value(1, "float64"))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         held = site.clipped(call)

@@ -24,6 +24,8 @@ from autopar.ops.values import Bytes, Setting, Value, Work
 class _OfHead(Operation):
     """An operation of a head, with the numbers that its cost follows from."""
 
+    needs_only_inputs = True
+
     head: Head
     method: ClassVar[str]
     """Of `HeadShard`: what does it."""
@@ -34,10 +36,6 @@ class _OfHead(Operation):
 
     def flops(self) -> int:
         return 0
-
-    def behind(self, group: Group) -> int:
-        """By default, as soon as its inputs are there."""
-        return -1
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return 0
@@ -204,15 +202,13 @@ class HeadErrors(_OfHead):
 
     name = "head.errors"
     method = "errors"
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(self.head.samples * self.head.classes, at.group.dtype, VARYING, expected=True)
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return 2 * self._score_bytes()
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ class LayerShard(nn.Module):
 class _OfLayer(Operation):
     """An operation of a layer, with the numbers that its cost follows from."""
 
+    needs_only_inputs = True
+
     layer: Layer
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
@@ -102,10 +104,6 @@ class _OfLayer(Operation):
 
     def flops(self, n: int) -> int:
         return 0
-
-    def behind(self, group: Group) -> int:
-        """By default, as soon as its inputs are there."""
-        return -1
 
     def moved_bytes(self, call: Call, n: int) -> int:
         return 0

@@ -11,7 +11,6 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import pack
 from autopar.ops.gradients import MEMBER_START, Pack, cut
-from autopar.ops.group import Group
 from autopar.ops.layouts import Layout, Partial, unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 
@@ -31,6 +30,7 @@ class State(Operation):
 
     name = "state"
     reads_members = False
+    needs_only_inputs = True
     key: str
     """What it is called within its group; checkpoints name it so, with the parameter."""
     elements: int
@@ -44,9 +44,6 @@ class State(Operation):
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return 0
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     def state_key(self) -> str:
         return self.key
@@ -65,9 +62,8 @@ class Keep(Operation):
 
     name = "keep"
     reads_members = False
-
-    def behind(self, group: Group) -> int:
-        return -1
+    in_place = True
+    needs_only_inputs = True
 
     def value(self, at: Emission) -> Value:
         state, new = at.inputs[:2]
@@ -80,9 +76,6 @@ class Keep(Operation):
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         held = call.inputs[0].held_elements(rank) * (call.inputs[0].bytes + call.inputs[1].bytes)
         return copied(held / max(1, call.elements))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         state, new = map(site.value_of, call.inputs[:2])
@@ -117,10 +110,8 @@ class Recall(Operation):
 
     name = "recall"
     reads_members = False
+    needs_only_inputs = True
     dtype: str
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     def value(self, at: Emission) -> Value:
         made = at.inputs[0].made

@@ -14,7 +14,6 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
-from autopar.ops.group import Group
 from autopar.ops.products import Product, piece_bytes
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
@@ -96,11 +95,9 @@ class Store(Operation):
     name = "store"
     reads_members = False
     changes_parameters = True
+    in_place = True
     sent_by: int | None = None
     """The rank that has them already: the owner, where the value came by broadcast."""
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         if rank == self.sent_by:
@@ -109,9 +106,6 @@ class Store(Operation):
 
     def differs_on(self, call: Call) -> Sequence[int]:
         return () if self.sent_by is None else (self.sent_by,)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         module = site.stored(call.owner_group, self.sent_by)
@@ -126,13 +120,11 @@ class Free(Operation):
 
     name = "free"
     reads_members = False
+    needs_only_inputs = True
     elements: int = 0
 
     def value(self, at: Emission) -> Value:
         return replace(at.inputs[0].made, elements=self.elements, expected=False)
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     def freed_elements(self) -> int:
         return self.elements
