@@ -21,6 +21,7 @@ from autopar.backends import collectives
 from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.model.copies import all_of, copies
+from autopar.runtime.model.eager import owners_of
 from autopar.runtime.optimizers.parts import Parts
 from autopar.runtime.random import RandomStream
 from autopar.runtime.sharded_rows import ShardedRows
@@ -73,6 +74,11 @@ class Lasting:
         self.has_loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self._groups = plan.groups
+
+    @property
+    def owners(self) -> dict[str, nn.Module]:
+        """The modules that take part, by what the names of their parameters and buffers begin with."""
+        return owners_of(self.model, self.loss_fn)
 
     @property
     def loss_module(self) -> nn.Module | None:

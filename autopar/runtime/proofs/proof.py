@@ -180,7 +180,9 @@ class Proof:
         of = self.of
         flats, own = self._probed()
         trained = set(map(id, of.parameters.values()))
-        everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
+        everything = {
+            s + n: p for s, o in of.lasting.owners.items() for n, p in o.named_parameters() if p.requires_grad
+        }
         updated = {
             id(p) for g in of.lasting.optimizer.param_groups for p in g["params"]
         }  # others are as if they were frozen
@@ -190,7 +192,7 @@ class Proof:
         loss = torch.zeros(1, dtype=torch.float64)
         factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())
         joined = of.graph.joint is not None and of.graph.joint.sums_over_ranks
-        with of.lasting.random, without_trace(of.owners) as buffers, torch.enable_grad():
+        with of.lasting.random, without_trace(of.lasting.owners) as buffers, torch.enable_grad():
             for batch, share in zip(self.batches, self.shares, strict=True):
 
                 def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
@@ -273,7 +275,7 @@ class Proof:
         def eagerly(how: How) -> Ran:
             with of.lasting.random:
                 return step_eagerly(
-                    of.owners, of.lasting.loss_fn, batch, trained, [n for n, _ in captured.mutations], how
+                    of.lasting.owners, of.lasting.loss_fn, batch, trained, [n for n, _ in captured.mutations], how
                 )
 
         def by_graph() -> Ran:

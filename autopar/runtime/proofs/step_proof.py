@@ -109,10 +109,10 @@ class StepProofs:
         on_device = [b.to(device) for b in batches]
         with subject.lasting.gathered():
             for c, b in zip(compiled, on_device, strict=True):
-                self._check_own_state(c, subject, b)
+                self._check_own_state(c, b)
         proof = Proof(subject, on_device, shares, is_first)
         if is_first:
-            put_back = kept_attributes(subject.owners.values()) if stands_in else _nothing_kept
+            put_back = kept_attributes(self._lasting.owners.values()) if stands_in else _nothing_kept
             proof.trial()
             put_back()
         return proof.step()
@@ -130,44 +130,28 @@ class StepProofs:
         c.proved = True
         trained = {n: self._lasting.parameters[n] for n in c.joint.gradients}
         device = self._lasting.device
-        subject = self._subject(
-            graph=c.graph,
-            parameters=trained,
-            groups=(),
-            calls=(),
-            told=self._told,
-            probes={},
-            shared_buffers=(),
-            arguments=lambda b: [],
-            run=_nothing,
-        )
+        lasting, owners = self._lasting, self._lasting.owners
         on_device, written = batch.to(device), [n for n, _ in c.joint.mutations]
-        self._check_own_state(c, subject, on_device)
+        self._check_own_state(c, on_device)
 
         def eagerly(how: How) -> Ran:
-            with subject.lasting.random:
-                return step_eagerly(subject.owners, subject.lasting.loss_fn, on_device, trained, written, how)
+            with lasting.random:
+                return step_eagerly(owners, lasting.loss_fn, on_device, trained, written, how)
 
         def by_graph() -> Ran:
-            with subject.lasting.random:
-                arguments = c.arguments(on_device.tensors, self._lasting.parameters, subject.lasting.buffers, device)
+            with lasting.random:
+                arguments = c.arguments(on_device.tensors, lasting.parameters, lasting.buffers, device)
                 return step_by_graph(c.joint, [*arguments, c.tangent(1.0, device)])
 
-        prove_locally(
-            eagerly, by_graph, trained, subject.lasting.snapshot, tolerance_of(c.graph), "It lies in a later capture"
-        )
+        prove_locally(eagerly, by_graph, trained, lasting.snapshot, tolerance_of(c.graph), "It lies in a later capture")
 
-    def _check_own_state(self, c: Compiled, subject: Subject, batch: Batch) -> None:
+    def _check_own_state(self, c: Compiled, batch: Batch) -> None:
         def run() -> list[torch.Tensor]:
-            with subject.lasting.random:
-                return [loss_of(subject.lasting.model, subject.lasting.loss_fn, batch.rebuild(batch.copied()))]
+            with self._lasting.random:
+                return [loss_of(self._lasting.model, self._lasting.loss_fn, batch.rebuild(batch.copied()))]
 
-        check_own_state(c.joint.guards, subject.owners, run, tolerance_of(c.graph))
+        check_own_state(c.joint.guards, self._lasting.owners, run, tolerance_of(c.graph))
 
 
 def _nothing_kept() -> None:
     """Puts back what a graph has changed of what Python holds."""
-
-
-def _nothing() -> torch.Tensor:
-    raise AssertionError("a capture is compared without running a step")

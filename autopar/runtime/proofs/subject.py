@@ -19,7 +19,6 @@ from autopar.runtime.job.process_group import Group
 from autopar.runtime.lasting import Lasting
 from autopar.runtime.looks import Observers
 from autopar.runtime.loss_scale import LossScale
-from autopar.runtime.model.eager import owners_of
 from autopar.runtime.proofs.probes import Probe
 from autopar.runtime.uncaptured.model import EagerModel
 
@@ -53,11 +52,6 @@ class Subject:
     """Groups of which was said that they are not looked at."""
     eager: EagerModel | None = None
     """The model, where the program runs it eagerly: what its step shows is then what is expected."""
-
-    @property
-    def owners(self) -> dict[str, nn.Module]:
-        """The modules that take part, by what the names of their parameters and buffers begin with."""
-        return owners_of(self.lasting.model, self.lasting.loss_fn)
 
 
 def summed(mine: torch.Tensor, group: Group) -> torch.Tensor:
