@@ -129,7 +129,7 @@ class Program(BaseProgram):
 
     @property
     def loss_scaler(self) -> GradScaler | None:
-        """What keeps the scale of the loss: `get_scale()` says it. `None` where the loss is not scaled."""
+        """The scaler of the loss, whose `get_scale()` is its scale now; `None` where the loss is not scaled."""
         return self.settings.scaler
 
     @property
@@ -242,7 +242,7 @@ class Program(BaseProgram):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state that this or any other plan, or one process, has saved; to be called by all ranks
-        together, with the same state. Raises `SpecError` where it does not fit, before anything is changed."""
+        together, with the same state. Raises `SpecError` where the state does not fit, before anything is changed."""
         self.synchronize()
         checkpoint.load(self._lasting, state)
 
