@@ -14,6 +14,7 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments, pack
 from autopar.ops.gradients import MEMBER_START, cut
 from autopar.ops.layouts import VARYING, unsummed
+from autopar.ops.updates import Store
 from autopar.ops.values import Setting, Value, Work
 
 
@@ -58,20 +59,10 @@ class PackParameters(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAverage(Operation):
+class StoreAverage(Store):
     """Writes averaged parameters into the parameters of every rank."""
 
     name = "store_average"
-    reads_members = False
-    changes_parameters = True
-    in_place = True
-
-    def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members))
-
-    def write(self, site: Site, call: Call) -> Any:
-        module = site.stored(call.owner_group, None)
-        return site.call_module(f"average_{call.owner_group.index}", module, (site.value_of(call.inputs[0]),))
 
 
 class PackedParameters(nn.Module):
