@@ -32,7 +32,7 @@ class State(Operation):
     reads_members = False
     needs_only_inputs = True
     key: str
-    """What it is called within its group; checkpoints name it so, with the parameter."""
+    """The state's name within its group; checkpoints name it so, with the parameter."""
     elements: int
     dtype: str
     layout: Layout
@@ -84,7 +84,8 @@ class Keep(Operation):
 
 @dataclass(frozen=True, slots=True)
 class HoldGradients(Pack):
-    """Packs the group's gradients to be held back, in their own dtype; on one rank, too."""
+    """Packs the group's gradients, in their own dtype, into a value that is held back for a later step; on one rank,
+    too."""
 
     name = "hold"
     queue = ""
@@ -126,10 +127,10 @@ class Recall(Operation):
 
 
 def keep(state: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Overwrites a state."""
+    """Overwrites a state with a value; returns the state."""
     return state.copy_(value)
 
 
 def recall(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a state."""
+    """A copy of a state, in a dtype."""
     return state.to(dtype, copy=True)

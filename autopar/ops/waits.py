@@ -19,7 +19,7 @@ class Wait(Operation):
     reads_members = False
     needs_only_inputs = True
     sent: bool = False
-    """Whether its value is sent on."""
+    """Whether another collective sends the value on."""
 
     def when_sent(self) -> Operation:
         return replace(self, sent=True)
