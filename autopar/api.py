@@ -80,12 +80,17 @@ def plan(
 ) -> Plan:
     """Plans the synchronization of `model` on `cluster`, without running anything on it.
 
-    `model`: one on the `meta` device, or made of fake tensors, will do. `example_inputs`: one rank's batch. `mode`:
-    "step" for `optimize` with an optimizer, "module" for without. `strategy`: a plan by name ("ddp", "PS", "Parallax",
-    ...) instead of a search. `plan`: one that was edited, instead of either: it is priced as it is, and labelled as its
-    groups are, whatever `fidelity` says. `search`: searcher, journal and more. `trials`: a file of trials on this
-    cluster, which `autopar search --trials` writes, of this model or others; prices learn from it. All others: as in
-    `optimize`.
+    Args:
+        model: may be on the `meta` device, or made of fake tensors.
+        example_inputs: one rank's batch.
+        mode: "step" plans for `optimize` with an optimizer, "module" for `optimize` without one.
+        strategy: the name of a plan ("ddp", "PS", "Parallax", ...), which is made instead of searching for one.
+        plan: an edited plan, which is priced as it is, and labelled as its groups are, whatever `fidelity` says.
+        search: the searcher, its journal, and what else `autopar search` offers.
+        trials: a file of trials on this cluster, of this model or others, as `autopar search --trials` writes it;
+            predictions are corrected by what it says.
+
+    All others are those of `optimize`.
 
     Raises `InfeasibleError` where no plan, or the one that `strategy` names, fits the devices' memory: by how much, and
     the nearest change with which it would.
@@ -224,46 +229,47 @@ def optimize(
     Args:
         model: its parameters and buffers are made equal to rank 0's.
         cluster_spec: what to plan for; by default the plan's cluster, or what `ClusterSpec.detect()` sees.
-        example_inputs: one batch of this rank: a dict of keyword inputs, a tuple of positional inputs, or a tensor;
+        example_inputs: one batch of this rank, as a dict of keyword inputs, a tuple of positional inputs, or a tensor;
             by default the model's own (`example_input_array`, Hugging Face's `dummy_inputs`).
-        optimizer: of this model's parameters, or a list of several, each of its own ones. Its settings may change
-            between steps, as learning-rate schedulers do.
+        optimizer: an optimizer of this model's parameters, or a list of several, each with parameters of its own.
+            Settings may change between steps, as learning-rate schedulers change them.
         loss_fn: `loss_fn(output, target)`, for batches `(inputs, target)`; by default the model's own loss. Without
-            `optimizer`, the loss is computed outside, and neither it nor `late_parameters` has an effect.
-        plan: applied as it is; by default the one of `autopar run`, or one that is searched for on rank 0.
-        strategy: a plan by name instead of a search.
-        fidelity: what the search may choose from; "rounded" allows 16-bit gradients on the wire.
-        budget: chooses among all methods, lossy ones too, by what a metric of yours may lose; plans are tried on copies
-            of the model for a minute and more. `program.plan.explain()` says what was tried. In place of `fidelity`.
+            `optimizer`, the loss is computed outside, and neither `loss_fn` nor `late_parameters` has an effect.
+        plan: the plan to run, as it is; by default that of `autopar run`, or one that is searched for on rank 0.
+        strategy: the name of a plan ("ddp", "PS", "Parallax", ...), which is made instead of searching for one.
+        fidelity: "exact" allows plans that change nothing but the order of additions, "rounded" also those that send
+            gradients in 16 bits.
+        budget: how much a metric of yours may lose. Plans by all methods, lossy ones too, are then tried on copies of
+            the model, for a minute and more; `program.plan.explain()` says which. In place of `fidelity`.
         late_parameters: allows plans that leave updated parameters on their way while the next step's forward pass
             begins. What runs, saves or loads the model receives them first; to read `p.data` yourself, as a moving
             average of weights does, call `program.synchronize()` before.
         memory_reserve: part of each device's memory that the plan keeps free, for what no prediction counts. Where none
-            does that fits, the one that keeps most free is taken, and that is said.
-        pin: strategies of parameters, by patterns of their names, which the search then leaves as they are:
-            `{"embed.*": "sparse_rows", "head.weight": "parameter_server(owner=1)"}`. The last that matches counts.
+            that fits does so, the plan that keeps most free is taken, with a warning.
+        pin: strategies of parameters, by patterns of their names, which the search leaves as they are: `{"embed.*":
+            "sparse_rows", "head.weight": "parameter_server(owner=1)"}`. The last pattern that matches counts.
         forbid: strategies that no group may use, by name.
-        clip_grad_norm: clips by the global norm before the update, as `torch.nn.utils.clip_grad_norm_` does.
-        loss_scale: multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
+        clip_grad_norm: the largest global norm of the gradients, to which `clip_grad_norm_` of PyTorch would clip them.
+        loss_scale: what multiplies the loss so that small gradients survive float16 autocast: "dynamic", or a
             `torch.amp.GradScaler`, which is kept up to date. A step whose gradients are not finite updates nothing, on
             all ranks, and lowers the scale.
         sync_batch_norm: has batch normalization normalize over the global batch, as one process would, where each rank
             otherwise normalizes its own. The model's modules stay so. `torch.nn.SyncBatchNorm` always does.
         outputs: has every step keep the model's output, and plans for it, for `program.step(batch, outputs=True)`;
             without it, a step that asks for outputs is captured besides, and some plans cannot give them.
-        weight: from a batch to how much it counts in the global mean; by default what the loss is a mean over. A dict
-            or tuple of counts where the loss returns a dict or tuple of terms, each a mean over something else.
+        weight: a function from a batch to how much it counts in the global mean, a number; by default, how many things
+            the loss is a mean over. A dict or tuple of numbers where the loss returns one of terms with other means.
         unused_parameters: "error", or "freeze" those that get no gradient, and those that the optimizer does not hold,
             as another program trains them.
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
             whose update depends on nothing else.
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
-        measure_compute: times the model's forward and backward pass here, a few runs of them, and takes that for what
-            devices of this kind do; else they are computed from what the devices reach.
+        measure_compute: times a few forward and backward passes of the model here, and predicts compute on all devices
+            of this kind from these times, in place of the devices' figures.
         check: which steps are compared with the model run eagerly: the "first", "always", or "never".
         passes: which rewrite the captured graph: `Passes(without=("memory reused",))` leaves an optional one out,
-            `Passes(also=(mine,))` runs one of your own. On all ranks alike.
-        timeout_s: how long a collective may wait for a late rank.
+            `Passes(also=(mine,))` runs one of your own. All ranks pass the same.
+        timeout_s: how many seconds a collective may wait for a late rank.
         capture: "auto" runs the model eagerly where it cannot be captured as a graph, says why, and synchronizes its
             gradients beside its backward pass; "always" raises `CaptureError` there; "never" does so for any model.
         compile: has inductor, PyTorch's compiler, compile the compute between communication, equal layers once. The
@@ -274,8 +280,8 @@ def optimize(
         pad: pads batches to few lengths (dimension 1), for models whose sizes cannot be symbols and for `compile`; what
             inputs are padded with, by name or position: `{"input_ids": 0, "labels": -100, "attention_mask": 0}`. The
             first padded batch is compared with itself unpadded.
-        time_budget_s, seed: how long the search may take, and the seed of what it draws.
-        progress: is told what the search does, how many plans it has priced, and the best step time so far in seconds.
+        time_budget_s, seed: seconds that the search may take, and the seed of its random numbers.
+        progress: is called with what the search does, how many plans were priced, and the best step time in seconds.
 
     Raises:
         CaptureError: no parameter is trained, or one gets no gradient; the model or the batch has no values; with

@@ -37,7 +37,7 @@ RELATIVE_ERROR: dict[Provenance, float] = {"measured": 0.15, "looked up": 0.35, 
 15 %, closed forms on data sheet figures by 10 to 60 %; no error of this model was measured yet]"""
 
 NodeTimes = Mapping[str, Mapping[str, float]]
-"""Seconds of each node by name, by kind of device."""
+"""By kind of device, then by name of a node: the seconds that the node takes."""
 
 
 class AnalyticCostModel(CostModel):
@@ -67,7 +67,7 @@ class AnalyticCostModel(CostModel):
         return self.pricer(graph, topology).estimate(program, timeline=timeline)
 
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
-        """What is computed once for a graph on a topology; the last one is kept."""
+        """The pricer of programs for a graph on a topology. The last one is kept, with all that it has computed."""
         if self._pricer is None or self._pricer.graph is not graph or self._pricer.topology is not topology:
             network = Network(topology, self.backend, calibration=self.calibration)
             rates = self.calibration.devices if self.calibration else ()
@@ -87,7 +87,8 @@ class StepPricer:
         network: Network | None = None,
         device_rates: Sequence[DeviceRates] = (),
     ) -> None:
-        """`device_rates`: as measured, of some kinds of devices."""
+        """`device_rates`: by kind of device, the rates that were measured; other kinds are priced from the cluster's
+        figures."""
         self.graph = graph
         self.topology = topology
         self.optimizer = optimizer
@@ -143,7 +144,7 @@ class StepPricer:
         )
 
     def memory_of(self, rank: int) -> MemoryModel:
-        """Of a rank, with its batch."""
+        """The memory model of a rank, with that rank's batch."""
         return self._memories[rank]
 
     def _peaks(self, program: StepProgram) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ class StepPricer:
         return tuple(by_model[id(m)][rank] for rank, m in enumerate(self._memories))
 
     def streams(self, program: StepProgram) -> Streams:
-        """The compute streams, less the nodes that a program does not compute; remembered, for plans share them."""
+        """The compute streams without the nodes that a program replaces; remembered, as plans share them."""
         return self._streams_without(program.replaced)
 
     @property
@@ -161,7 +162,7 @@ class StepPricer:
         return self._streams_without(frozenset())
 
     def graph_s(self, replaced: frozenset[str]) -> npt.NDArray[np.float64]:
-        """Seconds of the graph's own nodes on each rank, less those that are replaced."""
+        """Seconds that each rank takes for the graph's own nodes, replaced ones not included."""
         prefix_s = self._streams_without(replaced).prefix_s
         return np.array([prefix_s[device][-1] for device in self._device_of_rank])
 
@@ -186,7 +187,7 @@ class StepPricer:
         return channel, float(device.max())
 
     def price(self, call: Call) -> Price:
-        """What a call costs; remembered, for plans share most of their groups."""
+        """The price of a call; remembered, as plans share most of their groups."""
         key = call.key
         if key not in self._prices:
             self._prices[key] = self._price(call)

@@ -34,25 +34,25 @@ class Estimate:
     """What a cost model says of one step of a program. Tuples are indexed by rank."""
 
     step_time_s: float
-    """From the first node to the end of the last wait, update or store, on the slowest rank."""
+    """Seconds from the first node to the end of the last wait, update or store, on the slowest rank."""
     compute_s: float
-    """Work of the slowest rank's device: the graph's nodes, packing, optimizer updates, stores."""
+    """Seconds of work on the slowest rank's device: the graph's nodes, packing, optimizer updates, stores."""
     exposed_communication_s: float
-    """`step_time_s` less `compute_s`: waiting, and compute slowed down by communication beside it."""
+    """Seconds of waiting, and of compute slowed down by communication beside it: `step_time_s` less `compute_s`."""
     communication_s: float
-    """For how long the communication channel is busy, hidden or not."""
+    """Seconds for which the communication channels are busy, hidden behind compute or not."""
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     peak_memory_bytes: tuple[int, ...]
     relative_error: float
     """Half width of the interval in which the measured step is expected, as a fraction of `step_time_s`."""
     provenance: Provenance
-    """The weakest of the figures that it rests on."""
+    """The weakest provenance of the figures that the estimate rests on: measured, looked up or guessed."""
     spans: tuple[Span, ...] = ()
     """The timeline: compute streams of ranks that differ, and the channels. Empty where it was not asked for."""
 
     def prediction(self) -> Prediction:
-        """The part of it that a plan records."""
+        """The part of the estimate that a plan records."""
         return Prediction(
             step_time_s=self.step_time_s,
             compute_s=self.compute_s,
@@ -81,9 +81,9 @@ class Lesson:
     """What a cost model keeps of a measured step: enough to learn from it later, without the model that was trained."""
 
     features: Mapping[str, float]
-    """As in `autopar.cost_models.features`."""
+    """The plan's physical features by name, as `autopar.cost_models.features` computes them."""
     simulated_s: float
-    """Step time that the simulation said, uncorrected."""
+    """Step time in seconds that the simulation predicted, without a learned correction."""
     measured_s: float
     disturbed: bool = False
 

@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Bound:
-    """Of plans for one graph on one topology."""
+    """Lower bounds of step times, of plans for one graph on one topology."""
 
     def __init__(self, pricer: StepPricer) -> None:
         self.pricer = pricer

@@ -25,24 +25,24 @@ class Buffer:
     """Memory that a call makes for its value. Calls are numbered from the first of their group."""
 
     sizes: int | Bytes
-    """By rank, or of every rank."""
+    """Bytes, by rank; one number where all ranks have as many."""
     made_by: int
     uses: list[tuple[int, int]] = field(default_factory=list)
     """Each use: the call, and 1 where the buffer is free already before it, as it waits until that was sent."""
     measured: bool = False
     """Whether the global norm is taken of it."""
     late: bool = False
-    """Whether it is there from the step before."""
+    """Whether the step before has left the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Those of one group, in columns."""
+    """The buffers of one sync group, as arrays."""
 
     sizes: Bytes
-    """[buffer, rank]; [buffer, 1] where each is as large on all ranks"""
+    """Bytes of each buffer: [buffer, rank], or [buffer, 1] where all ranks have as many."""
     made_by: Indices
-    """[buffer]"""
+    """[buffer]: the index in the group of the call that makes it."""
     uses: Indices
     """[3, use]: the buffer, the call, and whether it is free already before."""
     measured: Indices
@@ -62,8 +62,8 @@ class Buffers:
 
 
 def buffers(calls: Sequence[Call], setting: Setting, measured: Collection[int] = ()) -> list[Buffer]:
-    """Of a group's calls; what one rank needs for longer than the others is two buffers. `measured`: indices of calls
-    whose values the global norm is taken of."""
+    """The buffers that a group's calls make. One that a rank needs for longer than other ranks counts as two.
+    `measured`: indices of calls of whose values the global gradient norm is taken."""
     first, n = calls[0].index, setting.world_size
     found: list[Buffer] = []
     lies_in: dict[int, Buffer] = {}

@@ -29,7 +29,7 @@ FASTER = 0.95
 """And no less than so much of what it is for an all-reduce, which says how fast the links are: buffers and bursts hold
 some megabytes, so that what was measured up to there may look faster than the links are."""
 WIDTH = 4
-"""Bytes of a value that was measured: float32."""
+"""Bytes of one number of a measured message, which is float32."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class _Table:
     """One collective among the same subgroups."""
 
     sizes: tuple[float, ...]
-    """Logarithms of bytes."""
+    """Logarithms of the measured messages' bytes, ascending."""
     factors: tuple[float, ...]
-    """Logarithms of measured over computed times."""
+    """By size, the logarithm of measured over computed seconds."""
     largest_s: tuple[float, float]
-    """Measured and computed, of the largest size."""
+    """Measured and computed seconds of the largest message."""
     slope: float
     """Measured over computed, of what the largest size takes longer than the one before it."""
 
@@ -60,7 +60,7 @@ class _Table:
         )
 
     def seconds(self, size_bytes: int, computed_s: float) -> float:
-        """Of a message that would take `computed_s`."""
+        """Seconds of a message that would take `computed_s` by the cluster's figures."""
         size = math.log(max(1, size_bytes))
         measured_s, largest_s = self.largest_s
         if size > self.sizes[-1] and computed_s > largest_s:

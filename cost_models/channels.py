@@ -30,19 +30,19 @@ class Job:
     index: int
     channel: Hashable
     ready_s: float
-    """When the last rank has issued it."""
+    """The time, in seconds, at which the last rank has issued the transfer."""
     transfer: Transfer
     left_s: float = 0.0
-    """Of its time alone on the network, once it was issued."""
+    """Seconds of the transfer that are left, as if it were alone on the network."""
     start_s: float | None = None
 
 
 @dataclass(slots=True)
 class _Channel:
     free: int
-    """Transfers that it could still run at the same time."""
+    """How many more transfers the channel could run at the same time."""
     queue: deque[Job] = field(default_factory=deque)
-    """Those that wait for others to end."""
+    """Transfers that wait for earlier ones of the channel to end."""
 
 
 class Channels:
@@ -70,7 +70,7 @@ class Channels:
         self._rates: Sequence[float] = ()
 
     def issue(self, job: Job) -> None:
-        """Puts a transfer behind those of its channel."""
+        """Puts a transfer behind the earlier ones of its channel."""
         job.left_s = job.transfer.seconds
         channel = self._channels.get(job.channel)
         if channel is None:
@@ -84,7 +84,7 @@ class Channels:
             channel.queue.append(job)
 
     def end_of(self, index: int) -> float:
-        """Evolves until a transfer has ended; returns when."""
+        """Evolves until a transfer has ended; returns that time in seconds."""
         while index not in self.ends:
             self.step()
         return self.ends[index]
@@ -101,7 +101,7 @@ class Channels:
         return self._busy_s + (max(0.0, until_s - self.now_s) if self._active else 0.0)
 
     def step(self) -> None:
-        """To the next event; there must be one."""
+        """Evolves to the next event; there must be one."""
         now, active = self.next_s, self._active
         passed = now - self.now_s
         assert now < _NEVER, "nothing in flight, and nothing to wait for"

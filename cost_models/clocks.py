@@ -18,7 +18,7 @@ from autopar.cost_models.channels import Channels
 Floats = npt.NDArray[np.float64]
 
 MANY = 24
-"""From so many on, NumPy is faster."""
+"""Number of ranks from which on NumPy is faster."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Streams:
 
 
 class Clocks(ABC):
-    """Of some ranks; sequences have an entry for each of these."""
+    """The compute streams of some ranks, and how far each has come; sequences have one entry for each of these
+    ranks."""
 
     now: Sequence[float] | Floats
-    """Until when each is busy, in seconds since the simulation began."""
+    """By rank, the time until which the rank is busy, in seconds since the simulation began."""
     done_s: Sequence[float] | Floats
-    """Of the step's work, as long as it would take alone."""
+    """By rank, seconds of the step's work that are done, as long as they would take with nothing beside them."""
 
     @property
     @abstractmethod
@@ -51,16 +52,16 @@ class Clocks(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """None of the next step's work is done yet."""
+        """Begins a step: none of its work is done yet."""
 
     @abstractmethod
     def run(self, nodes: int, placed: int) -> None:
-        """Advances each until so many of the graph's nodes and of the placed calls have run, longer where transfers
-        take their part."""
+        """Advances each rank until the first `nodes` nodes of the graph and `placed` placed calls have run; transfers
+        that take a part of the compute make that longer."""
 
     @abstractmethod
     def wait(self, until_s: float) -> None:
-        """Blocks those that are earlier."""
+        """Blocks the ranks that are earlier than a time until then."""
 
 
 def clocks_of(ranks: Sequence[int], streams: Streams, own_s: Floats, channels: Channels) -> Clocks:
@@ -69,7 +70,7 @@ def clocks_of(ranks: Sequence[int], streams: Streams, own_s: Floats, channels: C
 
 
 class Few(Clocks):
-    """One rank after the other."""
+    """Clocks that are advanced one rank after the other, in Python."""
 
     def __init__(self, ranks: Sequence[int], streams: Streams, own_s: Floats, channels: Channels) -> None:
         self.ranks = ranks
@@ -136,7 +137,7 @@ class Few(Clocks):
 
 
 class Many(Clocks):
-    """All ranks at once."""
+    """Clocks of all ranks, advanced at once in NumPy."""
 
     def __init__(self, ranks: Sequence[int], streams: Streams, own_s: Floats, channels: Channels) -> None:
         self.ranks = np.array(ranks)

@@ -18,17 +18,18 @@ from autopar.spec.machines import Device
 from autopar.spec.units import Figure, Provenance, guess, weakest
 
 FLOPS_FRACTION = 0.75
-"""Of the peak, in matrix products and convolutions. PyTorch's own estimator assumes the same
-(torch/distributed/_tools/runtime_estimator.py); Calculon's A100 tables lie between 0.5 and 0.9."""
+"""Fraction of a device's peak FLOP/s that matrix products and convolutions reach. PyTorch's own estimator assumes the
+same (torch/distributed/_tools/runtime_estimator.py); Calculon's A100 tables lie between 0.5 and 0.9."""
 
 MEMORY_FRACTION = 0.8
-"""Of the memory bandwidth, in elementwise kernels and copies. [Empirical: STREAM-like kernels reach 0.75 to 0.9.]"""
+"""Fraction of the memory bandwidth that elementwise kernels and copies reach. [Empirical: STREAM-like kernels reach
+0.75 to 0.9.]"""
 
 CPU_NODE_START_S = 8e-6
-"""To start one node on a CPU: the interpreter and PyTorch's dispatcher. [Empirical: 5 to 12 us.]"""
+"""Seconds to start one node on a CPU: the interpreter and PyTorch's dispatcher. [Empirical: 5 to 12 us.]"""
 
 GPU_NODE_START_S = 4e-6
-"""To launch one kernel, where launches are not hidden by the kernels before. [Empirical: 3 to 6 us.]"""
+"""Seconds to launch one kernel, where launches are not hidden by the kernels before. [Empirical: 3 to 6 us.]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,11 @@ class Rates:
     bytes_per_s: float
     start_s: float
     update_bytes_per_s: float
-    """In an optimizer's update."""
+    """Bytes a second, read and written, in an optimizer's update."""
 
     @classmethod
     def of(cls, device: Device, dtype: str, measured: DeviceRates | None = None) -> Rates:
-        """Of a device, computing in `dtype`."""
+        """The rates of a device that computes in `dtype`."""
         flops_per_s = FLOPS_FRACTION * device.flops_per_s(dtype).value
         if measured is not None:
             flops_per_s = measured.flops_per_s.get(dtype, flops_per_s)
@@ -53,8 +54,8 @@ class Rates:
         return cls(flops_per_s, bytes_per_s, start_s, bytes_per_s)
 
     def seconds(self, work: Work) -> float:
-        """What an operation, or one node of the graph, takes: the longer of its arithmetic and its memory traffic, what
-        an optimizer reads and writes, and the kernels' starts."""
+        """Seconds of an operation, or of one node of the graph: the longer of its arithmetic and its memory traffic,
+        what an optimizer reads and writes, and the kernels' starts."""
         moved_s = max(work.flops / self.flops_per_s, work.moved_bytes / self.bytes_per_s)
         return moved_s + work.updated_bytes / self.update_bytes_per_s + work.kernels * self.start_s
 

@@ -10,14 +10,12 @@ from autopar.strategies.lowering import StepProgram
 
 SMALL_BYTES = 1 << 20
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter")
-"""Whose times are told apart; others count as all-reduces."""
+"""Collectives whose times are features of their own; others count as all-reduces."""
 
 
 def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilation: float = 1.0) -> dict[str, float]:
-    """Of a plan on a cluster: parts of the step, sizes in logarithms, balance. No names of models, hosts or ranks.
-
-    `dilation`: how many times slower than `pricer` says a lab ran everything.
-    """
+    """The features of a plan on a cluster, by name: parts of the step, sizes in logarithms, balance. No names of
+    models, hosts or ranks. `dilation`: how many times slower than `pricer` says a lab ran everything."""
     step, n = estimate.step_time_s, pricer.network.world_size
     kinds = dict.fromkeys(COLLECTIVES, 0.0)
     messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0

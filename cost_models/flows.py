@@ -33,7 +33,7 @@ class FromOthers(NamedTuple):
     """By rank: a number that it shares with the ranks of its subgroup on its host."""
 
     def times(self, by_rank: Floats) -> Floats:
-        """For each link, the sum over those ranks."""
+        """For each link, the sum of `by_rank` over these ranks."""
         of_subgroup: Floats = np.bincount(self.subgroup, by_rank)[self.subgroup].astype(float)
         return (of_subgroup - np.bincount(self.place, by_rank)[self.place])[self.ends]
 
@@ -45,9 +45,9 @@ class Traffic:
     links: Indices
     ranks: Indices
     times: Floats
-    """How often the number of a rank crosses a link; together [entry]."""
+    """[entry]: how often the rank's number of that entry crosses the link."""
     count: int
-    """Of links."""
+    """The number of links."""
     from_others: FromOthers | None = None
 
     def __call__(self, by_rank: Floats) -> Floats:
@@ -105,21 +105,23 @@ class Ways:
             found.setdefault(link.id, link)
 
     def between(self, a: int | str, b: int | str) -> list[int]:
-        """The links that a message crosses."""
+        """The links that a message between two ranks crosses."""
         if (a, b) not in self._between:
             self._between[a, b] = self._numbers(self._topology.path(a, b))
         return self._between[a, b]
 
     def ring(self, subgroups: Subgroups) -> Traffic:
-        """Of what each rank sends on to the next one of its subgroup."""
+        """The traffic of messages that each rank sends to the next rank of its subgroup."""
         return self._once("ring", subgroups)
 
     def from_each(self, subgroups: Subgroups) -> Traffic:
-        """Of what each rank sends to every other one of its subgroup."""
+        """The traffic of messages that each rank sends to every other rank of its subgroup, linear in the sender's
+        number."""
         return self._once("from each", subgroups)
 
     def to_each(self, subgroups: Subgroups) -> Traffic:
-        """Of what each rank receives from every other one of its subgroup."""
+        """The traffic of messages that each rank receives from every other rank of its subgroup, linear in the
+        receiver's number."""
         return self._once("to each", subgroups)
 
     def _once(self, kind: str, subgroups: Subgroups) -> Traffic:

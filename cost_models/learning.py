@@ -18,7 +18,7 @@ COVERAGE = 0.9
 """Part of the measurements that shall lie within the interval."""
 MEMBERS, FOLDS = 5, 5
 BELIEFS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""How much of the residual may be believed."""
+"""Fractions of the learned residual that may be applied, from which one is chosen."""
 LEAST_SAMPLES = 20
 _TREES, _DEPTH, _RATE, _SHARE, _LEAF = 80, 3, 0.08, 0.7, 4
 

@@ -31,13 +31,13 @@ class _OfGroup:
 
     buffers: Buffers
     members: Indices
-    """Of the graph's parameters."""
+    """The group's members, by index among the graph's parameters."""
     taken_by: int
     """The call that takes up their gradients; -1 where they are there until the step's end."""
     as_it_is: bool
     """Whether it takes one gradient as it is, which becomes the buffer."""
     formed: bool
-    """Whether there are gradients at all."""
+    """Whether the group's gradients are ever formed on a rank."""
     lasting: Bytes
     """[3, rank], or [3, 1] where all ranks are alike: what the optimizer updates; of the parameters, what other ranks
     keep; and what its strategy keeps from step to step."""
@@ -48,27 +48,27 @@ class Course:
     """What one step of a program holds besides what lasts, moment by moment. Ranks that are alike share a column."""
 
     live: Bytes
-    """[position]: of the graph and of complete gradients, while each node runs."""
+    """[position]: bytes of the graph and of complete gradients, while each node runs."""
     running: Bytes
-    """[position]: of these, gradients that are complete and not yet packed."""
+    """[position]: bytes of gradients that are complete and not yet packed, included in `live`."""
     cuts: Indices
     """[stretch]: where each stretch of nodes begins that no placed call interrupts."""
     held: Bytes
-    """[stretch, column]: communication buffers there."""
+    """[stretch, column]: bytes of communication buffers there."""
     behind: Bytes
-    """[placed call]: of the graph and of complete gradients, while the call runs."""
+    """[placed call]: bytes of the graph and of complete gradients, while the call runs."""
     complete: Bytes
-    """[placed call]: of these, gradients that are complete and not yet packed."""
+    """[placed call]: bytes of gradients that are complete and not yet packed, included in `behind`."""
     buffered: Bytes
-    """[placed call, column]: communication buffers then, those included that the call makes."""
+    """[placed call, column]: bytes of communication buffers then, including those that the call makes."""
     before: Indices
     """[stretch]: how many calls are placed before it."""
     lasting: Bytes
-    """[3, column]: as `_OfGroup.lasting`, of all groups."""
+    """[3, column]: bytes that last from step to step, as `_OfGroup.lasting`, summed over all groups."""
     of_rank: Indices
-    """The column of each rank."""
+    """[rank]: the column that holds the rank's figures."""
     sizes: Bytes
-    """[buffer, column]"""
+    """[buffer, column]: bytes of each buffer."""
     made_by: Indices
     """[buffer]: the call, by its index."""
     made_at: Indices
@@ -76,11 +76,11 @@ class Course:
     last: Indices
     """[buffer]: the placed call that uses it last; -1 for none."""
     late: Indices
-    """Buffers that are there from the step before."""
+    """Indices of the buffers that the step before has left."""
 
     @property
     def highest(self) -> Bytes:
-        """[column]"""
+        """[column]: bytes at the fullest moment of the step, besides what lasts."""
         peak: Bytes = (np.maximum.reduceat(self.live, self.cuts)[:, None] + self.held).max(axis=0)
         if len(self.buffered):
             peak = np.maximum(peak, (self.behind[:, None] + self.buffered).max(axis=0))
@@ -112,7 +112,7 @@ class MemoryModel:
         self._size = np.array([p.numel * DTYPE_BYTES[p.spec.dtype] for p in graph.parameters], dtype=np.int64)
 
     def peaks(self, program: StepProgram, optimizer: OptimizerCost) -> tuple[int, ...]:
-        """Peak bytes of each rank."""
+        """Peak bytes of each rank, by rank."""
         if not program.groups:
             return (self.fixed_bytes + int(self.live.max()),) * program.context.world_size
         course = self.course(program)

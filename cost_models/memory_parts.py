@@ -17,16 +17,17 @@ class MemoryParts:
     """Bytes of one rank, at the moment at which they add up to most."""
 
     parameters: int
-    """Less what lives on other ranks between steps."""
+    """Bytes of the parameters, without those that live on other ranks between steps."""
     gradients: int
-    """Complete ones, and those that are packed to be sent; not those that the backward pass is still computing."""
+    """Bytes of complete gradients, and of those that are packed to be sent; not of those that the backward pass is
+    still computing."""
     optimizer_state: int
     activations: int
-    """What the graph's nodes hold: activations, and what is computed from them on the way to the gradients."""
+    """Bytes that the graph's nodes hold: activations, and what is computed from them on the way to the gradients."""
     communication: int
-    """Buffers of collectives: sums, parts of others, gathered parameters."""
+    """Bytes of the collectives' buffers: sums, parts of other ranks, gathered parameters."""
     other: int
-    """The model's buffers, the batch, and what strategies keep from step to step."""
+    """Bytes of the model's buffers, the batch, and what strategies keep from step to step."""
 
     @property
     def total(self) -> int:
@@ -34,7 +35,7 @@ class MemoryParts:
 
 
 def memory_parts(model: MemoryModel, program: StepProgram, optimizer: OptimizerCost, rank: int) -> MemoryParts:
-    """Of one rank; they add up to `model.peaks(program, optimizer)[rank]`."""
+    """The parts of one rank's peak memory; they add up to `model.peaks(program, optimizer)[rank]`."""
     graph = model.fixed_bytes - model.parameter_bytes
     if not program.groups:
         return MemoryParts(model.parameter_bytes, 0, 0, int(model.live.max()), 0, graph)

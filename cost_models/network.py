@@ -51,7 +51,7 @@ class Host:
 
     ranks: tuple[int, ...]
     bytes_per_s: float
-    """Sent and received together, by all its ranks."""
+    """Bytes a second, sent and received together, that all of the host's ranks can move."""
 
 
 class Network:
@@ -127,11 +127,11 @@ class Network:
         return found
 
     def link_bytes(self, call: Call) -> Floats:
-        """Bytes on each of `links` that a collective puts there in all."""
+        """Bytes that a collective puts on each of `links`, over all its parts."""
         return np.asarray(sum(traffic for _, traffic in self.phases(call)))
 
     def transfer(self, call: Call) -> Transfer:
-        """The price of a collective."""
+        """The transfer that a collective's call makes: its seconds, bytes and loads."""
         computed = self._computed(call)
         if self._calibrated is None:
             return computed

@@ -17,11 +17,11 @@ class OptimizerCost:
 
     name: str
     state_tensors: int
-    """Kept from step to step."""
+    """Tensors of the parameter's size that are kept from step to step."""
 
     @property
     def moved_tensors(self) -> int:
-        """Read and written in one update."""
+        """Tensors of the parameter's size that one update reads and writes."""
         return 3 + 2 * self.state_tensors
 
 

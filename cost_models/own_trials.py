@@ -23,8 +23,8 @@ NOISE = 0.04
 """Standard deviation of a measured step, in logarithms, beside what the plan's features say. [Empirical, on trials of
 the lab: 0.03 gives intervals that hold 87 % in place of 90 %, 0.06 ones that hold 94 %]"""
 NOISY = 0.1
-"""The same of a step whose measurement says that it was disturbed. [Empirical, on trials of the lab: between 0.08 and
-0.15 predictions of other plans are as good]"""
+"""Standard deviation, in logarithms, of a measured step that says that it was disturbed. [Empirical, on trials of the
+lab: between 0.08 and 0.15 predictions of other plans are as good]"""
 Z = 1.645
 """Half of an interval of 90 %, in standard deviations of a normal distribution."""
 
@@ -34,22 +34,23 @@ class Prior:
     """How far off predictions are before anything is measured. Standard deviations, in logarithms."""
 
     common: float
-    """Of what all plans of a cluster share: compute that is as many times slower for one as for another."""
+    """Standard deviation of the error that all plans of a cluster share: compute that is as many times slower for one
+    as for another."""
     own: float
-    """Of what plans that are unlike each other do not share."""
+    """Standard deviation of the error that plans which are unlike each other do not share."""
     clip: float = CLIP
-    """By how much trials may correct a prediction at most."""
+    """The most by which trials may correct a prediction, in logarithms."""
 
     @classmethod
     def of(cls, correction: Correction) -> Prior:
-        """As the interval of a learned correction says."""
+        """The prior that the interval of a learned correction implies."""
         variance = max((correction.inside / Z) ** 2 - NOISE**2, NOISE**2)
         return cls(math.sqrt(COMMON * variance), math.sqrt((1 - COMMON) * variance))
 
 
 @dataclass(frozen=True)
 class OwnTrials:
-    """Fitted to how far corrected predictions were off."""
+    """A Gaussian process of the errors of corrected predictions, fitted to the trials of one cluster."""
 
     correction: Correction
     prior: Prior

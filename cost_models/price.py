@@ -16,12 +16,12 @@ class Transfer:
     """What one collective does. Plans share those of equal collectives; each is equal to itself alone."""
 
     seconds: float
-    """On the channel, once all ranks have issued it, alone on the network."""
+    """Seconds on the channel, once all ranks have issued it, alone on the network."""
     taken: tuple[float, ...] = ()
     """By rank: part of its compute that the transfer takes while it runs, 0 to 1; empty for none."""
     sent_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     received_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Both by rank."""
+    """Bytes that each rank receives, by rank, as `sent_bytes` has those that it sends."""
     loads: Floats = field(default_factory=lambda: np.zeros(0))
     """Part of each link, and behind those of what each host can move, that it fills, on average."""
     channel: Hashable = None
@@ -36,7 +36,7 @@ class Price:
     """What one call costs."""
 
     device_s: Floats
-    """By rank: on the compute stream, before anything is sent."""
+    """By rank: seconds on the compute stream, before anything is sent."""
     transfer: Transfer | None = None
     uniform: bool = True
     """Whether all ranks' entries are equal."""

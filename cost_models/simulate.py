@@ -24,10 +24,11 @@ from autopar.ops.base import Call
 from autopar.strategies.lowering import StepProgram
 
 STEADY_STEPS = 3
-"""Where steps overlap, the last of so many is taken: the first has nothing to wait for, and sends less beside its
-backward pass than those behind it."""
+"""Steps that are simulated where steps overlap, of which the last is taken: the first has nothing to wait for, and
+sends less beside its backward pass than those behind it."""
 ROUNDED = 1e-12
-"""Of the time: ranks that are done within it are done together, and the first of them is taken for the slowest."""
+"""Fraction of the simulated time within which ranks count as done together; the first of them is taken for the
+slowest."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Outcome:
 
     step_time_s: float
     compute_s: float
-    """On the slowest rank."""
+    """Seconds of compute on the slowest rank."""
     communication_s: float
     slowest_rank: int
     spans: list[Span] = field(default_factory=list)
@@ -182,6 +183,6 @@ class _State:
 
 
 def label(call: Call) -> str:
-    """How the timeline names a call."""
+    """The name of a call in the timeline."""
     where = "step" if call.group is None else f"group {call.group.index}"
     return f"{call.op.name} {where}"

@@ -25,18 +25,18 @@ class TrialRecord:
     """A line of the file: one plan, run in one round of trials."""
 
     cluster: str
-    """The digest of its description."""
+    """The digest of the cluster's description."""
     on: str
     """The cluster in words."""
     model: str
-    """The digest of its parameters."""
+    """The digest of the model's parameters."""
     basis: str
-    """What its price rests on: the calibration's digest, whether compute was measured, or data sheets."""
+    """What the plan's price rests on: the calibration's digest, whether compute was measured, or data sheets."""
     plan: str
-    """Its name."""
+    """The plan's name."""
     digest: str
     where: str
-    """What it ran on."""
+    """The machines that the plan ran on."""
     status: str
     """As in `autopar.lab.trial.TrialResult`; nothing is learned from others than `ok`."""
     error: str = ""
@@ -54,7 +54,7 @@ class TrialRecord:
 
     @property
     def lesson(self) -> Lesson | None:
-        """What it teaches; `None` where it teaches nothing."""
+        """What a cost model learns from the trial; `None` where the trial teaches nothing."""
         if self.status != "ok" or self.features is None:
             return None
         return Lesson(self.features, self.simulated_s, self.measured_s, bool(self.noise))

@@ -27,10 +27,10 @@ TIE = 0.005
 AutoSync breaks ties the same way, at the same margin (`SCORE_TH` of its RankRNN)."""
 
 EVALUATIONS = 600
-"""Plans that a search prices at most where nothing is said."""
+"""Plans that a search prices at most, unless its budget says another number."""
 
 Progress = Callable[[str, int, float], None]
-"""Called with what is being done, the number of plans priced so far, and the best step time in seconds."""
+"""Called with what the search is doing, the number of plans priced so far, and the best step time in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Budget:
 
     time_s: float = 30.0
     evaluations: int = EVALUATIONS
-    """Plans priced, seeds not counted."""
+    """Plans that may be priced, seeds not counted."""
     stop: Event = field(default_factory=Event, compare=False)
     """Ends the search when it is set, from another thread or a signal: what was found by then is kept."""
 
@@ -53,7 +53,7 @@ class PricesGroups(Protocol):
     """A cost model that also prices single groups of a plan; others price only whole plans."""
 
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
-        """What prices programs for this graph and topology."""
+        """The pricer of programs for this graph and topology."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was priced."""
+    """A plan that was priced: its groups and its estimate."""
 
     name: str
-    """Of the seed that it is, or that it came from."""
+    """The name of the seed that the plan is, or that it came from."""
     groups: tuple[SyncGroup, ...]
     estimate: Estimate
     overflow_bytes: int = 0
@@ -118,7 +118,7 @@ class Candidate:
 
     @property
     def spreads(self) -> bool:
-        """Whether it spreads parameters over the ranks between steps."""
+        """Whether the plan spreads parameters over the ranks between steps."""
         return any(strategy_named(group.strategy).spreads for group in self.groups)
 
     @property
@@ -129,16 +129,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """The plan that a search chose, and all that it priced."""
 
     plan: Plan
     candidates: tuple[Candidate, ...] = field(repr=False)
-    """All that was priced, in that order; the seeds first."""
+    """All plans that were priced, in that order; the seeds first."""
     problem: Problem = field(repr=False)
     seeds: dict[str, Candidate] = field(repr=False)
     """The plans that a person would write, by name."""
     chosen: Candidate = field(repr=False)
-    """What `plan` is made of."""
+    """The candidate that `plan` is made of."""
 
 
 def executed(groups: Sequence[SyncGroup]) -> tuple[Hashable, ...]:

@@ -33,7 +33,7 @@ class Circumstance:
     batch: Fraction = Fraction(1)
     """The size of a rank's batch, in multiples of that of the plan."""
     assumption: str = ""
-    """What its price rests on, besides the cost model."""
+    """What prices in the circumstance rest on, besides the cost model."""
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,15 @@ class Pin:
     """Parameters that are synchronized by one strategy, whatever the search would choose."""
 
     pattern: str
-    """Of their names: `embed.weight`, `layers.*.bias`."""
+    """A pattern of the parameters' names: `embed.weight`, `layers.*.bias`."""
     strategy: str
     options: Mapping[str, OptionValue] = field(default_factory=dict)
-    """Of the strategy; the search may choose those that are left out."""
+    """Options of the strategy; the search may choose those that are left out."""
 
     @classmethod
     def of(cls, pattern: str, said: Pinned) -> Pin:
-        """Raises `PlanError` where there is no such strategy, or the options cannot be read."""
+        """A pin, from a pattern and what a user gives for it. Raises `PlanError` where there is no such strategy, or
+        the options cannot be read."""
         if isinstance(said, str):
             try:
                 name, options = strategy_and_options(said)
@@ -52,7 +53,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What plans have to keep to."""
+    """What plans have to keep to: memory that stays free, pinned and forbidden strategies."""
 
     memory_reserve: float = MEMORY_RESERVE
     """Part of each device's memory that is kept free, from 0 to less than 1."""
@@ -75,8 +76,8 @@ class Constraints:
         pin: Mapping[str, Pinned] | None = None,
         forbid: Iterable[str] = (),
     ) -> Constraints:
-        """As `autopar.plan` and `autopar.optimize` take them. Raises `PlanError` with the nearest name where there is
-        no such strategy, and where a value cannot be used."""
+        """The constraints, from what `autopar.plan` and `autopar.optimize` take. Raises `PlanError` with the nearest
+        name where there is no such strategy, and where a value cannot be used."""
         named = [forbid] if isinstance(forbid, str) else list(forbid)
         for name in named:
             try:
@@ -91,4 +92,4 @@ class Constraints:
 
 
 NONE = Constraints()
-"""What holds where nothing is asked: a tenth of the memory is kept free."""
+"""The constraints where a user asks for none: a tenth of the memory is kept free."""

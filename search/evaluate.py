@@ -15,9 +15,9 @@ from autopar.spec.plan import SyncGroup
 from autopar.strategies.lowering import fidelity_of
 
 MOST_SHOWN_S = 86_400.0
-"""More time than this is as good as without an end, and not told."""
+"""Seconds of a time budget from which on messages leave it out, as good as without an end."""
 CHECKED = 8
-"""Of the plans in a journal, so many are priced again to see whether prices are still the same."""
+"""Plans of a journal that are priced again, to see whether prices are still the same."""
 
 
 class Evaluator:

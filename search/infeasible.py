@@ -32,7 +32,7 @@ class NoPlanFits(InfeasibleError):
 
 
 def no_plan_fits(problem: Problem, candidates: Sequence[Candidate]) -> str:
-    """Of a search, all of whose plans exceed the devices' memory."""
+    """The error of a search all of whose plans exceed the devices' memory."""
     leanest = min(candidates, key=lambda c: c.order)
     helps = [str(change) for change in other_inputs(problem, leanest.groups)]
     helps.append(larger_devices(problem, leanest.estimate.peak_memory_bytes))
@@ -49,8 +49,8 @@ def no_plan_fits(problem: Problem, candidates: Sequence[Candidate]) -> str:
 
 
 def named_does_not_fit(problems: Sequence[Problem], plan: Candidate) -> str:
-    """Of a plan by name. `problems`: the plan's own, then those with ever more of the activations computed again, with
-    which it does not fit either."""
+    """The error of a plan by name that exceeds the devices' memory. `problems`: the plan's own, then those with ever
+    more of the activations computed again, with which it does not fit either."""
     first, last = problems[0], problems[-1]
     helps = [str(c) for c in other_strategies([first, last] if last is not first else [first], plan.name)]
     helps += [str(change) for change in other_inputs(first, plan.groups)]

@@ -11,7 +11,8 @@ from autopar.strategies.timing import cycle, earlier
 
 
 def memory_use(problem: Problem, plan: Candidate) -> MemoryUse | None:
-    """Of the rank with the least to spare; `None` where the cost model says another peak than the operations do."""
+    """The memory use of the rank with the least to spare; `None` where the cost model says another peak than the
+    operations do."""
     peaks, limits = plan.estimate.peak_memory_bytes, problem.memory_limits
     rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
     device = problem.topology.ranks[rank].device

@@ -31,7 +31,7 @@ class Choice:
     options: Mapping[str, OptionValue]
 
     def of(self, group: SyncGroup) -> SyncGroup:
-        """The group, synchronized this way."""
+        """A copy of the group that is synchronized by this strategy and options."""
         return SyncGroup(strategy=self.strategy, members=group.members, options=dict(self.options))
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class Neighbourhood:
         return tuple(changed)
 
     def rebucket(self, groups: Groups, draw: random.Random) -> Groups | None:
-        """Everything anew in buckets of another size; each member keeps its strategy and options."""
+        """All members divided anew into buckets of another size; each keeps its strategy and options."""
         size = round(max(1, self.bytes_total) * MAX_BUCKETS ** -draw.random())
         single = [g.model_copy(update={"members": (m,)}) for g in groups for m in g.members]
         return fuse(single, self.parameters, size)

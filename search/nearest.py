@@ -30,7 +30,7 @@ class Change:
 
     what: str
     peak_bytes: int
-    """Of the fullest rank, with the change."""
+    """Peak bytes of the fullest rank, with the change."""
     about: bool = False
     """Whether activations were scaled rather than captured again."""
 

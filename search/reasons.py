@@ -16,7 +16,7 @@ from autopar.spec.plan import RunnerUp, SyncGroup
 
 @dataclass(frozen=True, slots=True)
 class AloneCost:
-    """What one group takes by itself, with nothing beside it."""
+    """What one group costs by itself, with nothing beside it."""
 
     channel_s: float
     device_s: float

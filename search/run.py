@@ -41,7 +41,7 @@ EXPLAINED_SHARE, EXPLAINED_MOST_S = 0.2, 20.0
 EXPLAINED_S = 1.0
 """Seconds that may go into them where a plan is priced, and not searched."""
 EDITED = " (edited)"
-"""Behind the name of a plan that was changed by hand."""
+"""Ends the name of a plan that was changed by hand."""
 
 
 def search(
@@ -103,7 +103,8 @@ def search_result(
     progress: Progress | None = None,
     starts: Sequence[Candidate] = (),
 ) -> SearchResult:
-    """As `search`, with everything that was priced. `starts`: other plans to begin with, which are priced anew."""
+    """Searches as `search` does; returns all plans that were priced, too. `starts`: other plans to begin with, which
+    are priced anew."""
     problem = _problem(graph, cluster, context, fidelity, cost_model, constraints)
     whole, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
     kept_s = min(EXPLAINED_SHARE * whole.time_s, EXPLAINED_MOST_S)

@@ -21,13 +21,13 @@ from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.spec.plan import ParameterSlice, RunnerUp, SyncGroup
 
 MAX_OPTIONS = 8
-"""Of one strategy that are compared; where there are more, they are owners, which are nearly equal."""
+"""Options of one strategy that are compared at most; where there are more, they are owners, which are nearly equal."""
 LEAST_KINDS, LEAST_CHOICES = 3, 1
 """Kinds of groups, the largest, and strategies of each, those that are cheapest alone, that are priced however little
 time there is."""
 
 AloneSeconds = Callable[[SyncGroup], float | None]
-"""What a group takes by itself; `None` where its strategy cannot be used on it."""
+"""From a group to the seconds that it takes by itself; `None` where its strategy cannot be used on it."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class _Kind:
 
     indices: tuple[int, ...]
     num_bytes: int
-    """Of all of them."""
+    """Bytes of all groups of the kind."""
 
     @property
     def priced(self) -> int:
-        """The group that stands for them: the middle one in issue order."""
+        """The group that stands for the kind: the middle one in issue order."""
         return self.indices[len(self.indices) // 2]
 
 
@@ -90,7 +90,7 @@ class RunnersUp:
         return best
 
     def priced(self, groups: Groups) -> Estimate | None:
-        """What the cost model says of a plan; `None` where a strategy cannot be used."""
+        """The cost model's estimate of a plan with these groups; `None` where a strategy cannot be used."""
         p = self.problem
         try:
             return predict_steps(p.cost_model, groups, p.graph, p.context, p.topology)

@@ -44,11 +44,11 @@ class Outcome:
     name: str
     """`bandwidth x 1/2`."""
     circumstance: str
-    """The same in words: `at half the bandwidth`; empty where it was left out."""
+    """The circumstance in words: `at half the bandwidth`; empty where it was left out."""
     left_out: str = ""
-    """Why nothing was priced; empty where something was."""
+    """Why the circumstance was not priced; empty where it was."""
     step_time_s: float | None = None
-    """Of the plan; `None` where a strategy of it cannot be used there."""
+    """Step time of the plan in seconds; `None` where one of its strategies cannot be used there."""
     overflow_bytes: int = 0
     """By how much the plan exceeds what it may take of a device's memory there; 0 where it fits."""
     best: str = ""
@@ -56,7 +56,7 @@ class Outcome:
     best_step_time_s: float | None = None
     best_groups: tuple[SyncGroup, ...] = ()
     assumption: str = ""
-    """What the prices rest on, besides the cost model."""
+    """What the circumstance's prices rest on, besides the cost model."""
 
     @property
     def usable(self) -> bool:
@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """What becomes of the decision, in words."""
+        """Whether the plan stays the best in the circumstance, in words."""
         if self.left_out:
             return f"not priced: {self.left_out}"
         other = "a plan that a search finds" if self.best == SEARCHED else self.best
@@ -112,13 +112,13 @@ class Sensitivity:
     """A plan under changed circumstances."""
 
     digest: str
-    """Of the plan."""
+    """The plan's digest."""
     outcomes: tuple[Outcome, ...]
-    """The first is of the plan where nothing is changed."""
+    """What the plan would take in each circumstance; the first is the one in which nothing is changed."""
 
     @property
     def changing(self) -> tuple[Outcome, ...]:
-        """Those in which another plan would be chosen."""
+        """The outcomes in which another plan would be chosen."""
         return tuple(outcome for outcome in self.outcomes if outcome.changes)
 
 

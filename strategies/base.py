@@ -31,7 +31,7 @@ def _not_negative(shares: tuple[float, ...]) -> tuple[float, ...]:
 
 
 Shares = Annotated[tuple[float, ...], AfterValidator(_not_negative)]
-"""Parts of a whole, in any unit; empty where that is left open."""
+"""Each rank's part of a whole, in any unit; empty where the division is left open."""
 
 
 Remainder = Literal["kept", "none in the mean", "lost"]
@@ -58,11 +58,11 @@ class Strategy(ABC):
     """One way to synchronize a group of parameters. Subclass it in a file of its own and list it in `__init__`."""
 
     name: ClassVar[str]
-    """How plans name it."""
+    """The strategy's name in plans: `all_reduce`."""
     summary: ClassVar[str]
-    """One line for people."""
+    """What the strategy does, in one line for people."""
     options_type: ClassVar[type[Options]] = Options
-    """Its settings."""
+    """The class of the strategy's settings."""
     spreads: ClassVar[bool] = False
     """Whether parameters live on one rank each between steps, so that the model cannot run by itself then."""
     warms_up: ClassVar[bool] = False
@@ -76,7 +76,8 @@ class Strategy(ABC):
     itself, as `group.moment` says: `alone`, or `average` where ranks synchronize behind their own update."""
 
     def fidelity(self, options: Options) -> Fidelity:
-        """What the strategy promises with these options."""
+        """The label of what the strategy promises with these options: `exact`, `rounded`, `compressed`, `stale` or
+        `local`."""
         return "exact" if getattr(options, "wire", "same") == "same" else "rounded"
 
     def remainder(self, options: Options) -> Remainder:

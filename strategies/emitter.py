@@ -52,7 +52,7 @@ class Emitter:
         return self.emit(Pack(self.sent_as(group, wire)), group)
 
     def sent_as(self, group: Group, wire: WireDtype) -> str:
-        """The dtype in which a group's gradients are sent."""
+        """The dtype in which a group's gradients are sent, for the option `wire`."""
         as_it_is = wire == "same" or self.world_size == 1 or group.dtype.startswith("complex")  # of no narrower kind
         return group.dtype if as_it_is else wire
 
@@ -86,7 +86,7 @@ class Emitter:
         return self.collective(AllReduce(subgroups), value)
 
     def reduce(self, value: Call, owner: int) -> Call:
-        """The sum over ranks, on `owner`."""
+        """The sum of a value over ranks, on rank `owner` alone."""
         return self.collective(Reduce(owner=owner), value)
 
     def reduce_scatter(self, value: Call, sizes: Sequence[int], subgroups: Subgroups = ()) -> Call:
@@ -94,7 +94,7 @@ class Emitter:
         return self.collective(ReduceScatter(subgroups, tuple(sizes)), value)
 
     def all_gather(self, value: Call, subgroups: Subgroups = ()) -> Call:
-        """All parts of a sharded value, on every rank."""
+        """The whole of a sharded value, on every rank."""
         return self.collective(AllGather(subgroups), value)
 
     def all_to_all(self, value: Call) -> Call:
@@ -102,7 +102,7 @@ class Emitter:
         return self.collective(AllToAll(), value)
 
     def broadcast(self, value: Call) -> Call:
-        """The owner's value, on every rank."""
+        """The value that one rank owns, on every rank."""
         return self.collective(Broadcast(), value)
 
     def server_reduce(self, value: Call, summed_by: Sequence[int]) -> Call:
@@ -111,7 +111,8 @@ class Emitter:
         return self.collective(ServerReduce(summed_by=tuple(summed_by)), value)
 
     def collective(self, op: Collective, value: Call) -> Call:
-        """Begins a collective; with one rank, the value itself."""
+        """Begins a collective operation `op` on a value, to be completed by `wait`. With one rank, returns the value
+        itself."""
         assert not value.is_pending, f"{op.name} of a value that was not waited for"
         if self.world_size == 1:
             return value
@@ -119,7 +120,8 @@ class Emitter:
         return self._record(op, value.group, (value,))
 
     def as_sent(self, value: Call) -> Call:
-        """The same value, flat, as a collective takes it; of a call that nobody has used yet."""
+        """The call's value as a collective takes it: flat, in contiguous memory. Only of a call that no other call has
+        taken yet."""
         when_sent = value.op.when_sent()
         return value if when_sent is value.op else self._replaced(value, replace(value, op=when_sent))
 
@@ -131,13 +133,13 @@ class Emitter:
         return self._record(Wait(), value.group, (value,), by, value.deferred)
 
     def free(self, value: Call, elements: int, by: int) -> None:
-        """Nobody reads so many of a value's elements behind a position."""
+        """Frees `elements` elements of `value` behind position `by` of the graph's compute."""
         assert not value.is_pending and isinstance(value.layout, Replicate), "only a rank's own copy can be freed"
         if self.world_size > 1:
             self.emit(Free(elements), value.owner_group, [value], by=by)
 
     def gathered(self, group: Group, wire: WireDtype = "same") -> Call:
-        """The gradients, formed from the parts of all ranks. With one rank, they are there already."""
+        """The group's gradients, formed on every rank from the parts of all ranks; with one rank, the rank's own."""
         if self.world_size == 1:
             return self.pack(group)
         counts = self.wait(self.all_gather(self.emit(CountParts(), group)), by=self.start)
@@ -188,8 +190,8 @@ class Emitter:
         self._record(store, group, (self.wait(value),), deferred=deferred)
 
     def finish(self) -> list[Call]:
-        """All calls, once every group's are recorded: where gradients are clipped, the coefficient comes last, which is
-        formed of all of them."""
+        """All recorded calls, once every group has emitted its own. Where gradients are clipped, the last call forms
+        the clipping coefficient from all groups' gradients."""
         if self._clip is not None:
             self._clip.index = len(self.calls)
             self._clip.inputs = tuple(c.inputs[0] for c in self.calls if c.op.takes_clip)

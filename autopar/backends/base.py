@@ -24,36 +24,36 @@ class Backend:
     """
 
     name: str
-    """Also the name of its channel in the timeline."""
+    """The library's name, and that of its channel in the timeline: `gloo`."""
     call_s: float
-    """For a collective to begin, on all ranks."""
+    """Seconds until a collective begins, once all ranks have issued it."""
     hop_s: float
-    """For a round of it, beside the latency of the links."""
+    """Seconds for each round of a collective, beside the latency of the links."""
     issue_s: float
-    """On the compute stream, to hand a collective over."""
+    """Seconds on a rank's compute stream to issue a collective."""
     fraction: dict[str, float]
-    """Of the bandwidth of links that a collective reaches, by its name."""
+    """By the name of a collective, the fraction of the links' bandwidth that it reaches."""
     device_taken: float = 0.0
-    """Part of an accelerator that a collective takes from the compute beside it."""
+    """The fraction of an accelerator, 0 to 1, that a collective takes from the compute beside it."""
     chains: bool = False
     """Whether reduce and broadcast pass the message along a chain in pieces, so that all its links work at once."""
     host_bytes_per_s: float = float("inf")
-    """Bytes, sent and received together, that one processor core moves for it."""
+    """Bytes a second, sent and received together, that one processor core moves."""
     host_threads: int = 1
-    """Cores that it can use for one collective."""
+    """Processor cores of a host that one collective can use."""
     at_once: int = 1
-    """Collectives of one process group that it runs at the same time; exchanges in rounds follow one another."""
+    """Collectives of one process group that run at the same time; exchanges in rounds follow one another."""
     served_call_s: float = 0.0
-    """For a sum that hosts which serve help to make to begin, beside `call_s`: they are told first what comes."""
+    """Seconds until a sum with serving hosts begins, beside `call_s`: they are told first what comes."""
     rounds: bool = False
     """Whether large exchanges among CPUs are left to messages of our own (`autopar.backends.exchange`)."""
 
     def reduce(self, x: torch.Tensor, owner: int, pg: Any) -> Begun:
-        """The sum over ranks, in place, valid on rank `owner` of the group."""
+        """Begins to sum a tensor over ranks, in place; the sum is valid on rank `owner` of the group alone."""
         return x, dist.reduce(x, group_dst=owner, group=pg, async_op=True)
 
     def broadcast(self, x: torch.Tensor, owner: int, pg: Any) -> Begun:
-        """Rank `owner`'s value, in place."""
+        """Begins to send rank `owner`'s tensor to all ranks, in place."""
         return x, dist.broadcast(x, group_src=owner, group=pg, async_op=True)
 
     def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int], rank: int, pg: Any) -> Begun:
@@ -64,7 +64,7 @@ class Backend:
         return out, dist.all_to_all_single(out.view(-1), x, received, list(sizes), group=pg, async_op=True)
 
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int], rank: int, pg: Any) -> Begun:
-        """Every rank's part, one after the other."""
+        """Begins to gather every rank's part of a flat value, in the order of ranks."""
         out = x.new_empty(sum(sizes))
         if len(set(sizes)) == 1:
             return out, compat.all_gather_single(out, x, group=pg, async_op=True)
@@ -72,6 +72,6 @@ class Backend:
         return out, dist.all_to_all_single(out, sent, list(sizes), [x.numel()] * len(sizes), group=pg, async_op=True)
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], pg: Any) -> Begun:
-        """The parts that are meant for this rank, one after the other."""
+        """Begins to exchange parts between all ranks; receives those for this rank, in the order of ranks."""
         out = x.new_empty(sum(received))
         return out, dist.all_to_all_single(out, x, list(received), list(sent), group=pg, async_op=True)

@@ -80,7 +80,7 @@ def training_graph(
     if joint.sizes is not None:
         numbers = joint.sizes.of(batch.shapes)
         example |= {n: numbers[i] for n, i in size_inputs(joint).items()}
-    start = _backward_start(joint, inputs, position)
+    start = _backward_start(inputs, position)
     parameters = tuple(_parameter(p, joint, inputs, position, example, start) for p in trainable)
     parameters = _with_readers(parameters, joint, inputs, position, example)
     buffers = [n for (kind, _), n in inputs.items() if kind == "buffer"]
@@ -251,9 +251,7 @@ def _is_complex(spec: ParameterSpec) -> bool:
     return spec.dtype.startswith("complex")
 
 
-def _backward_start(
-    joint: JointGraph, inputs: dict[tuple[str, str | int], torch.fx.Node], position: dict[torch.fx.Node, int]
-) -> int:
+def _backward_start(inputs: dict[tuple[str, str | int], torch.fx.Node], position: dict[torch.fx.Node, int]) -> int:
     """Position of the first node that reads a tangent, directly or not."""
     first = [position[u] for (kind, _), n in inputs.items() if kind == "tangent" for u in n.users if u in position]
     return min(first, default=len(position))

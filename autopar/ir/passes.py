@@ -39,30 +39,30 @@ class Capture:
     listed: bool = False
     """Whether the batch lists its samples."""
     names: tuple[str, ...] = ()
-    """Of the batch's tensors, for people."""
+    """Names of the batch's tensors, as messages say them."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass."""
+    """One rewrite of a captured graph, with its name."""
 
     name: str
     what: str
-    """What it does, in one line for people."""
+    """What the pass does, in one line for people."""
     run: Callable[[JointGraph, Capture], JointGraph]
     optional: bool = False
     modes: tuple[Mode, ...] = ("step", "module")
-    """Of which captures it is a part."""
+    """The modes of captures in which the pass runs."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Which passes run."""
+    """Which optional passes are left out, and which of the user's own run besides."""
 
     without: tuple[str, ...] = ()
-    """Names of optional ones that are left out."""
+    """Names of optional passes that are left out."""
     also: tuple[Pass, ...] = ()
-    """Of one's own."""
+    """Passes of the user's own that run besides."""
 
     def __post_init__(self) -> None:
         optional = [p.name for p in (*BEFORE, *BEHIND) if p.optional]
@@ -78,15 +78,15 @@ class Passes:
 
     @property
     def said(self) -> str:
-        """What ranks compare."""
+        """The passes in words, by which ranks compare them."""
         return f"without {sorted(self.without)}, also {[p.name for p in self.also]}"
 
     def before(self) -> tuple[Pass, ...]:
-        """Those that run before the table of parameters is read off the graph."""
+        """The passes that run before the table of parameters is read off the graph."""
         return (*self._kept(BEFORE), *self.also)
 
     def behind(self) -> tuple[Pass, ...]:
-        """Those that run behind that."""
+        """The passes that run after the table of parameters was read off the graph."""
         return self._kept(BEHIND)
 
     def _kept(self, passes: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -257,9 +257,10 @@ class Job:
         self.kill()
         raise JobTimeout(f"ranks {late} were not done after {timeout_s:g} s; rank {late[0]}:\n{self._stderr(late[0])}")
 
-    def _stderr(self, rank: int, lines: int = 40) -> str:
+    def _stderr(self, rank: int) -> str:
+        """The last 40 lines that a rank has written there."""
         text = self.output(rank, "stderr").read_text(errors="replace").strip()
-        return "\n".join(text.splitlines()[-lines:]) or "(nothing on stderr)"
+        return "\n".join(text.splitlines()[-40:]) or "(nothing on stderr)"
 
 
 def launch(

@@ -14,7 +14,8 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments, pack
 from autopar.ops.gradients import MEMBER_START, cut
 from autopar.ops.layouts import VARYING, unsummed
-from autopar.ops.values import Bytes, Setting, Value, Work
+from autopar.ops.updates import Store
+from autopar.ops.values import Setting, Value, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +59,10 @@ class PackParameters(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAverage(Operation):
+class StoreAverage(Store):
     """Writes averaged parameters into the parameters of every rank."""
 
     name = "store_average"
-    reads_members = False
-    changes_parameters = True
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
-
-    def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
-
-    def write(self, site: Site, call: Call) -> Any:
-        module = site.stored(call.owner_group, None)
-        return site.call_module(f"average_{call.owner_group.index}", module, (site.value_of(call.inputs[0]),))
 
 
 class PackedParameters(nn.Module):

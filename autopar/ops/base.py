@@ -19,7 +19,7 @@ from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What an operation is emitted with; `of`, the sync group, is `None` where it belongs to the whole step."""
+    """What an operation is emitted with: its sync group `of` (`None`: the whole step), inputs and context."""
 
     of: Group | None
     inputs: tuple[Call, ...]
@@ -39,117 +39,121 @@ class Operation(ABC):
     """One operation. Subclass it as a frozen dataclass: prices are remembered by its fields and the values it takes."""
 
     name: ClassVar[str]
-    """How timelines, messages and the comparison between ranks call it."""
+    """The operation's name in timelines, messages and the comparison between ranks."""
     reads_members: ClassVar[bool] = True
-    """Whether what it declares depends on more of the group's members than their number and dtype."""
+    """Whether its bytes, work and value depend on more of the group's members than their number and dtype."""
     is_collective: ClassVar[bool] = False
-    """Whether ranks do it together: it returns at once, and its value is there behind a `Wait`."""
+    """Whether ranks run it together: it returns at once, and a `Wait` completes its value."""
     updates: ClassVar[bool] = False
-    """Whether the optimizer runs in it; its value is the updated parameters."""
+    """Whether it runs the optimizer; its value is the updated parameters."""
     changes_parameters: ClassVar[bool] = False
     """Whether it may run only when nothing reads the group's parameters any more, or hands its gradients over."""
+    needs_only_inputs: ClassVar[bool] = False
+    """Whether it may run as soon as its inputs are there; else, as soon as the group's gradients are, too."""
+    in_place: ClassVar[bool] = False
+    """Whether its value lies in the memory of its first input."""
     takes_clip: ClassVar[bool] = False
-    """Whether its first input is what the global norm is taken of."""
+    """Whether the global gradient norm is taken of its first input."""
     takes_gradients: ClassVar[bool] = False
-    """Whether it takes the group's gradients up, which are not needed behind it."""
+    """Whether it reads the group's gradients last, so that their memory is free behind it."""
     forms_gradients: ClassVar[bool] = False
-    """Whether it makes the group's gradients of what is sent in their place, so that no rank computes its own."""
+    """Whether it forms the group's gradients from what ranks send in their place; no rank then computes its own."""
     touched: int | None = None
-    """How many elements of its value are expected to be touched, where the optimizer can pass over the others."""
+    """Elements that the optimizer is expected to update, where it can skip the others; `None`: all of them."""
     in_pieces: bool = False
     """Whether its value, where it is large, is formed only as it is used (`autopar.ops.products`)."""
     keeps_shards: bool = False
     """Whether each rank keeps its rows of the group's parameters between steps, and nobody else does."""
     momentum: float | None = None
-    """Of a momentum that it keeps from step to step: which part of it each step adds to the gradients."""
+    """The part of its momentum, kept from step to step, that each step adds to the gradients; `None` without one."""
     of_parameters: bool = False
-    """Of a state: whether it is what parameters lack of what they should be, and not what was not sent of gradients."""
+    """Whether the state that it keeps is in units of parameters (what they still lack), not of gradients not sent."""
     makes_parameters: ClassVar[bool] = False
-    """Whether its value is parameters, which are sent for a pass to come."""
+    """Whether its value is parameters that are sent for a later forward or backward pass."""
     subgroups: Subgroups = ()
-    """The subgroups of ranks among which it is done; empty where that is among all."""
+    """Subgroups of ranks, each of which runs it by itself; empty: all ranks run it together."""
     queue: ClassVar[str] = ""
     """Calls of one queue run in the order of the plan's groups; empty where calls wait for what they need alone."""
 
-    @abstractmethod
     def value(self, at: Emission) -> Value:
-        """What it makes."""
+        """Elements, dtype and layout of its result; by default, those of its first input."""
+        return at.inputs[0].made
 
     @abstractmethod
     def write(self, site: Site, call: Call) -> Any:
         """Runs it, or writes it into a graph, as `site` does; returns its value there."""
 
     def behind(self, group: Group) -> int:
-        """The position in the graph's compute (-1: before everything) behind which it may run. By default the group's
-        gradients are complete there, and, where it changes the group's parameters, nothing reads these."""
-        return max(group.ready, group.last_use) if self.changes_parameters else group.ready
+        """The position in the graph's compute behind which it may run; -1: before everything."""
+        ready = max(group.ready, group.last_use) if self.changes_parameters else group.ready
+        return -1 if self.needs_only_inputs else ready
 
     def needed(self, group: Group) -> int | None:
         """The position behind which the graph reads what it makes; `None` where no node of the graph does."""
         return None
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        """What it does on a rank's device: the same on ranks that hold as much, but on those of `differs_on`."""
+        """FLOPs, bytes and kernels on a rank's device; equal on ranks that hold as much, but for `differs_on`."""
         return NO_WORK
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        """Bytes that it allocates for its value; `None` where that lies in the memory of its first input."""
-        return call.held_bytes(setting.world_size)
+        """Bytes that each rank allocates for its value; `None` where the value lies in its first input's memory."""
+        return None if self.in_place else call.held_bytes(setting.world_size)
 
     def keeps(self, call: Call, setting: Setting) -> Bytes:
-        """Bytes that it keeps from step to step, besides the optimizer's."""
+        """Bytes that each rank keeps from step to step for it, the optimizer's state not included."""
         return 0
 
     def state_key(self) -> str | None:
-        """What the tensor is called in its group that it keeps from step to step, where it does."""
+        """The name, within its group, of the tensor that it keeps from step to step; `None` where it keeps none."""
         return None
 
     def captured_elements(self, call: Call, rank: int) -> int:
-        """Elements that a rank holds of its value, with the batch that was captured."""
+        """Elements of its value that a rank holds for the batch that was captured."""
         return call.held_elements(rank)
 
     def passes_through(self, call: Call) -> bool:
-        """Whether it takes one gradient as it is, which becomes its value."""
+        """Whether its value is one gradient's own memory, not a copy."""
         return False
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
-        """Bytes that it allocates besides, while it runs."""
+        """Bytes of temporary memory that each rank allocates while it runs, beside its value."""
         return 0
 
     def freed_elements(self) -> int:
-        """Of its first input, elements that nobody reads behind it."""
+        """Elements of its first input whose memory is free behind it."""
         return 0
 
     def differs_on(self, call: Call) -> Sequence[int]:
-        """Ranks whose `work` is another than that of others which hold as much of its value and of its inputs."""
+        """Ranks whose `work` differs from that of other ranks with as many elements of its value and inputs."""
         return ()
 
     def sender(self, call: Call) -> int | None:
-        """The rank that has its value already, before it is sent to the others, where one does."""
+        """The rank that has its value before it is sent to the others; `None` where no rank does."""
         return None
 
     def sends(self, call: Call) -> Call | None:
-        """The collective that it is, or that it does within itself; a call whose operation is a `Collective`."""
+        """The call of a `Collective` that this call is, or runs within itself; `None` where it sends nothing."""
         return call if self.is_collective else None
 
     def waits_for(self, call: Call) -> Call | None:
-        """The collective that it completes."""
+        """The call of the collective that this call completes; `None` where it completes none."""
         return None
 
     def when_sent(self) -> Operation:
-        """The same, where a collective takes its value."""
+        """The operation to use in its place where a collective takes its value."""
         return self
 
     def replaces(self, group: Group) -> Sequence[str]:
-        """Nodes of the graph that need not be computed where it runs."""
+        """Names of the graph's nodes that it replaces, so that they are not computed."""
         return ()
 
     def makes(self, group: Group) -> Sequence[str]:
-        """Of the nodes that it, or the operations beside it, replace: those whose values it makes in another way."""
+        """Names of replaced nodes whose values it computes itself, in another way."""
         return ()
 
     def gathers(self, group: Group) -> Sequence[str]:
-        """Parameters that it makes whole for a pass that reads them."""
+        """Names of the sharded parameters that it makes whole for a pass that reads them."""
         return ()
 
 
@@ -158,11 +162,11 @@ class Call:
     """An operation in a step, with its inputs and its value, as which strategies pass it on."""
 
     index: int
-    """Its place among all calls."""
+    """Its index among all calls of the step."""
     op: Operation
     inputs: tuple[Call, ...]
     group: Group | None
-    """`None` where it belongs to the whole step."""
+    """Its sync group; `None` where it belongs to the whole step."""
     made: Value
     by: int | None = None
     """A deadline that its strategy has chosen: it runs behind this position, unless what it needs is there only later.
@@ -185,16 +189,12 @@ class Call:
         return self.made.layout
 
     @property
-    def expected(self) -> bool:
-        return self.made.expected
-
-    @property
     def bytes(self) -> int:
         return self.made.elements * DTYPE_BYTES[self.made.dtype]
 
     @property
     def is_pending(self) -> bool:
-        """Whether its value is there behind a `Wait` only."""
+        """Whether its value is complete only behind a `Wait`."""
         return self.op.is_collective
 
     @property
@@ -221,14 +221,14 @@ class Call:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements that each rank has, where it is sharded; else empty."""
+        """Elements that each rank holds of a sharded value, by rank; else empty."""
         return shard_sizes(self.made.layout)
 
     def held_elements(self, rank: int) -> int:
         return held_elements(self.made.layout, self.made.elements, rank)
 
     def held_by_rank(self, world_size: int) -> Elements:
-        """The same of all ranks."""
+        """Elements that each rank holds, by rank."""
         return held_by_rank(self.made.layout, self.made.elements, world_size)
 
     def held_bytes(self, world_size: int) -> Bytes:
@@ -262,11 +262,11 @@ class Site(ABC):
 
     @abstractmethod
     def value_of(self, call: Call) -> Any:
-        """What an earlier call has made."""
+        """The value of an earlier call."""
 
     @abstractmethod
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls a function."""
+        """Calls `function(*args, **kwargs)`; returns its result."""
 
     @abstractmethod
     def call_method(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -282,11 +282,11 @@ class Site(ABC):
 
     @abstractmethod
     def notes(self, group: Group) -> dict[Any, Any]:
-        """What operations of a group tell the later ones of it, besides their values."""
+        """A dict in which operations of a group leave what later operations of the group read."""
 
     @abstractmethod
     def channel(self, subgroups: Any = None, communicator: int = 0) -> Any:
-        """The name of the process group in which this rank does a collective; of the one of all ranks by default."""
+        """The name of the process group in which this rank runs a collective; by default, that of all ranks."""
 
     @abstractmethod
     def computed(self, node: str) -> Any:
@@ -294,7 +294,7 @@ class Site(ABC):
 
     @abstractmethod
     def rows(self, node: str, dimension: int = 0) -> Any:
-        """The size of a node's value, there yet or not."""
+        """The size of a dimension of a node's value, whether the node was computed yet or not."""
 
     @abstractmethod
     def replace(self, node: str, value: Any) -> None:
@@ -306,10 +306,10 @@ class Site(ABC):
 
     @abstractmethod
     def gradient(self, name: str, value: Any) -> Any:
-        """A gradient with those of earlier micro-batches added."""
+        """A parameter's gradient `value`, with those of earlier micro-batches added."""
 
     def instead(self, node: str, input_node: str) -> Any:
-        """What a node of the model's graph reads as one of its inputs."""
+        """The value that a node of the model's graph reads in the place of its input `input_node`."""
         return self.computed(input_node)
 
     def owns(self, name: str) -> bool:
@@ -321,11 +321,11 @@ class Site(ABC):
         return False
 
     def earlier_terms(self, name: str) -> list[tuple[Any, Any]]:
-        """Of a structured gradient, the parts of earlier micro-batches."""
+        """The factors of a parameter's structured gradient that earlier micro-batches have left."""
         return []
 
     def terms_of(self, name: str) -> list[tuple[Any, Any]]:
-        """Of a structured gradient, left and right part of each term."""
+        """The left and the right factor of each term of a parameter's structured gradient, of this batch."""
         raise NotImplementedError("parts of gradients are found in a model's graph")
 
     def product(self, call: Call, name: str, value: Any) -> Any:
@@ -335,7 +335,7 @@ class Site(ABC):
         return self.gradient(name, self.call_method("whole", (value,)))
 
     def deliver(self, call: Call, value: Any) -> Any:
-        """Hands a synchronized gradient over."""
+        """Hands a synchronized gradient over to the user, as the parameter's `grad`."""
         raise NotImplementedError("only a program without an optimizer delivers gradients")
 
     def part(self, group: int, pieces: Any) -> Any:
@@ -352,11 +352,11 @@ class Site(ABC):
         return [(i.is_sharded, value) for i, value in held if value is not None]
 
     def mesh(self) -> str:
-        """The name of what connects the ranks with the hosts that serve."""
+        """The name of the connections between the ranks and the serving hosts."""
         raise NotImplementedError("nothing is sent without a process group")
 
     def rows_of(self, name: str) -> Sequence[tuple[Any, Any]]:
-        """Of a table whose rows are sharded, left and right part of each term of its gradient."""
+        """The left and the right factor of each term of the gradient of a table whose rows are sharded."""
         return ()
 
     def look_up(self, node: str, rows: Any, places: Any) -> None:
@@ -368,7 +368,7 @@ class Site(ABC):
         raise NotImplementedError("parameters are read by a model's graph")
 
     def strides(self, name: str) -> tuple[int, ...]:
-        """Of a whole parameter, as the graph was captured with it."""
+        """The strides of the whole parameter, as the graph was captured with it."""
         return self.parameters[name].stride()
 
     def begin_step_sum(self, of: str) -> Any:
@@ -376,7 +376,7 @@ class Site(ABC):
         raise NotImplementedError("a number of the whole step is summed within a step")
 
     def end_step_sum(self, of: str, value: Any) -> Any:
-        """Completes it."""
+        """Completes the sum that `begin_step_sum` has begun; returns the sum."""
         raise NotImplementedError("a number of the whole step is summed within a step")
 
     def state(self, call: Call, key: str) -> Any:
@@ -384,7 +384,7 @@ class Site(ABC):
         raise NotImplementedError("only a program with an optimizer has state that lives from step to step")
 
     def deferred_of(self, call: Call) -> Any:
-        """Completes what the step before has begun."""
+        """Completes the collective that the step before has begun, and stores its result."""
         raise NotImplementedError("only a program with an optimizer has parameters on their way")
 
     def sum_parts(self, wait: Call, parts: Any, dtype: torch.dtype) -> Any:
@@ -392,9 +392,9 @@ class Site(ABC):
         raise NotImplementedError
 
     def empty(self, call: Call) -> Any:
-        """Memory for a call's whole value."""
+        """Uninitialized memory for a call's whole value."""
         return self.call(torch.empty, (call.elements,), {"dtype": call.torch_dtype, "device": self.device})
 
     def message(self, call: Call) -> list[Any]:
-        """A flat value of parts for each rank, and how much of it goes to and comes from each."""
+        """A flat value of parts for each rank, with the elements that go to and come from each rank."""
         return list(self.value_of(call))

@@ -30,36 +30,33 @@ import numpy as np
 from autopar.backends import collectives
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
-from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Owned, Partial, Shard, summed
 from autopar.ops.links import Links, Phase, Vector
 from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 RankBytes = tuple[list[int], list[int]]
-"""Sent and received, by place in a subgroup."""
+"""Bytes sent and bytes received, each by the rank's place in its subgroup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective(Operation):
-    """What ranks do together. A subclass says its value, its bytes, its traffic, and what it calls."""
+    """A collective: an operation that ranks run together. A subclass says its value, the bytes that ranks send, the
+    traffic on links, and the function that runs it."""
 
     is_collective = True
     reads_members = False
+    needs_only_inputs = True
 
     subgroups: Subgroups = ()
 
-    def behind(self, group: Group) -> int:
-        """It may begin as soon as what it sends is there."""
-        return -1
-
     @abstractmethod
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
-        """Bytes that each rank of a subgroup, of two or more, sends and receives."""
+        """Bytes that each rank of a subgroup (of two ranks or more) sends and receives for a call."""
 
     @abstractmethod
     def phases(self, call: Call, links: Links) -> list[Phase]:
-        """Traffic on each link, for the parts that follow one another."""
+        """The collective's parts that follow one another, each with its name and the bytes on each link."""
 
     def rounds(self, size: int, phases: int, chains: bool) -> int:
         """Messages that follow one another, each of which waits for the links' latency. `size`: ranks of the largest
@@ -67,23 +64,24 @@ class Collective(Operation):
         return size - 1 + (phases - 1)
 
     def sizes_of(self, call: Call) -> tuple[int, ...]:
-        """Elements of each rank's part, where it is of parts; else empty."""
+        """Elements of each rank's part, by rank, where the collective divides the value; else empty."""
         return call.sizes
 
     def owner_of(self, call: Call) -> int | None:
-        """The rank that it sums to, or sends from, where there is one."""
+        """The rank that a reduce sums to or a broadcast sends from; `None` for other collectives."""
         return self.sender(call)
 
     def order_line(self, call: Call) -> str:
-        """What ranks compare of it, before the first step. How large it is that the batch decides, they need not
-        know."""
-        if call.expected:
+        """The line by which ranks compare the collective before the first step. Sizes that the batch decides are left
+        out."""
+        if call.made.expected:
             return f"{self.name} ragged {call.dtype}"
         of_ranks = f"{self.sizes_of(call)} {self.owner_of(call)} {self.subgroups}"
         return f"{self.name} {call.elements} {call.dtype} {of_ranks} {call.communicator}"
 
     def in_rounds(self, call: Call) -> bool:
-        """Whether it is made of messages of our own, on CPUs; then those of a process group follow one another."""
+        """Whether autopar sends the messages itself on CPUs (`autopar.backends.exchange`); such collectives of one
+        process group follow one another."""
         return False
 
     def pieces(self, call: Call) -> int:
@@ -91,30 +89,31 @@ class Collective(Operation):
         return 0
 
     def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
-        """What its wait does on a rank's device."""
+        """FLOPs, bytes and kernels of the collective's wait on a rank's device."""
         return NO_WORK
 
     def finish_allocates(self, wait: Call, setting: Setting) -> Bytes | None:
-        """Bytes that its wait allocates."""
+        """Bytes that each rank allocates for the value as the collective is waited for; `None`: it is there already."""
         return None
 
     def finish_passing_bytes(self, wait: Call, setting: Setting) -> Bytes:
-        """Bytes that its wait allocates besides, while it runs."""
+        """Bytes of temporary memory that each rank allocates while the collective is waited for."""
         return 0
 
     def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
-        """The value, once it was waited for. `sent`: whether it is sent on."""
+        """Completes the collective at a site; returns its value. `sent`: whether another collective sends the value
+        on."""
         return value
 
     def channel(self, site: Site, call: Call) -> Any:
         return site.channel(self.subgroups, call.communicator)
 
     def size_bytes(self, call: Call, world_size: int) -> int:
-        """Of a message that takes as long: what is looked up in a calibration."""
+        """Bytes of the message that a calibration is asked for: one that takes as long as this call."""
         return call.bytes
 
     def served_bytes(self, call: Call, world_size: int) -> list[int]:
-        """Bytes that each host which serves sends, and receives."""
+        """Bytes that each serving host sends; it receives as many."""
         return []
 
 
@@ -123,6 +122,7 @@ class AllReduce(Collective):
     """The sum over ranks, on every rank; of a sharded value, of the part that all ranks of a subgroup hold."""
 
     name = "all_reduce"
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         made, layout = at.inputs[0].made, at.inputs[0].layout
@@ -130,9 +130,6 @@ class AllReduce(Collective):
         for subgroup in self.subgroups if isinstance(layout.of, Shard) else ():
             assert len({at.inputs[0].sizes[r] for r in subgroup}) == 1, "an all-reduce needs values of one size"
         return replace(made, layout=summed(layout, self.subgroups, layout.of))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, width = len(subgroup), DTYPE_BYTES[call.dtype]
@@ -150,7 +147,7 @@ class AllReduce(Collective):
         return 2 * (size - 1)
 
     def size_bytes(self, call: Call, world_size: int) -> int:
-        """What each subgroup sums up may be a part of the value."""
+        """Bytes of the largest part of the value that a subgroup sums up."""
         return int(call.held_by_rank(world_size).max()) * DTYPE_BYTES[call.dtype]
 
     def write(self, site: Site, call: Call) -> Any:
@@ -159,9 +156,10 @@ class AllReduce(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Collective):
-    """The sum over ranks, on `owner`."""
+    """The sum of a value over ranks, on rank `owner` alone."""
 
     name = "reduce"
+    in_place = True
     owner: int = 0
 
     def owner_of(self, call: Call) -> int | None:
@@ -170,9 +168,6 @@ class Reduce(Collective):
     def value(self, at: Emission) -> Value:
         summed(at.inputs[0].layout, (), REPLICATE)
         return replace(at.inputs[0].made, layout=Owned(self.owner))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         n, size = len(subgroup), call.bytes
@@ -199,7 +194,7 @@ class Reduce(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Collective):
-    """The owner's value, on every rank."""
+    """The value that one rank owns, on every rank."""
 
     name = "broadcast"
 
@@ -267,7 +262,7 @@ class AllToAll(Collective):
 
 
 def copied(moved_bytes: float, kernels: float = 1.0) -> Work:
-    """A copy of so many bytes, read and written; nothing takes no time."""
+    """The work of a copy that reads and writes `moved_bytes` bytes; none for 0 bytes."""
     return Work(moved_bytes=moved_bytes, kernels=kernels) if moved_bytes else NO_WORK
 
 
@@ -283,7 +278,7 @@ def wire_bytes(call: Call, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def served_bytes(call: Call, world_size: int) -> list[int]:
-    """Bytes that each host which serves sends for a call; it receives as many."""
+    """Bytes that each serving host sends for a call; it receives as many."""
     return call.op.served_bytes(call, world_size) if isinstance(call.op, Collective) else []
 
 
@@ -311,7 +306,7 @@ def _children_counts(world_size: int) -> tuple[int, ...]:
 
 
 def held_by_rank(call: Call, world_size: int) -> Vector:
-    """Bytes that each rank holds."""
+    """Bytes of a call's value that each rank holds, by rank."""
     return call.held_by_rank(world_size).astype(float) * DTYPE_BYTES[call.dtype]
 
 
@@ -331,6 +326,6 @@ def _all_but(last: int, n: int, size: int) -> Vector:
 
 
 def collective_of(call: Call) -> Collective:
-    """A call's operation, which must be one that ranks do together."""
+    """A call's operation as a `Collective`; the call must be of one."""
     assert isinstance(call.op, Collective), f"{call.op.name} sends nothing"
     return call.op

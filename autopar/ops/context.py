@@ -10,7 +10,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology, topology_of
 
 ALIKE = 1.05
-"""Rates whose greatest is at most so many times the smallest are taken as equal."""
+"""Rates are taken as equal where the greatest is at most this many times the smallest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Context:
     """Whether gradients are clipped by their global norm before the update, or looked at as a whole because the loss is
     scaled: no update begins before all gradients are there."""
     hosts: tuple[int, ...] = ()
-    """On which host each rank is; empty where every rank has one of its own."""
+    """By rank, the number of the rank's host; empty where every rank has a host of its own."""
     rates: tuple[float, ...] = ()
     """What each rank can send to other hosts, and receive from them, in bytes a second; empty where all can the same,
     or nothing is known."""
@@ -69,7 +69,7 @@ class Context:
         return None
 
     def on(self, cluster: ClusterSpec) -> Context:
-        """The same on the hosts of a cluster."""
+        """This context on the hosts of a cluster."""
         hosts, rates, servers = _hosts(cluster)
         return replace(self, hosts=hosts, rates=rates, servers=servers)
 

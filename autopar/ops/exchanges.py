@@ -72,7 +72,7 @@ class ReduceScatter(_Exchange):
         return DTYPE_BYTES[call.dtype] >= EXACT_BYTES and _Exchange.goes_around(self, call, world_size)
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        """A part of every rank; or, where it grows on its way around a ring, one for each rank that it comes by."""
+        """Bytes of a part of every rank; around a ring, of one part for each rank that a sum comes by."""
         size = len(all_subgroups(self.subgroups, setting.world_size)[0])
         around = setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
         return call.held_bytes(setting.world_size) * (size - 1 if around else size)
@@ -89,27 +89,27 @@ class ReduceScatter(_Exchange):
     def write(self, site: Site, call: Call) -> Any:
         subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
         value, place = site.value_of(call.inputs[0]), subgroup.index(site.rank)
-        if call.expected:
+        if call.made.expected:
             arguments = (value, len(subgroup), place, self.channel(site, call))
             return site.call(collectives.reduce_scatter_equal, arguments)
         sizes = [self.sizes[r] for r in subgroup]
         return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site, call)))
 
     def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
-        """The parts that came from all ranks are added up."""
+        """Adds up the parts that came from all ranks."""
         parts = len(subgroup_of(rank, self.subgroups, setting.world_size))
         width = parts * DTYPE_BYTES[wait.dtype] + DTYPE_BYTES[wait.owner_group.dtype]
         return copied(wait.held_elements(rank) * width)
 
     def finish_allocates(self, wait: Call, setting: Setting) -> Bytes | None:
-        """The sum, in the dtype that it is taken in."""
+        """Bytes of the sum, in the dtype in which parts are added up."""
         dtype = self._sum_dtype(wait, wait.op == wait.op.when_sent())
         if self._came_summed(wait, setting) and dtype == wait.dtype:
             return None
         return wait.held_bytes(setting.world_size) // DTYPE_BYTES[wait.dtype] * DTYPE_BYTES[dtype]
 
     def finish_passing_bytes(self, wait: Call, setting: Setting) -> Bytes:
-        """Parts in a narrow dtype are widened before they are added up, unless their sum is sent on."""
+        """Bytes of parts in a narrow dtype, which are widened before they are added up, unless their sum is sent on."""
         wide, narrow = DTYPE_BYTES[self._sum_dtype(wait, wait.op == wait.op.when_sent())], DTYPE_BYTES[wait.dtype]
         if wide <= narrow or self._came_summed(wait, setting):
             return 0
@@ -180,7 +180,7 @@ class AllGather(_Exchange):
     def write(self, site: Site, call: Call) -> Any:
         subgroup = subgroup_of(site.rank, self.subgroups, site.world_size)
         value = site.value_of(call.inputs[0])
-        if call.expected:
+        if call.made.expected:
             return site.call(collectives.all_gather_equal, (value, len(subgroup), self.channel(site, call)))
         sizes = [self.sizes_of(call)[r] for r in subgroup]
         arguments = (value, sizes, subgroup.index(site.rank), self.channel(site, call))

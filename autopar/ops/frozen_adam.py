@@ -101,15 +101,10 @@ class TakeMomentum(Operation):
 
     name = "take_momentum"
     reads_members = False
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
+    in_place = True
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(4 * call.bytes + call.inputs[1].bytes, 1 + MEMBER_START * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         module = Taken(_part(site, call))

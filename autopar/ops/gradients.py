@@ -21,7 +21,7 @@ from autopar.ops.values import Bytes, Setting, Value, Work
 from autopar.ops.waits import StepSum
 
 MEMBER_START = 0.2
-"""Of a kernel's start, for each tensor in a for-each copy. [Empirical: 1 to 2 us on a CPU]"""
+"""Time of each tensor in a for-each copy, in units of a kernel's start. [Empirical: 1 to 2 us on a CPU]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Pack(Operation):
         return Value(at.group.elements, self.dtype, unsummed(at.world_size))
 
     def passes_through(self, call: Call) -> bool:
-        """Whether one gradient is taken as it is."""
+        """Whether the value is the memory of the group's only gradient, not a copy."""
         return len(call.members) == 1 and call.dtype == call.owner_group.dtype
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        """One pass over the gradients; nothing for one rank, nor for one gradient that is sent as it is."""
+        """One pass over the gradients; no work on one rank, nor for one gradient that is sent as it is."""
         group = call.owner_group
         if setting.world_size == 1 or self.passes_through(call):
             return Work()
@@ -75,6 +75,7 @@ class Deliver(Operation):
     reads_members = False
     changes_parameters = True
     takes_clip = True
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(at.group.elements, at.group.dtype, at.inputs[0].layout)
@@ -84,37 +85,32 @@ class Deliver(Operation):
         starts = MEMBER_START * len(call.members)
         return Work(moved_bytes=cast, kernels=starts + (1 if cast else 0))
 
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
-
     def write(self, site: Site, call: Call) -> Any:
         return site.deliver(call, site.value_of(call.inputs[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class Clip(Operation):
-    """What gradients are multiplied with before the update, to clip them and to undo the scale of the loss: from the
-    global norm over all of them; one small sum where some are sharded."""
+    """The coefficient that gradients are multiplied with before the update, to clip them and to undo the scale of the
+    loss: from the global norm over all of them; one small sum over ranks where some are sharded."""
 
     name = "clip"
     reads_members = False
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(1, "float64")
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        """The norm over everything that a rank holds, read once."""
+        """One pass over all gradients that a rank holds, for their norm."""
         held = sum(i.held_elements(rank) * DTYPE_BYTES[i.dtype] for i in call.inputs)
         return copied(held, 1 + MEMBER_START * len(call.inputs))
 
     def sends(self, call: Call) -> Call | None:
-        """The sum of what ranks hold parts of."""
+        """The sum, over ranks, of the squares of gradients of which ranks hold parts."""
         if not any(i.is_sharded for i in call.inputs):
             return None
         return Call(call.index, StepSum(of="norm"), (), None, Value(1, "float64"))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         held = site.clipped(call)
@@ -174,7 +170,7 @@ class LossScale(Protocol):
 
     @property
     def factor(self) -> float:
-        """What synchronized gradients are multiplied with."""
+        """The factor that synchronized gradients still carry, of the scale of the loss."""
 
     def seen(self, is_finite: bool) -> None:
         """Takes note of whether a step's gradients are finite."""

@@ -30,7 +30,8 @@ class Member:
 
     @property
     def parts(self) -> Parts:
-        """What the gradient is made of; only for a strategy that has asked for it in `applies`."""
+        """The parts that the gradient is made of: factors, or rows of a table. Only for a strategy that has asked for
+        them in `applies`."""
         assert self.parameter.parts is not None and self.slice.whole, f"the gradient of '{self.slice}' has no parts"
         return self.parameter.parts
 
@@ -44,7 +45,7 @@ class Member:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements lie together in the parameter's memory."""
+        """Whether the member's elements lie together in the parameter's memory."""
         return self.slice.whole or self.slice.dim == 0
 
 
@@ -56,9 +57,9 @@ class Group:
     spec: SyncGroup
     members: tuple[Member, ...]
     moment: Moment = SYNCHRONIZE
-    """What it does in this step."""
+    """What the group does in this step."""
     label: Fidelity = "exact"
-    """What its strategy promises in this step, wherever it is in time."""
+    """The label of what the group's strategy promises in this step."""
 
     @cached_property
     def elements(self) -> int:
@@ -71,12 +72,12 @@ class Group:
 
     @property
     def names(self) -> list[str]:
-        """Of its parameters, in the order of its members."""
+        """Names of the group's parameters, in the order of its members."""
         return [m.slice.name for m in self.members]
 
     @cached_property
     def kinds(self) -> Hashable:
-        """Of its members, in their order."""
+        """The kinds of the group's members, in their order."""
         return tuple(m.kind for m in self.members)
 
     @property
@@ -100,10 +101,10 @@ class Group:
 
     @property
     def known(self) -> int:
-        """Position at which the number of rows of all its parts is known."""
+        """Position in the graph's compute at which the number of rows of all the group's parts is known."""
         return max(m.parts.known for m in self.members)
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
-        """Of its tables whose rows live on one rank each: the exchanges that fetch them."""
+        """The exchanges that fetch rows of the group's tables whose rows live on one rank each."""
         return waves_of([m.parameter.table for m in self.members])

@@ -24,20 +24,18 @@ from autopar.ops.values import Bytes, Setting, Value, Work
 class _OfHead(Operation):
     """An operation of a head, with the numbers that its cost follows from."""
 
+    needs_only_inputs = True
+
     head: Head
     method: ClassVar[str]
-    """Of `HeadShard`: what does it."""
+    """The method of `HeadShard` that runs it."""
+    multiplies: ClassVar[bool] = False
+    """Whether it is a product of the classes kept here with all ranks' samples, or with their errors."""
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         kernels = PART_KERNELS * len(call.members)
-        return Work(self.flops(), self.moved_bytes(call.owner_group, setting.world_size), kernels=kernels)
-
-    def flops(self) -> int:
-        return 0
-
-    def behind(self, group: Group) -> int:
-        """By default, as soon as its inputs are there."""
-        return -1
+        flops = 2 * self.head.samples * self.head.classes * self.head.width if self.multiplies else 0
+        return Work(flops, self.moved_bytes(call.owner_group, setting.world_size), kernels=kernels)
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return 0
@@ -65,9 +63,6 @@ class _OfHead(Operation):
 
         shard = site.module_of(f"head_{call.owner_group.index}", make)
         return site.call_method(self.method, (shard, *arguments))
-
-    def _product_flops(self) -> int:
-        return 2 * self.head.samples * self.head.classes * self.head.width
 
     def _weight_and_given_bytes(self, group: Group, n: int) -> int:
         width = DTYPE_BYTES[group.dtype]
@@ -118,12 +113,10 @@ class HeadScores(_OfHead):
 
     name = "head.scores"
     method = "scores"
+    multiplies = True
 
     def value(self, at: Emission) -> Value:
         return Value(self.head.samples * self.head.classes, self.head.dtype, VARYING, expected=True)
-
-    def flops(self) -> int:
-        return self._product_flops()
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return self._weight_and_given_bytes(group, n) + 3 * self._score_bytes()
@@ -204,15 +197,13 @@ class HeadErrors(_OfHead):
 
     name = "head.errors"
     method = "errors"
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(self.head.samples * self.head.classes, at.group.dtype, VARYING, expected=True)
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return 2 * self._score_bytes()
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +212,12 @@ class HeadReturned(_OfHead):
 
     name = "head.returned"
     method = "returned"
+    multiplies = True
     sent_as: str
 
     def value(self, at: Emission) -> Value:
         n = at.world_size
         return Value(n * self.head.samples * self.head.width, self.sent_as, unsummed(n), expected=True)
-
-    def flops(self) -> int:
-        return self._product_flops()
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return self._weight_and_given_bytes(group, n) + self._score_bytes()
@@ -264,13 +253,11 @@ class HeadGradient(_OfHead):
 
     name = "head.gradient"
     method = "gradient"
+    multiplies = True
     in_pieces: bool = False
 
     def value(self, at: Emission) -> Value:
         return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
-
-    def flops(self) -> int:
-        return self._product_flops()
 
     def moved_bytes(self, group: Group, n: int) -> int:
         return self._weight_and_given_bytes(group, n) + self._score_bytes()

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from autopar.ops.subgroups import Subgroups, all_subgroups
 
 Elements = npt.NDArray[np.int64]
-"""By rank."""
+"""A number of elements for each rank, by rank."""
 Summed = tuple[frozenset[int], ...]
-"""By rank: the ranks over which its value is summed up so far."""
+"""By rank: the ranks over which the rank's value is summed up so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What is laid out as `of`, still to be added up: rank r's value is the sum over the ranks `summed[r]`."""
+    """A value that is laid out as `of`, still to be added up: rank r's is the sum over the ranks `summed[r]`."""
 
     summed: Summed
     of: Replicate | Shard
@@ -62,22 +62,22 @@ VARYING = Varying()
 
 @lru_cache(maxsize=64)
 def own_parts(world_size: int) -> Partial:
-    """Of a state of which each rank has its own part, and only the sum over ranks means something; on one rank, too,
-    so that the sum goes over to other numbers of ranks."""
+    """The layout of a state of which each rank has its own part, and only the sum over ranks means something; on one
+    rank, too, so that the sum goes over to other numbers of ranks."""
     return Partial(tuple(frozenset({r}) for r in range(world_size)), REPLICATE)
 
 
 @lru_cache(maxsize=64)
 def unsummed(world_size: int) -> Replicate | Partial:
-    """Of gradients that are each rank's own; with one rank, that is the sum."""
+    """The layout of gradients that are each rank's own; with one rank, these are the sum."""
     if world_size == 1:
         return REPLICATE
     return Partial(tuple(frozenset({r}) for r in range(world_size)), REPLICATE)
 
 
 def summed(layout: Layout, subgroups: Subgroups, of: Replicate | Shard) -> Layout:
-    """Behind a sum within subgroups that leaves values laid out as `of`: partial until all ranks are in it. No rank may
-    be counted twice."""
+    """The layout behind a sum within subgroups that leaves values laid out as `of`: `Partial` until the sum is over all
+    ranks. No rank may be counted twice."""
     assert isinstance(layout, Partial), f"a sum takes values that are still to be added up, not {layout}"
     return _summed(layout.summed, subgroups, of)
 
@@ -96,21 +96,26 @@ def _summed(before: Summed, subgroups: Subgroups, of: Replicate | Shard) -> Layo
 
 
 def shard_sizes(layout: Layout) -> tuple[int, ...]:
-    """Elements that each rank has, where the value is sharded; else empty."""
+    """Elements that each rank has of a sharded value, by rank; else empty."""
     if isinstance(layout, Partial):
         layout = layout.of
     return layout.sizes if isinstance(layout, Shard) else ()
 
 
 def held_elements(layout: Layout, elements: int, rank: int) -> int:
-    """Of a value of so many elements, those that `rank` has."""
+    """How many of a value's `elements` elements `rank` has."""
     if sizes := shard_sizes(layout):
         return sizes[rank]
     return 0 if isinstance(layout, Owned) and rank != layout.rank else elements
 
 
+def held_before(layout: Layout, elements: int, rank: int) -> int:
+    """The index in the whole value of the first element that `rank` has."""
+    return sum(held_elements(layout, elements, r) for r in range(rank)) if is_sharded(layout) else 0
+
+
 def held_by_rank(layout: Layout, elements: int, world_size: int) -> Elements:
-    """The same of all ranks."""
+    """How many of a value's `elements` elements each rank has, by rank."""
     if sizes := shard_sizes(layout):
         return np.array(sizes, np.int64)
     if isinstance(layout, Owned):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -94,28 +94,24 @@ class LayerShard(nn.Module):
 class _OfLayer(Operation):
     """An operation of a layer, with the numbers that its cost follows from."""
 
+    needs_only_inputs = True
+    multiplies: ClassVar[bool] = False
+    """Whether it is a product of the weight kept here with all ranks' samples, or with their errors."""
+
     layer: Layer
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         kernels = PART_KERNELS * len(call.members)
-        return Work(self.flops(setting.world_size), self.moved_bytes(call, setting.world_size), kernels=kernels)
-
-    def flops(self, n: int) -> int:
-        return 0
-
-    def behind(self, group: Group) -> int:
-        """By default, as soon as its inputs are there."""
-        return -1
+        n = setting.world_size
+        flops = 2 * n * self.layer.samples * self.layer.width * self.outputs(n) if self.multiplies else 0
+        return Work(flops, self.moved_bytes(call, n), kernels=kernels)
 
     def moved_bytes(self, call: Call, n: int) -> int:
-        return 0
+        return self.product_bytes(call, n) if self.multiplies else 0
 
     def outputs(self, n: int) -> int:
         """Of a rank, at most."""
         return -(-self.layer.outputs // n)
-
-    def product_flops(self, n: int) -> int:
-        return 2 * n * self.layer.samples * self.layer.width * self.outputs(n)
 
     def error_bytes(self, call: Call, n: int) -> int:
         return n * self.layer.samples * self.outputs(n) * DTYPE_BYTES[call.owner_group.dtype]
@@ -194,16 +190,11 @@ class LayerOutputs(_OfLayer):
     """To each rank, its samples' outputs among those kept here. Inputs: what all layers are given, the counts."""
 
     name = "layer.found"
+    multiplies = True
     sent_as: str
 
     def value(self, at: Emission) -> Value:
         return self.of_outputs(self.sent_as, at.world_size)
-
-    def flops(self, n: int) -> int:
-        return self.product_flops(n)
-
-    def moved_bytes(self, call: Call, n: int) -> int:
-        return self.product_bytes(call, n)
 
     def replaces(self, group: Group) -> Sequence[str]:
         return self.layer.replaced
@@ -272,18 +263,13 @@ class LayerReturned(_OfLayer):
     counts."""
 
     name = "layer.returned"
+    multiplies = True
     sent_as: str
 
     def value(self, at: Emission) -> Value:
         n = at.world_size
         elements = n * self.layer.samples * self.layer.width
         return Value(elements, self.sent_as, unsummed(n), expected=True)
-
-    def flops(self, n: int) -> int:
-        return self.product_flops(n)
-
-    def moved_bytes(self, call: Call, n: int) -> int:
-        return self.product_bytes(call, n)
 
     def write(self, site: Site, call: Call) -> Any:
         errors = self.own_errors(site, call)
@@ -316,16 +302,11 @@ class LayerGradient(_OfLayer):
     """Gradients of the outputs kept here. Inputs: all ranks' errors, what all layers are given, the counts."""
 
     name = "layer.gradient"
+    multiplies = True
     in_pieces: bool = False
 
     def value(self, at: Emission) -> Value:
         return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
-
-    def flops(self, n: int) -> int:
-        return self.product_flops(n)
-
-    def moved_bytes(self, call: Call, n: int) -> int:
-        return self.product_bytes(call, n)
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         """What is formed; and errors that came in a narrow dtype, as wide as they are multiplied."""

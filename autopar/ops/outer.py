@@ -14,7 +14,6 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.gradients import MEMBER_START
-from autopar.ops.group import Group
 from autopar.ops.layouts import unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 
@@ -26,19 +25,12 @@ class KeepParameters(Operation):
 
     name = "keep_parameters"
     reads_members = False
-
-    def behind(self, group: Group) -> int:
-        return -1
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
+    in_place = True
+    needs_only_inputs = True
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         read = call.elements * DTYPE_BYTES[call.owner_group.dtype]
         return copied(read + call.bytes, 1 + MEMBER_START * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         module = KeptParameters(fragments(call.owner_group, site.parameters))

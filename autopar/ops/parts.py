@@ -219,6 +219,7 @@ class CountParts(Operation):
 
     name = "count"
     queue = "counts"
+    in_place = True
 
     def behind(self, group: Group) -> int:
         return group.known
@@ -230,9 +231,6 @@ class CountParts(Operation):
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         looked_up = sum(m.parts.rows for m in call.members if m.parts.kind == "rows")
         return Work(moved_bytes=looked_up * SORT_BYTES, kernels=PART_KERNELS * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         group = call.owner_group

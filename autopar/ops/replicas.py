@@ -14,7 +14,7 @@ from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.gradients import MEMBER_START
 from autopar.ops.layouts import unsummed
-from autopar.ops.values import Bytes, Setting, Value, Work
+from autopar.ops.values import Setting, Value, Work
 
 
 class OptimizerPart(Protocol):
@@ -55,16 +55,11 @@ class StoreReplicas(Operation):
     name = "store_replicas"
     reads_members = False
     changes_parameters = True
+    in_place = True
     moments: tuple[str, ...]
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(2 * call.bytes, 1 + MEMBER_START * len(call.members) * (1 + len(self.moments)))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         module = StoredReplicas(_replicas(site, call, self.moments))

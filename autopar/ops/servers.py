@@ -26,6 +26,7 @@ class ServerReduce(Collective):
     """The sum over ranks, on every rank: each rank and each serving host adds up its part, and sends it to all."""
 
     name = "served_sum"
+    in_place = True
     summed_by: tuple[int, ...] = ()
     """Elements that each rank adds up, and behind those each serving host, in the cluster's order."""
 
@@ -39,9 +40,6 @@ class ServerReduce(Collective):
 
     def pieces(self, call: Call) -> int:
         return served_pieces(call.bytes)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
         """Pieces from every rank of what this one adds up, and their sums; narrow ones are widened as they are."""

@@ -18,7 +18,7 @@ from autopar.ops.layouts import REPLICATE, Shard, unsummed
 from autopar.ops.parts import PART_KERNELS
 from autopar.ops.samples import uneven_micro_batches
 from autopar.ops.shares import row_shares
-from autopar.ops.values import Bytes, Setting, Value, Work
+from autopar.ops.values import Setting, Value, Work
 
 
 class ParameterShards(nn.Module):
@@ -80,6 +80,8 @@ def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
 class _OfPass(Operation):
     """An operation of parameters that are gathered for a pass."""
 
+    needs_only_inputs = True
+
     backward: bool
     """Whether for the backward pass; ranks agree before the forward pass whether the batch is the last of its step."""
 
@@ -97,9 +99,6 @@ class _OfPass(Operation):
         """Of each of these members, the position at which the pass first reads it."""
         members = [group.members[i].parameter for i in self.places(group)]
         return [p.first_backward if self.backward else p.first_use for p in members]
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     @property
     def flags(self) -> int:
@@ -182,15 +181,13 @@ class ShardGradient(Operation):
     """The gradients of this rank's rows. Inputs: their sums, flat."""
 
     name = "shards.gradient"
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return Value(at.group.elements, at.group.dtype, Shard(row_shares(at.group, at.world_size)))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return Work(kernels=PART_KERNELS * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         found = _do(site, call, "gradient", site.value_of(call.inputs[0]))

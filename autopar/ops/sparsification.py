@@ -28,6 +28,7 @@ class Accumulate(Operation):
 
     name = "accumulate"
     reads_members = False
+    in_place = True
     decay: float = 1.0
 
     def value(self, at: Emission) -> Value:
@@ -37,9 +38,6 @@ class Accumulate(Operation):
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         decays = self.decay != 1
         return copied(2 * (1 + decays) * call.bytes + call.inputs[1].bytes, 1 + decays)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
         return call.bytes if call.inputs[1].dtype != call.dtype else 0
@@ -178,6 +176,7 @@ class SpreadChunks(Operation):
 
     name = "spread_chunks"
     reads_members = False
+    in_place = True
     chunk: int
 
     def value(self, at: Emission) -> Value:
@@ -185,9 +184,6 @@ class SpreadChunks(Operation):
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(call.bytes + 2 * call.inputs[1].bytes, 6)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
         return 4 * self.chunk * DTYPE_BYTES[call.dtype]

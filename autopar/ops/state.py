@@ -11,7 +11,6 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import pack
 from autopar.ops.gradients import MEMBER_START, Pack, cut
-from autopar.ops.group import Group
 from autopar.ops.layouts import Layout, Partial, unsummed
 from autopar.ops.values import Bytes, Setting, Value, Work
 
@@ -31,8 +30,9 @@ class State(Operation):
 
     name = "state"
     reads_members = False
+    needs_only_inputs = True
     key: str
-    """What it is called within its group; checkpoints name it so, with the parameter."""
+    """The state's name within its group; checkpoints name it so, with the parameter."""
     elements: int
     dtype: str
     layout: Layout
@@ -44,9 +44,6 @@ class State(Operation):
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
         return 0
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     def state_key(self) -> str:
         return self.key
@@ -65,9 +62,8 @@ class Keep(Operation):
 
     name = "keep"
     reads_members = False
-
-    def behind(self, group: Group) -> int:
-        return -1
+    in_place = True
+    needs_only_inputs = True
 
     def value(self, at: Emission) -> Value:
         state, new = at.inputs[:2]
@@ -81,9 +77,6 @@ class Keep(Operation):
         held = call.inputs[0].held_elements(rank) * (call.inputs[0].bytes + call.inputs[1].bytes)
         return copied(held / max(1, call.elements))
 
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
-
     def write(self, site: Site, call: Call) -> Any:
         state, new = map(site.value_of, call.inputs[:2])
         return None if state is None else site.call(keep, (state, new))
@@ -91,7 +84,8 @@ class Keep(Operation):
 
 @dataclass(frozen=True, slots=True)
 class HoldGradients(Pack):
-    """Packs the group's gradients to be held back, in their own dtype; on one rank, too."""
+    """Packs the group's gradients, in their own dtype, into a value that is held back for a later step; on one rank,
+    too."""
 
     name = "hold"
     queue = ""
@@ -117,10 +111,8 @@ class Recall(Operation):
 
     name = "recall"
     reads_members = False
+    needs_only_inputs = True
     dtype: str
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     def value(self, at: Emission) -> Value:
         made = at.inputs[0].made
@@ -135,10 +127,10 @@ class Recall(Operation):
 
 
 def keep(state: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Overwrites a state."""
+    """Overwrites a state with a value; returns the state."""
     return state.copy_(value)
 
 
 def recall(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a state."""
+    """A copy of a state, in a dtype."""
     return state.to(dtype, copy=True)

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops.base import Call, Emission, Operation, Site
-from autopar.ops.group import Group
-from autopar.ops.values import Bytes, Setting, Value
+from autopar.ops.base import Call, Operation, Site
 
 STEP_COUNT = "step_count"
 """What the state is called."""
@@ -21,15 +19,8 @@ class CountSteps(Operation):
 
     name = "count_steps"
     reads_members = False
-
-    def behind(self, group: Group) -> int:
-        return -1
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
+    in_place = True
+    needs_only_inputs = True
 
     def write(self, site: Site, call: Call) -> Any:
         return site.call(count, (site.value_of(call.inputs[0]),))

@@ -27,6 +27,8 @@ from autopar.ops.waves import Wave
 class _OfRows(Operation):
     """An operation of the exchange of rows that serves the lookups of a wave, by its number."""
 
+    needs_only_inputs = True
+
     wave: int
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
@@ -35,10 +37,6 @@ class _OfRows(Operation):
     def moved_bytes(self, call: Call) -> int:
         """By default, what is sent, read and written."""
         return 2 * call.sizes[0] * DTYPE_BYTES[call.dtype]
-
-    def behind(self, group: Group) -> int:
-        """By default, as soon as its inputs are there."""
-        return -1
 
     def of(self, group: Group) -> Wave:
         return group.waves[self.wave]

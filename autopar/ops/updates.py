@@ -14,12 +14,11 @@ from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
 from autopar.ops.gradients import MEMBER_START
-from autopar.ops.group import Group
 from autopar.ops.products import Product, piece_bytes
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
 
 UPDATE_START = 1.0
-"""Of a kernel's start, for each parameter in an optimizer's step, which looks it up in Python. [Empirical: 5 to 10
+"""Time of an optimizer's step to look up one parameter in Python, in units of a kernel's start. [Empirical: 5 to 10
 us]"""
 
 Observer = Callable[[Fragment, torch.Tensor], None]
@@ -41,7 +40,7 @@ class Update(Operation):
     r+2n, ..."""
     touched: int | None = None
     sent: bool = False
-    """Whether the updated parameters are sent."""
+    """Whether a collective sends the updated parameters."""
 
     def value(self, at: Emission) -> Value:
         return Value(at.group.elements, at.group.dtype, at.inputs[0].layout)
@@ -50,7 +49,7 @@ class Update(Operation):
         return replace(self, sent=True)
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
-        """The optimizer on what the rank holds; what is sent is packed again, unless it is one tensor."""
+        """The optimizer's update of what the rank holds; what is sent is packed again, unless it is one tensor."""
         held, members = call.held_elements(rank), len(call.members)
         if held == 0:
             return NO_WORK
@@ -66,12 +65,12 @@ class Update(Operation):
         return Work(updated_bytes=updated, kernels=1 + UPDATE_START * touched) if updated else NO_WORK
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        """What is packed, to be sent; one tensor is sent as it is."""
+        """Bytes that are packed to be sent; one tensor is sent as it is."""
         return call.held_bytes(setting.world_size) if self.sent and len(call.members) > 1 else 0
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
-        """Gradients in the parameters' dtype, where they came in another one; those that are clipped; and a piece of
-        those that are formed as they are used."""
+        """Bytes of gradients in the parameters' dtype, where they came in another one; of clipped gradients; and of a
+        piece of those that are formed as they are used."""
         copies = (call.inputs[0].dtype != call.owner_group.dtype) + (len(call.inputs) > 1)
         return copies * call.held_bytes(setting.world_size) + piece_bytes(call.inputs[0], setting)
 
@@ -96,11 +95,9 @@ class Store(Operation):
     name = "store"
     reads_members = False
     changes_parameters = True
+    in_place = True
     sent_by: int | None = None
-    """The rank that has them already: the owner, where the value came by broadcast."""
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
+    """The rank that has the values already: the owner, where they came by broadcast; `None` where no rank does."""
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         if rank == self.sent_by:
@@ -109,9 +106,6 @@ class Store(Operation):
 
     def differs_on(self, call: Call) -> Sequence[int]:
         return () if self.sent_by is None else (self.sent_by,)
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def write(self, site: Site, call: Call) -> Any:
         module = site.stored(call.owner_group, self.sent_by)
@@ -126,13 +120,11 @@ class Free(Operation):
 
     name = "free"
     reads_members = False
+    needs_only_inputs = True
     elements: int = 0
 
     def value(self, at: Emission) -> Value:
         return replace(at.inputs[0].made, elements=self.elements, expected=False)
-
-    def behind(self, group: Group) -> int:
-        return -1
 
     def freed_elements(self) -> int:
         return self.elements

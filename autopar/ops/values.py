@@ -11,7 +11,7 @@ import numpy.typing as npt
 from autopar.ops.layouts import REPLICATE, Layout
 
 Bytes = int | npt.NDArray[np.int64]
-"""Of every rank, or by rank."""
+"""Bytes: one number where all ranks have as many, else an array by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class Value:
     """The flat value that an operation makes."""
 
     elements: int
-    """Over all ranks, where it is sharded."""
+    """Elements of the value; of a sharded value, over all ranks."""
     dtype: str
-    """As it lies in memory and on the wire."""
+    """The number format in memory and on the wire."""
     layout: Layout = REPLICATE
     expected: bool = False
     """Whether `elements` and the sizes of shards are only expected: the batch decides, and ranks may differ."""
@@ -32,11 +32,11 @@ class Work(NamedTuple):
 
     flops: float = 0.0
     moved_bytes: float = 0.0
-    """Read and written."""
+    """Bytes read and written."""
     updated_bytes: float = 0.0
-    """Read and written by an optimizer."""
+    """Bytes read and written by an optimizer's update."""
     kernels: float = 0.0
-    """Started one after the other; parts of one are Python's own time."""
+    """Kernels started one after the other; fractions stand for Python's own time, in units of a kernel's start."""
 
 
 NO_WORK = Work()
@@ -48,6 +48,6 @@ class Setting:
 
     world_size: int
     moved_tensors: int = 0
-    """That the optimizer reads and writes for each tensor that it updates."""
+    """Tensors of a parameter's size that the optimizer reads and writes for each tensor that it updates."""
     rounds: bool = False
     """Whether the backend leaves large exchanges to rounds of our own, as gloo does on CPUs."""

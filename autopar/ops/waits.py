@@ -8,7 +8,6 @@ from typing import Any
 from autopar.backends import collectives
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import AllReduce, collective_of
-from autopar.ops.group import Group
 from autopar.ops.values import Bytes, Setting, Value, Work
 
 
@@ -18,14 +17,9 @@ class Wait(Operation):
 
     name = "wait"
     reads_members = False
+    needs_only_inputs = True
     sent: bool = False
-    """Whether its value is sent on."""
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
-
-    def behind(self, group: Group) -> int:
-        return -1
+    """Whether another collective sends the value on."""
 
     def when_sent(self) -> Operation:
         return replace(self, sent=True)

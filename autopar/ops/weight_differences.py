@@ -32,9 +32,7 @@ class TakeExact(Operation):
     name = "take_exact"
     reads_members = False
     changes_parameters = True
-
-    def value(self, at: Emission) -> Value:
-        return at.inputs[0].made
+    in_place = True
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         state = call.inputs[1]
@@ -43,9 +41,6 @@ class TakeExact(Operation):
             return NO_WORK
         moved = held * (5 * DTYPE_BYTES[state.dtype] + 3 * DTYPE_BYTES[call.owner_group.dtype])
         return copied(moved, 3 + MEMBER_START * len(call.members))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
         """What is exact."""

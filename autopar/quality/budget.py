@@ -14,7 +14,8 @@ from autopar.errors import SpecError
 Metric = Callable[[nn.Module], float]
 """The metric of a model, which is in evaluation mode. Each rank may look at its part of the data: the mean counts."""
 LEAST_STEPS = 500
-"""Of a training that a choice is made for: with fewer, a tenth is too short to tell plans apart."""
+"""The fewest steps of a training that a budget chooses a plan for: with fewer, a tenth of them is too short to tell
+plans apart."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,17 @@ class QualityBudget:
     """
 
     loss: float
-    """What may be lost, as a part of what is gained: 0.01 for one per cent."""
+    """The part of the metric's gain over training that may be lost: 0.01 for one per cent."""
     metric: Metric
     batches: Iterable[Any]
-    """Of this rank, as it will train on them; they are gone through again where there are too few."""
+    """Batches of this rank, as it will train on them; they are gone through again where there are too few."""
     steps: int
-    """That the training will have. A tenth of them, at most, are spent on trying plans with copies of the model."""
+    """Steps that the training will have. Trying plans on copies of the model takes at most a tenth as many."""
     higher_is_better: bool = True
     """Whether a larger metric is a better one: an accuracy, not a loss."""
 
     def __post_init__(self) -> None:
-        """Raises `SpecError` where no plan can be chosen by it."""
+        """Raises `SpecError` where no plan can be chosen by the budget."""
         if not 0 < self.loss < 1:
             raise SpecError(
                 f"the quality budget is {self.loss}, expected a part of what training gains: 0.01 for one per cent"
@@ -47,7 +48,7 @@ class QualityBudget:
             )
 
     def taken(self, count: int) -> list[Any]:
-        """So many batches. Raises `SpecError` where there is none."""
+        """The first `count` batches. Raises `SpecError` where there is none."""
         found = list(itertools.islice(self.batches, count))
         if not found:
             raise SpecError("the quality budget's batches are empty: plans are tried on batches of the training")

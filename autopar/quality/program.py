@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,21 +34,10 @@ class BudgetedProgram(Program):
         """`guard.reason` says why it has stepped in; `None` where nothing is lost."""
         begins = [g.from_step for g in self.plan.groups if loses(g, self.context)]
         if begins and group.world_size > 1:
-            self.guard = Guard(min(begins), self._states.residual_norm, group.rank == 0)
+            self.guard = Guard(min(begins), self._lasting.states.residual_norm, group.rank == 0)
 
-    def step(
-        self,
-        batch: Any = None,
-        *,
-        micro_batches: Sequence[Any] | None = None,
-        outputs: bool = False,
-        grad_norm: bool = False,
-    ) -> Any:
-        """As `Program.step`, with the guard behind it."""
-        step = self._steps
-        result: torch.Tensor | StepResult = super().step(
-            batch, micro_batches=micro_batches, outputs=cast(Any, outputs), grad_norm=cast(Any, grad_norm)
-        )
+    def _step(self, *asked: Any) -> torch.Tensor | StepResult:
+        step, result = self._lasting.steps, super()._step(*asked)
         if self.guard is not None:
             self.guard.look(step, float(result if isinstance(result, torch.Tensor) else result.loss))
         return result

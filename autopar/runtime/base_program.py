@@ -29,7 +29,6 @@ from autopar.ir.outline import Outline
 from autopar.ir.served import Varying
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
-from autopar.ops.fragments import Fragment
 from autopar.runtime.captures import Captures, check_trained, signature_key
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.job.order import CollectiveOrder
@@ -40,7 +39,7 @@ from autopar.runtime.model.hooks import ModuleHooks
 from autopar.runtime.model.outputs import NO_OUTPUT
 from autopar.runtime.model.unchanged import Unchanged
 from autopar.runtime.optimizers.kinds import is_plain_adam, is_plain_sgd
-from autopar.runtime.optimizers.optimizer import OptimizerPart, updated_by
+from autopar.runtime.optimizers.optimizer import updated_by
 from autopar.runtime.random import RandomStream
 from autopar.runtime.shapes import BatchShapes
 from autopar.runtime.uncaptured.model import EagerModel
@@ -101,7 +100,6 @@ class BaseProgram:
         """Whether ranks exchange values within the model."""
         self._outlined: Compiled | None = None
         """What was lowered and written of a model that runs eagerly."""
-        self._steps = 0
 
     @property
     def group(self) -> Group:
@@ -188,7 +186,7 @@ class BaseProgram:
     @property
     def _has_run(self) -> bool:
         """Whether a step was run, so that later captures are compared on this rank alone."""
-        return self._steps > 0
+        raise NotImplementedError
 
     def _look_at_optimizer(self) -> None:
         """Raises `PlanError` where a strategy cannot be used with what the optimizer was set to since."""
@@ -317,7 +315,7 @@ class BaseProgram:
 
     def use_pytorch_generator(self) -> None:
         """Has random operators draw from PyTorch's own generator on every rank, as they do with one rank."""
-        self._random = RandomStream(0, 1)
+        self._random.leave()
 
     def synchronize_buffers(self) -> None:
         """Averages floating-point buffers over the ranks; to be called by all ranks together.
@@ -365,8 +363,6 @@ class BaseProgram:
             world_size=self.world_size,
             group=self._group,
             parameters=self._parameters,
-            shards={},
-            part=_no_optimizer,
             max_norm=self.settings.clip_grad_norm,
             compiled=self.settings.compiled,
         )
@@ -392,7 +388,3 @@ class BaseProgram:
 def leaves(batch: Batch) -> Batch:
     """The batch with tensors that have no history: what is captured begins with them."""
     return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
-
-
-def _no_optimizer(index: int, parts: tuple[Fragment, ...]) -> OptimizerPart:
-    raise AssertionError("a program without an optimizer updates nothing")

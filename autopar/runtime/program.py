@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from autopar.backends import collectives
 from autopar.errors import SignatureError
 from autopar.ir.batch import Batch
 from autopar.ir.training_graph import TrainingGraph
@@ -27,28 +26,25 @@ from autopar.runtime.checkpoints import checkpoint
 from autopar.runtime.checkpoints import load as checkpoint_load
 from autopar.runtime.checkpoints import save as checkpoint_save
 from autopar.runtime.compiled import Compiled, Settings
-from autopar.runtime.deferred import DeferredParameters
 from autopar.runtime.gathering import gathered_sizes, gathering
 from autopar.runtime.gradient_norm import GradientNorms
 from autopar.runtime.job.process_group import Group
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.looks import Looking
 from autopar.runtime.loss_scale import LossScale, check_scaled
 from autopar.runtime.losses.looks import LossLooks
 from autopar.runtime.losses.meaning import LossMeaning
 from autopar.runtime.losses.shares import LossShares
+from autopar.runtime.model.evaluated import evaluated
 from autopar.runtime.model.outputs import output_template
 from autopar.runtime.model.shared_memory import Memory
 from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.joint_part import Part
 from autopar.runtime.optimizers.parameter_groups import ParameterGroups
-from autopar.runtime.optimizers.parts import Parts
 from autopar.runtime.optimizers.same_settings import SameSettings
 from autopar.runtime.proofs.drift import StepTimes
 from autopar.runtime.proofs.step_proof import StepProofs
 from autopar.runtime.proofs.subject import Subject
-from autopar.runtime.sharded_rows import ShardedRows
-from autopar.runtime.snapshots import evaluated, snapshot
-from autopar.runtime.states import States
 from autopar.runtime.step_result import Asked, StepResult
 from autopar.runtime.step_runs import StepRuns
 from autopar.runtime.step_writer import LocalWriter, StepWriter
@@ -58,7 +54,7 @@ from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import Moments, is_local, is_timed, lacks_held, moments_of
+from autopar.strategies.timing import Moments, is_timed, moments_of
 
 
 class Program(BaseProgram):
@@ -84,50 +80,45 @@ class Program(BaseProgram):
         super().__init__(model, plan, group, settings, context, optimizer)
         self.optimizer = optimizer
         self._memory = Memory(self._parameters)
-        self._sharded = ShardedRows(model, self._parameters, group)
-        self._deferred = DeferredParameters(model)
-        self._states = States(group, self._parameters, self._device)
+        self._lasting = Lasting(
+            model,
+            settings.loss_fn,
+            optimizer,
+            plan,
+            group,
+            self._parameters,
+            self._buffers,
+            self._random,
+            settings.scaler,
+            self._context.elementwise_update,
+        )
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
         self._is_timed = any(map(is_timed, plan.groups))
-        self._parts = Parts(optimizer, self._parameters, plan.groups, self._is_timed)
-        self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._steps, self._since))
+        self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._lasting.steps, self._lasting.since))
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
             check_scaled(self._parameters, plan, self._context)
         of = model, settings.loss_fn, settings.weight, self._rendezvous, self._buffers, self._device
         self._meaning = LossMeaning(*of)
         self._stand_ins.per_sample = self._meaning.per_sample
-        self._looks = LossLooks(model, group, self.gathered, self._sharded.is_spread, settings.check)
+        self._looks = LossLooks(self._lasting, settings.check)
         self._shares = LossShares(settings.weight, group, self._device, self._meaning)
         how = self._arguments, self.written, self._scale
         self._runs = StepRuns(group, self._device, self._buffers, self._meaning, self._same_settings, *how)
         self._gathers = False  # samples of all ranks, in the model or its loss
         self._has_stepped = False
-        """Whether a step was run since the program was made; `_steps` goes on where a checkpoint was saved."""
-        self._since = [0] * len(plan.groups)
-        """Of each group, from which step on it holds something of earlier steps, where a checkpoint did not have it."""
-        self._loaded = False
-        """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
+        """Whether a step was run since the program was made; `_lasting.steps` goes on where a checkpoint was saved."""
         self._looking = Looking(self._graphs)
         self._norms = GradientNorms(self._context.clips, group, self._device, self._looking)
         subject = partial(
             Subject,
-            model=model,
-            loss_fn=settings.loss_fn,
-            buffers=self._buffers,
-            group=group,
-            optimizer=optimizer,
-            shows_updates=lambda: self._context.elementwise_update and not self._loaded,
+            lasting=self._lasting,
             max_norm=settings.clip_grad_norm,
             scale=self._scale,
             observed=self._looking.also,
-            gathered=self.gathered,
-            random=lambda: self._random,
-            snapshot=self._snapshot,
-            state=self._states.of,
         )
-        self._proofs = StepProofs(settings.check, subject, self._parameters, self._sharded.is_spread)
+        self._proofs = StepProofs(settings.check, subject, self._lasting)
         self._times = StepTimes(plan.own_prediction, group.rank == 0, self._device.type == "cuda")
 
     @property
@@ -138,7 +129,7 @@ class Program(BaseProgram):
 
     @property
     def loss_scaler(self) -> GradScaler | None:
-        """What keeps the scale of the loss: `get_scale()` says it. `None` where the loss is not scaled."""
+        """The scaler of the loss, whose `get_scale()` is its scale now; `None` where the loss is not scaled."""
         return self.settings.scaler
 
     @property
@@ -184,10 +175,10 @@ class Program(BaseProgram):
         if (batch is None) == (micro_batches is None) or not given:
             raise SignatureError("step takes one batch, or micro_batches=[...] with at least one, and not both")
         self._held.check()
-        self._sharded.check("step")
-        self._memory.check(self._sharded.shards)
+        self._lasting.rows.check("step")
+        self._memory.check(self._lasting.rows.shards)
         self._unchanged.check()
-        self._parts.take_over()
+        self._lasting.parts.take_over()
         batches = [self._flat(b) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
         sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
@@ -209,11 +200,11 @@ class Program(BaseProgram):
             shares, is_first = partial(self._shares_of, compiled, batches, given), not self._has_stepped
             timed = compiled[-1].program.groups if self._is_timed else ()
             loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, is_first, timed)
-        self._parts.settle()
+        self._lasting.parts.settle()
         torch.clear_autocast_cache()  # what it has cast before the update
         if self._scale is not None:
             self._scale.update()
-        self._steps, self._has_stepped = self._steps + 1, True
+        self._lasting.steps, self._has_stepped = self._lasting.steps + 1, True
         for one in each_of(self.optimizer):
             one._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at
         return asked.result(loss, self._runs.take_outputs(), norm)
@@ -221,19 +212,13 @@ class Program(BaseProgram):
     def synchronize(self) -> None:
         """Receives parameters that are on their way from the last step, as plans with `late_parameters` leave them; for
         any rank, before they are read or changed otherwise than by the next step, the model's run, or saving it."""
-        try:
-            self._deferred.arrive()
-        except collectives.CommunicationFailure:
-            # A guard counts what all ranks do together, which this need not be: it is entered to explain, no more.
-            with self._group.guard("parameters on their way"):
-                raise
+        self._lasting.arrive()
 
     def gathered(self) -> AbstractContextManager[None]:
         """While it is open, the model is whole on every rank, to be evaluated, saved or changed; the next step comes
         after it. All ranks enter it. Only plans that spread parameters over the ranks need it (`program.plan.explain()`
         says so); a model whose rows are elsewhere refuses to run outside of a step."""
-        self.synchronize()
-        return self._sharded.gathered()
+        return self._lasting.gathered()
 
     def evaluation(self) -> AbstractContextManager[None]:
         """While it is open, the model is whole, in evaluation mode, with averaged buffers and without gradients: `with
@@ -252,14 +237,14 @@ class Program(BaseProgram):
         """
         self.synchronize()
         self._same_settings.arrive()
-        self._parts.catch_up()
-        return checkpoint.save(self._owner())
+        self._lasting.parts.catch_up()
+        return checkpoint.save(self._lasting)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state that this or any other plan, or one process, has saved; to be called by all ranks
-        together, with the same state. Raises `SpecError` where it does not fit, before anything is changed."""
+        together, with the same state. Raises `SpecError` where the state does not fit, before anything is changed."""
         self.synchronize()
-        self._resume(checkpoint.load(self._owner(), state))
+        checkpoint.load(self._lasting, state)
 
     def save(self, folder: str | Path) -> None:
         """Writes a checkpoint into a folder, in place of the one that it holds; to be called by all ranks together.
@@ -273,50 +258,16 @@ class Program(BaseProgram):
         another one does not call it.
         """
         self.synchronize()
-        self._parts.catch_up()
-        checkpoint_save.save(self._owner(), folder)
+        self._lasting.parts.catch_up()
+        checkpoint_save.save(self._lasting, folder)
 
     def load(self, folder: str | Path) -> None:
         """Continues from a checkpoint that `save` wrote, under this or any other plan, on this or any other number of
         ranks; to be called by all ranks together. Raises `SpecError`, on all ranks, where it does not fit on one of
         them or is damaged, before anything is changed."""
-        self._sharded.check("load")
+        self._lasting.rows.check("load")
         self.synchronize()
-        self._resume(checkpoint_load.load(self._owner(), folder))
-
-    def _resume(self, steps: int) -> None:
-        """Goes on behind a checkpoint that was loaded."""
-        there = map(self._states.found_held, range(len(self.plan.groups)))
-        self._steps, self._since, self._loaded = steps, [0 if complete else steps for complete in there], True
-        self._parts.settle(loaded=True)
-
-    def _owner(self) -> checkpoint.Owner:
-        groups = zip(self.plan.groups, self._since, strict=True)
-        self._states.unsaved = frozenset(i for i, (g, s) in enumerate(groups) if lacks_held(g, self._steps, s))
-        loss_fn = self.settings.loss_fn if isinstance(self.settings.loss_fn, nn.Module) else None
-        return checkpoint.Owner(
-            self.model,
-            loss_fn,
-            self.optimizer,
-            self._names(),
-            self._parts.updated,
-            self._context.elementwise_update,
-            self._random,
-            self._group,
-            self._parts.every(),
-            self._parameters,
-            tuple(self._buffers.values()),
-            self._sharded,
-            self._states,
-            self._states.pieces(),
-            self._steps,
-            local=frozenset(m.name for g in self.plan.groups if is_local(g) for m in g.members),
-            scaler=self.settings.scaler,
-            apart=any(m.doing == "alone" for m in moments_of(self.plan.groups, self._steps - 1)),
-        )
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {self._parameters[p.name]: p.name for p in self.plan.model.parameters if p.name in self._parameters}
+        checkpoint_load.load(self._lasting, folder)
 
     def observe(self, observer: Observer | None) -> None:
         """Has every gradient that this rank updates with shown to `observer`, fragment by fragment."""
@@ -327,8 +278,12 @@ class Program(BaseProgram):
         self._looking.watch(graph)
         return graph
 
+    @property
+    def _has_run(self) -> bool:
+        return self._lasting.steps > 0
+
     def _moments(self) -> Moments:
-        return moments_of(self.plan.groups, self._steps, self._since)
+        return moments_of(self.plan.groups, self._lasting.steps, self._lasting.since)
 
     def _graphs(self) -> Iterator[nn.Module]:
         for compiled in [*self._compiled, *self._stand_ins, *([self._outlined] if self._outlined else ())]:
@@ -336,7 +291,7 @@ class Program(BaseProgram):
                 yield from one.graphs.values()
 
     def _lowered(self, graph: TrainingGraph, program: StepProgram, batch: Batch) -> Compiled:
-        self._sharded.spread(m.slice.name for m in program.sharded_members)
+        self._lasting.rows.spread(m.slice.name for m in program.sharded_members)
         compiled = super()._lowered(graph, program, batch)
         check_loss_dtype(compiled)
         if compiled.joint.gathers and not self._gathers:
@@ -352,36 +307,34 @@ class Program(BaseProgram):
         return replace(
             super()._target(),
             loss_scale=self._scale,
-            shards=self._sharded.shards,
+            shards=self._lasting.rows.shards,
             part=self._part,
-            deferred=self._deferred.of,
-            state=self._states.of,
+            deferred=self._lasting.deferred.of,
+            state=self._lasting.states.of,
             same_settings=self._same_settings,
         )
 
-    @contextmanager
-    def _traceable(self) -> Iterator[None]:
-        with self._sharded.traceable(), self._deferred.traceable():
-            yield
+    def _traceable(self) -> AbstractContextManager[None]:
+        return self._lasting.traceable()
 
     def _part(self, index: int, parts: tuple[Fragment, ...]) -> Part:
-        return self._parts.of(index, parts, partial(self._unused.of, index))
+        return self._lasting.parts.of(index, parts, partial(self._unused.of, index))
 
     def _prove(self, compiled: Compiled, batch: Batch) -> None:
         self._proofs.capture(compiled, batch)
 
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
-        with torch.no_grad(), self._random, self._group.guard(f"step {self._steps}"):
-            self._parts.begin()
+        with torch.no_grad(), self._random, self._group.guard(f"step {self._lasting.steps}"):
+            self._lasting.parts.begin()
             for model in {c.eager for c in compiled if c.eager is not None}:
                 model.begin()
             if len(batches) == 1:
                 loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
                 loss = self._runs.many(compiled, batches, originals)
-        self._parts.end(self._scale is not None and self._scale.skipped)
+        self._lasting.parts.end(self._scale is not None and self._scale.skipped)
         self._unused.note()
-        self._share_buffers(compiled[-1], f"step {self._steps}")
+        self._share_buffers(compiled[-1], f"step {self._lasting.steps}")
         return loss
 
     def _shares_of(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> list[float]:
@@ -390,8 +343,3 @@ class Program(BaseProgram):
             return [1.0]
         with self._group.guard("the proof of the first step"):
             return self._runs.shares(compiled, batches, originals).tolist()
-
-    def _snapshot(self) -> Callable[[], None]:
-        whole = [p.detach() for n, p in self._parameters.items() if n not in self._sharded.shards]
-        tensors = [*self._buffers.values(), *self._sharded.shards.values(), *whole]
-        return snapshot(tensors, self.optimizer, self._parts.every(), self._random, self._states, self.synchronize)

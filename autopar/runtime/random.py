@@ -26,6 +26,10 @@ class RandomStream:
         if self.own:
             self._state = _seeded((torch.initial_seed() if seed is None else seed) + rank)
 
+    def leave(self) -> None:
+        """Has random operators draw from PyTorch's own generator from now on, as with one rank."""
+        self.own, self._rank, self._world_size = False, 0, 1
+
     def state(self) -> list[str]:
         """The stream's state, as text for a checkpoint: of the CPU's generator, and of the GPU's where there is one."""
         return [_text(s) for s in (self._state if self.own else _in_place())]

@@ -6,7 +6,7 @@ Others are known by all of their group's members, and only the same group goes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import nn
 from autopar.backends.collectives import may_fail
 from autopar.errors import SpecError
 from autopar.ops.base import Call
-from autopar.ops.layouts import Owned, Partial, Shard, Varying, held_elements
+from autopar.ops.layouts import Owned, Partial, Shard, Varying, held_before
 from autopar.runtime.checkpoints.boxes import boxes_of_range, elements_of, size_of
 from autopar.runtime.checkpoints.pieces import Over, Piece
 from autopar.runtime.job.process_group import Group
-from autopar.runtime.proofs.local_proof import copies
+from autopar.runtime.model.copies import copies
 from autopar.spec.plan import ParameterSlice
 from autopar.strategies.base import HELD
 
@@ -44,8 +44,6 @@ class States:
         """Of a checkpoint, for states that are not there yet."""
         self.found: frozenset[tuple[str, str]] = frozenset()
         """What the last checkpoint had, by the names of states and of places."""
-        self.unsaved: frozenset[int] = frozenset()
-        """Groups that lack some of what they should hold of earlier steps, so that checkpoints leave that out."""
 
     def of(self, call: Call, key: str) -> torch.Tensor:
         """A call's state, by its name in the group: the same for every graph."""
@@ -81,11 +79,12 @@ class States:
 
         return back
 
-    def save(self) -> Saved:
-        """As one process would have them; to be called by all ranks together."""
+    def save(self, unsaved: Collection[int] = ()) -> Saved:
+        """As one process would have them; to be called by all ranks together. `unsaved`: groups of which what they hold
+        of earlier steps is left out."""
         found: Saved = {}
         for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
-            if isinstance(call.layout, Varying) or (call.owner_group.index in self.unsaved and key.startswith(HELD)):
+            if isinstance(call.layout, Varying) or (call.owner_group.index in unsaved and key.startswith(HELD)):
                 continue
             whole, into = self._whole(call, tensor), found.setdefault(key, {})
             for place in _places(call, self._parameters):
@@ -110,9 +109,9 @@ class States:
         """Whether the last checkpoint had all that a group holds of earlier steps."""
         return all(name in self.found for name in self.names(group) if name[0].startswith(HELD))
 
-    def left_out(self) -> set[str]:
-        """The names of pieces that checkpoints leave out."""
-        return {f"{STATE}.{k}.{n}" for i in self.unsaved for k, n in self.names(i) if k.startswith(HELD)}
+    def left_out(self, unsaved: Collection[int]) -> set[str]:
+        """The names of the pieces that `save` leaves out."""
+        return {f"{STATE}.{k}.{n}" for i in unsaved for k, n in self.names(i) if k.startswith(HELD)}
 
     def pieces(self) -> list[Piece]:
         """What this rank has of them, for checkpoints on disk."""
@@ -120,7 +119,7 @@ class States:
         for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
             layout = call.layout
             over: Over = "summed" if isinstance(layout, Partial) else "reset" if isinstance(layout, Varying) else "kept"
-            begin = _begin(call, self._group.rank)
+            begin = held_before(call.layout, call.elements, self._group.rank)
             for place in _places(call, self._parameters):
                 first, last = max(begin, place.begin), min(begin + len(tensor), place.end)
                 if first >= last:
@@ -157,7 +156,7 @@ class States:
                 place.of(whole).copy_(place.there(there).reshape(-1))
         if isinstance(call.layout, Partial):
             whole = whole / self._group.world_size
-        begin = _begin(call, self._group.rank)
+        begin = held_before(call.layout, call.elements, self._group.rank)
         tensor.copy_(whole[begin : begin + len(tensor)])
 
     def _whole(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
@@ -165,16 +164,11 @@ class States:
         if self._group.pg is None or not isinstance(call.layout, (Partial, Shard, Owned)):
             return tensor
         whole = torch.zeros(call.elements, dtype=tensor.dtype, device=self._device)
-        begin = _begin(call, self._group.rank)
+        begin = held_before(call.layout, call.elements, self._group.rank)
         whole[begin : begin + len(tensor)] = tensor
         with self._group.guard("gathering the state of strategies"), may_fail():
             dist.all_reduce(torch.view_as_real(whole) if whole.is_complex() else whole, group=self._group.pg)
         return whole
-
-
-def _begin(call: Call, rank: int) -> int:
-    """Where in the whole a rank's elements begin."""
-    return sum(held_elements(call.layout, call.elements, r) for r in range(rank)) if call.is_sharded else 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from autopar.runtime.gradient_norm import StepNorm
 
 @dataclass(frozen=True)
 class StepResult:
-    """What `program.step(batch, outputs=True, grad_norm=True)` returns."""
+    """What `program.step(batch, outputs=True, grad_norm=True)` returns: the loss, and what was asked for besides."""
 
     loss: torch.Tensor
     """The global mean loss, detached: what `program.step(batch)` returns."""

@@ -139,7 +139,7 @@ def virtual_step(
     """The step as a module from a `Device` and the weights of `StepWriter.write` to the loss."""
     if program.context.clips != (clip_grad_norm is not None):
         raise ValueError("the plan was lowered with clipping, or the step is to be written with it, and not both")
-    target = Target(group.rank, group.world_size, group, {}, {}, _no_optimizer, clip_grad_norm, deferred=deferred.of)
+    target = Target(group.rank, group.world_size, group, {}, max_norm=clip_grad_norm, deferred=deferred.of)
     return VirtualWriter(graph, program, target, times).write()
 
 
@@ -222,7 +222,3 @@ def _segments(
     new.output(loss)
     module = torch.fx.GraphModule({}, new, class_name="Virtual")
     return found, JointGraph(module, (("device", 0), ("tangent", 0)), (), (loss,))
-
-
-def _no_optimizer(index: int, parts: object) -> Any:
-    raise AssertionError("virtual compute updates nothing")

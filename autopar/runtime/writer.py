@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -49,10 +49,11 @@ class Target:
     group: ProcessGroup | None
     """The process group; `None` where nothing is sent."""
     parameters: dict[str, torch.nn.Parameter]
-    shards: dict[str, torch.Tensor]
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)
     """This rank's rows of the parameters that are sharded between steps, too."""
-    part: Callable[[int, tuple[Fragment, ...]], OptimizerPart]
-    """The optimizer over fragments of a sync group; called once per group, with its index."""
+    part: Callable[[int, tuple[Fragment, ...]], OptimizerPart] | None = None
+    """The optimizer over fragments of a sync group; called once per group, with its index. `None` where nothing is
+    updated."""
     max_norm: float | None = None
     loss_scale: LossScale | None = None
     """What multiplies the loss of each step; `None` where nothing does."""
@@ -279,6 +280,7 @@ class Writer(Site):
         return self.call(collectives.sum_parts, (parts, dtype))
 
     def part(self, group: int, pieces: tuple[Fragment, ...]) -> OptimizerPart:
+        assert self.target.part is not None, "only a program with an optimizer updates parameters"
         return self.target.part(group, pieces)
 
     def stored(self, group: Group, sender: int | None) -> Received | None:

@@ -23,21 +23,22 @@ Seconds = Annotated[float, Field(ge=1e-12, le=1e9)]
 Rate = Annotated[float, Field(ge=1e-3, le=1e30)]
 """Bytes or operations per second."""
 Times = Annotated[float, Field(ge=1e-6, le=1e6)]
-"""In multiples of another time."""
+"""A time, in multiples of another time."""
 
 
 class CollectiveTimes(Record):
-    """One collective of float32 values, at several sizes."""
+    """Measured times of one collective of float32 values, at several sizes."""
 
     kind: Collective
     teams: tuple[tuple[int, ...], ...] = ()
-    """Disjoint sets of ranks that did it at the same time, each among itself; empty for one of all ranks."""
+    """Disjoint sets of ranks, each of which ran the collective by itself, all at the same time; empty: all ranks ran it
+    together."""
     size_bytes: tuple[Annotated[int, Field(ge=1, le=2**53)], ...] = Field(min_length=1)
-    """Of the whole value, over all ranks of a team; ascending."""
+    """Bytes of the whole value, over all ranks of a team; ascending."""
     seconds: tuple[Seconds, ...]
-    """Until the last rank had its result: medians."""
+    """By size, the median of the seconds until the last rank had its result."""
     processor_s: tuple[Annotated[float, Field(ge=0, le=1e9)], ...]
-    """Processor time that a rank's process spent on it, on average."""
+    """By size, the processor time in seconds that a rank's process spent on the collective, on average."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> CollectiveTimes:
@@ -57,32 +58,32 @@ class CollectiveTimes(Record):
 
 
 class LinkTimes(Record):
-    """From one rank to another, by itself."""
+    """Measured bandwidth and latency from one rank to another, with nothing beside."""
 
     sender: int = Field(ge=0)
     receiver: int = Field(ge=0)
     bytes_per_s: Rate
-    """Of a large message."""
+    """Bytes a second of a large message."""
     latency_s: float = Field(ge=0, le=1e9)
-    """Of a message of a few bytes: half of there and back."""
+    """Seconds of a message of a few bytes: half of there and back."""
 
 
 class DeviceRates(Record):
-    """What one kind of device reaches."""
+    """Measured rates of one kind of device."""
 
     kind: str
     flops_per_s: dict[str, Rate]
-    """In large matrix products, by number format."""
+    """By number format, the FLOP/s of large matrix products."""
     bytes_per_s: Rate
-    """Read and written, in copies of large values."""
+    """Bytes a second, read and written, in copies of large values."""
     update_bytes_per_s: Rate
-    """Read and written, in an optimizer's fused update."""
+    """Bytes a second, read and written, in an optimizer's fused update."""
     start_s: Seconds
-    """From one small operation to the next."""
+    """Seconds from the start of one small operation to that of the next."""
 
 
 class Calibration(JsonFile):
-    """Of one cluster."""
+    """What one cluster was measured to do: collectives, links and devices."""
 
     VERSION: ClassVar[int] = SCHEMA_VERSION
     noun: ClassVar[str] = "calibration"
@@ -90,9 +91,9 @@ class Calibration(JsonFile):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     date: str
-    """When, in UTC."""
+    """The date of the measurement, in UTC."""
     hardware: str
-    """Of rank 0's host."""
+    """The hardware of rank 0's host, in words."""
     versions: dict[str, str]
     cluster: ClusterFingerprint
     backend: str
@@ -100,9 +101,9 @@ class Calibration(JsonFile):
     links: tuple[LinkTimes, ...] = ()
     devices: tuple[DeviceRates, ...] = ()
     two_at_once: Times | None = None
-    """Two large all-reduces of one process group at the same time, in multiples of one."""
+    """Time of two large all-reduces of one process group at the same time, in multiples of the time of one."""
     compute_beside: Times | None = None
-    """Compute beside a large all-reduce, in multiples of what it takes alone."""
+    """Time of compute beside a large all-reduce, in multiples of its time alone."""
     took_s: float = 0.0
 
     def check(self) -> None:
@@ -115,7 +116,7 @@ class Calibration(JsonFile):
                 raise SpecError(f"a link from rank {link.sender} to rank {link.receiver}: the cluster has {n} ranks")
 
     def check_cluster(self, cluster: ClusterFingerprint) -> None:
-        """Raises `SpecError` unless it was taken on this cluster, whatever its links are said to reach."""
+        """Raises `SpecError` unless the calibration was taken on this cluster, whatever its links are said to reach."""
         if self.cluster.digest != cluster.digest:
             raise SpecError(
                 f"the calibration was taken on another cluster: {self.cluster.summary}, this one is "

@@ -121,7 +121,7 @@ class ClusterSpec(ClusterParts):
 
     @property
     def ranks(self) -> tuple[RankPlace, ...]:
-        """Where each rank runs."""
+        """The ranks in order, each with its host and device."""
         placed = ((host, i, device) for host in self.all_hosts for i, device in enumerate(host.devices))
         return tuple(RankPlace(rank, *place) for rank, place in enumerate(placed))
 

@@ -151,10 +151,10 @@ def cost_text(runner_up: RunnerUp) -> str:
     return f"{sign}{duration(abs(runner_up.cost_s))}"
 
 
-def parameters_text(parameters: Sequence[ParameterSpec], width: int = 60) -> str:
+def parameters_text(parameters: Sequence[ParameterSpec]) -> str:
     """Several parameters in words: `3 parameters, 1.2 MiB: h.0.*`."""
     held = sum(parameter_bytes(p) for p in parameters)
-    names = name_pattern([p.name for p in parameters], width)
+    names = name_pattern([p.name for p in parameters], 60)
     return f"{number_of(len(parameters), 'parameter')}, {size(held)}: {names}"
 
 

@@ -61,9 +61,9 @@ class Dimension:
         return {**self.shown, **self.listed, **self.aliases}
 
 
-def _powers(suffix: str, prefixes: str = ",k,M,G,T", base: int = 1000, unit: Fraction | int = 1) -> dict[str, Fraction]:
+def _powers(suffix: str, prefixes: str = ",k,M,G,T", unit: Fraction | int = 1) -> dict[str, Fraction]:
     """`_powers("B", ",k,M")` is B, kB, MB."""
-    return {p + suffix: Fraction(unit) * base**i for i, p in enumerate(prefixes.split(","))}
+    return {p + suffix: Fraction(unit) * 1000**i for i, p in enumerate(prefixes.split(","))}
 
 
 _BIT = Fraction(1, 8)

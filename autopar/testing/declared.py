@@ -158,7 +158,7 @@ def memory_differences(program: Program, batch: Any, setting: Setting) -> list[s
         # What is formed only as it is used was declared by whoever forms it.
         formed = sum(spare.get(i.index, 0) for i in call.inputs)
         declared = own + passing + formed
-        if call.expected or any(i.expected for i in call.inputs):
+        if call.made.expected or any(i.made.expected for i in call.inputs):
             continue  # the batch decides how much it is
         if seen > (1 + MORE) * declared + MORE_BYTES:
             found.append(

@@ -95,3 +95,17 @@ def test_the_imports_of_a_module_are_found(tmp_path: Path) -> None:
     assert {"autopar.search.base", "autopar.ir", "autopar", "autopar.spec.plan", "autopar.runtime"} <= names
     assert layer("autopar.search.base") == "search"
     assert layer("autopar") == "verification"
+
+
+KINDS = ("deferred", "sharded_rows", "random")
+"""Modules that keep what outlives a step, besides those of the optimizer's state and the states of strategies."""
+
+
+def test_what_outlives_a_step_is_reached_through_lasting() -> None:
+    """Checkpoints, proofs and looks at the loss know no kind of it by name (ADR 0015)."""
+    rooms = tuple(f"autopar.runtime.{room}." for room in ("checkpoints", "proofs", "losses"))
+    named = {f"autopar.runtime.{kind}" for kind in KINDS}
+    for module, path in modules().items():
+        if module.startswith(rooms):
+            imported = {n.module for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom)}
+            assert not imported & named, f"{module} imports {imported & named}: ask `runtime.lasting.Lasting`"

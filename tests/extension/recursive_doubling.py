@@ -23,7 +23,7 @@ from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import REPLICATE, summed
 from autopar.ops.links import Links, Phase
-from autopar.ops.values import Bytes, Setting, Value
+from autopar.ops.values import Setting, Value
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 
@@ -33,12 +33,10 @@ class Doubling(Collective):
     """The sum over ranks, on every rank."""
 
     name = "doubling"
+    in_place = True
 
     def value(self, at: Emission) -> Value:
         return replace(at.inputs[0].made, layout=summed(at.inputs[0].layout, (), REPLICATE))
-
-    def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        return None
 
     def passing_bytes(self, call: Call, setting: Setting) -> int:
         return call.bytes

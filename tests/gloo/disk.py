@@ -99,7 +99,7 @@ def with_own(program: Program, residual: torch.Tensor) -> list[Piece]:
         whole_piece("state.own.all", own, "reset"),
         Piece("state.rows.all", (8,), (range(rank, 8, n),), rows),
     ]
-    program._states.pieces = lambda: pieces  # type: ignore[method-assign]
+    program._lasting.states.pieces = lambda: pieces  # type: ignore[method-assign]
     return pieces
 
 
@@ -154,7 +154,7 @@ def with_hooks(rank: int, n: int, folder: str) -> bool:
     program.step(sharded.batch(0, rank))
     program.save(folder)
     again.load(folder)
-    return same(again.state_dict(), program.state_dict()) and bool(again._sharded.shards)
+    return same(again.state_dict(), program.state_dict()) and bool(again._lasting.rows.shards)
 
 
 def two_ranks(rank: int, n: int, folder: str) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def receives(rank: int, n: int) -> dict[str, Any]:
     on_their_way: dict[str, list[str]] = {}
 
     def look(layer: str) -> None:
-        deferred = program._deferred._groups
+        deferred = program._lasting.deferred._groups
         on_their_way[layer] = [name for i, name in enumerate(names) if deferred[i]._flat is not None]
 
     for layer in ("first", "last"):

@@ -109,10 +109,10 @@ def _of_value(call: Call, value: Any, rank: int, setting: Setting) -> list[str]:
     if str(value.dtype) != f"torch.{call.dtype}" and call.group is not None:
         found.append(f"{call.op.name}: {value.dtype}, declared {call.dtype}")
     held = call.held_elements(rank)
-    if held and not call.expected and value.numel() != held:
+    if held and not call.made.expected and value.numel() != held:
         found.append(f"{call.op.name}: {value.numel()} elements, declared {held}")
     size = call.op.allocates(call, setting)
     own = size if size is None or isinstance(size, int) else int(size[rank])
-    if own and not call.expected and value.untyped_storage().nbytes() > own:
+    if own and not call.made.expected and value.untyped_storage().nbytes() > own:
         found.append(f"{call.op.name}: {value.untyped_storage().nbytes()} bytes, declared {own}")
     return found

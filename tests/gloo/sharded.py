@@ -153,7 +153,7 @@ def _findings(rank: int, n: int, strategy: str) -> dict[str, Any]:
             use()
             continue
         found["refused"].append(True)
-    found["held"] = {k: len(v) for k, v in program._sharded.shards.items()}
+    found["held"] = {k: len(v) for k, v in program._lasting.rows.shards.items()}
     found["stored"] = {k: model.get_parameter(k).untyped_storage().nbytes() for k in SHARED_OUT[strategy]}
     for step in range(2):
         program.step(batch(step, rank))

@@ -23,57 +23,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from autopar.errors import AutoparWarning, SpecError
 from autopar.runtime.checkpoints.checks import check_module, check_scale, check_settings, checked_state, digest
-from autopar.runtime.checkpoints.pieces import Piece
 from autopar.runtime.job.process_group import Group, average, average_buffers
 from autopar.runtime.job.together import agreed, meet
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.optimizers.initial_state import initial_state, placeholder
 from autopar.runtime.optimizers.joint_optimizer import apart, group_counts, of_group, of_parameter, together
-from autopar.runtime.optimizers.joint_part import Part
 from autopar.runtime.optimizers.state import State, Take, cut_out, gather_state, scatter_state
-from autopar.runtime.random import RandomStream
-from autopar.runtime.sharded_rows import ShardedRows
-from autopar.runtime.states import States
 
 SAVE, LOAD = "program.state_dict()", "program.load_state_dict()"
 REFUSAL = "cannot load the checkpoint, so no rank has changed anything"
 UNREADABLE = "the checkpoint cannot be read"
-
-
-@dataclass(frozen=True)
-class Owner:
-    """What a checkpoint is of."""
-
-    model: nn.Module
-    loss_fn: nn.Module | None
-    optimizer: Optimizer
-    names: Mapping[nn.Parameter, str]
-    """Of the model's and the loss function's parameters that a plan knows."""
-    updated: frozenset[str]
-    """The parameters that the program updates: those that have state after a step."""
-    elementwise: bool
-    """Whether the optimizer updates each element by itself."""
-    random: RandomStream
-    group: Group
-    parts: Sequence[Part]
-    parameters: dict[str, nn.Parameter]
-    buffers: Sequence[torch.Tensor]
-    sharded: ShardedRows
-    states: States
-    pieces: Sequence[Piece]
-    """What this rank has of these, for checkpoints on disk."""
-    steps: int
-    """Optimizer steps done."""
-    local: frozenset[str]
-    """Parameters of which each rank updates a replica of its own, that is averaged from time to time."""
-    apart: bool
-    """Whether they differ now."""
-    scaler: GradScaler | None = None
-    """Keeps the scale of the loss, where it is scaled."""
 
 
 @dataclass(frozen=True)
@@ -92,33 +54,33 @@ class Read:
     digest: str
 
 
-def save(owner: Owner) -> dict[str, Any]:
+def save(lasting: Lasting) -> dict[str, Any]:
     """The checkpoint; to be called by all ranks together. Raises `CollectiveError` where one does not come."""
-    streams = meet(owner.group, SAVE, json.dumps(owner.random.state()))
-    average_buffers(owner.buffers, owner.group)
-    state = gather_state(owner.parts, owner.parameters, owner.group, owner.local)
-    with owner.sharded.gathered():
-        written = _write(owner, _averaged(owner, owner.model), state, streams)
-    if states := owner.states.save():
+    streams = meet(lasting.group, SAVE, json.dumps(lasting.random.state()))
+    average_buffers(lasting.buffers.values(), lasting.group)
+    state = gather_state(lasting.parts.every(), lasting.parameters, lasting.group, lasting.local)
+    with lasting.rows.gathered():
+        written = _write(lasting, _averaged(lasting, lasting.model), state, streams)
+    if states := lasting.states.save(lasting.unsaved):
         written["state"] = states
     return written
 
 
-def load(owner: Owner, state: Any) -> int:
-    """Continues from a checkpoint; to be called by all ranks together. Returns how many steps were taken before it.
+def load(lasting: Lasting, state: Any) -> None:
+    """Continues from a checkpoint; to be called by all ranks together.
 
     Raises `SpecError`, on every rank, where it does not fit on one of them, or where ranks are given different ones;
     nothing is changed then."""
-    with owner.sharded.traceable():
-        read = _read_by_all(owner, lambda: read_checked(owner, state))
-    with owner.sharded.gathered():
-        owner.model.load_state_dict(read.model)
-    if owner.loss_fn is not None and read.loss_fn is not None:
-        owner.loss_fn.load_state_dict(read.loss_fn)
-    hand_out(owner, read, read.state)
-    if owner.group.rank == 0:
-        say_dropped([f"{key}.{name}" for key, name in sorted(owner.states.found - owner.states.names())])
-    return read.steps
+    with lasting.rows.traceable():
+        read = _read_by_all(lasting, lambda: read_checked(lasting, state))
+    with lasting.rows.gathered():
+        lasting.model.load_state_dict(read.model)
+    if lasting.loss_module is not None and read.loss_fn is not None:
+        lasting.loss_module.load_state_dict(read.loss_fn)
+    hand_out(lasting, read, read.state)
+    if lasting.group.rank == 0:
+        say_dropped([f"{key}.{name}" for key, name in sorted(lasting.states.found - lasting.states.names())])
+    lasting.resume(read.steps)
 
 
 def say_dropped(names: Sequence[str], stacklevel: int = 4) -> None:
@@ -132,46 +94,46 @@ def say_dropped(names: Sequence[str], stacklevel: int = 4) -> None:
         )
 
 
-def hand_out(owner: Owner, read: Read, state: State, take: Take = cut_out) -> None:
+def hand_out(lasting: Lasting, read: Read, state: State, take: Take = cut_out) -> None:
     """Gives the optimizer and the random stream what was read, in place of what they have. `state`: the optimizer's;
     `take` fills a part's tensors from it."""
-    for group, settings in zip(owner.optimizer.param_groups, read.groups, strict=True):
+    for group, settings in zip(lasting.optimizer.param_groups, read.groups, strict=True):
         group.update(settings)
-    scatter_state(owner.parts, state, owner.parameters, take)
-    for p, name in owner.names.items():
-        if name not in owner.updated:  # the state of a parameter that is frozen now stays the optimizer's own
-            owner.optimizer.state.pop(p, None)
+    scatter_state(lasting.parts.every(), state, lasting.parameters, take)
+    for p, name in lasting.names.items():
+        if name not in lasting.parts.updated:  # the state of a parameter that is frozen now stays the optimizer's own
+            lasting.optimizer.state.pop(p, None)
             if name in state:
-                owner.optimizer.state[p] = copy.deepcopy(state[name])
+                lasting.optimizer.state[p] = copy.deepcopy(state[name])
     if read.streams is not None:
-        owner.random.load(read.streams)
-    owner.states.load(read.states)
-    if owner.scaler is not None and read.loss_scale is not None:
-        owner.scaler.load_state_dict(dict(read.loss_scale))
+        lasting.random.load(read.streams)
+    lasting.states.load(read.states)
+    if lasting.scaler is not None and read.loss_scale is not None:
+        lasting.scaler.load_state_dict(dict(read.loss_scale))
 
 
-def _averaged(owner: Owner, module: nn.Module) -> dict[str, Any]:
+def _averaged(lasting: Lasting, module: nn.Module) -> dict[str, Any]:
     """A module's state, with the average of replicas that differ."""
     state = module.state_dict()
-    if owner.apart and owner.group.pg is not None:
+    if lasting.are_apart and lasting.group.pg is not None:
         for key, p in sorted(module.named_parameters(remove_duplicate=False)):
-            if owner.names.get(p) in owner.local:
-                state[key] = average(p.detach(), owner.group)
+            if lasting.names.get(p) in lasting.local:
+                state[key] = average(p.detach(), lasting.group)
     return state
 
 
-def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[str]) -> dict[str, Any]:
-    optimizer = owner.optimizer
+def _write(lasting: Lasting, model: Mapping[str, Any], state: State, streams: list[str]) -> dict[str, Any]:
+    optimizer = lasting.optimizer
     groups, by_number, held = [], dict[int, dict[str, Any]](), dict[str, Any]()
     for group in optimizer.param_groups:
         settings = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
         numbers = range(len(held), len(held) + len(group["params"]))
         groups.append({**settings, "params": list(numbers)})
         for number, p in zip(numbers, group["params"], strict=True):
-            name = owner.names.get(p, "")
-            values = state.get(name, {}) if name in owner.updated else optimizer.state.get(p, {})
+            name = lasting.names.get(p, "")
+            values = state.get(name, {}) if name in lasting.parts.updated else optimizer.state.get(p, {})
             held[str(number)] = [name, sorted(map(str, values))]
-            if not values and name in owner.updated:
+            if not values and name in lasting.parts.updated:
                 values = placeholder(of_parameter(optimizer, p), settings, p)
             if values:
                 by_number[number] = dict(values)
@@ -180,16 +142,16 @@ def _write(owner: Owner, model: Mapping[str, Any], state: State, streams: list[s
         "optimizer": apart(group_counts(optimizer), {"state": by_number, "param_groups": groups}),
         "random": [json.loads(text) for text in streams],
         "held": json.dumps(held),
-        "steps": owner.steps,
+        "steps": lasting.steps,
     }
-    if owner.scaler is not None:
-        written["loss_scale"] = owner.scaler.state_dict()
-    if owner.loss_fn is not None and (loss := _averaged(owner, owner.loss_fn)):
+    if lasting.scaler is not None:
+        written["loss_scale"] = lasting.scaler.state_dict()
+    if lasting.loss_module is not None and (loss := _averaged(lasting, lasting.loss_module)):
         written["loss_fn"] = loss
     return written
 
 
-def _read_by_all(owner: Owner, read: Callable[[], Read]) -> Read:
+def _read_by_all(lasting: Lasting, read: Callable[[], Read]) -> Read:
     """The checkpoint, checked by all ranks together."""
     found: list[Read] = []
 
@@ -197,8 +159,8 @@ def _read_by_all(owner: Owner, read: Callable[[], Read]) -> Read:
         found.append(read())
         return found[0].digest
 
-    digests = agreed(owner.group, LOAD, check, REFUSAL, UNREADABLE)
-    same_on_all_ranks(owner.group, digests, "load the same file on every rank")
+    digests = agreed(lasting.group, LOAD, check, REFUSAL, UNREADABLE)
+    same_on_all_ranks(lasting.group, digests, "load the same file on every rank")
     return found[0]
 
 
@@ -212,7 +174,7 @@ def same_on_all_ranks(group: Group, digests: Sequence[str], advice: str) -> None
         )
 
 
-def read_checked(owner: Owner, state: Any) -> Read:
+def read_checked(lasting: Lasting, state: Any) -> Read:
     """The checkpoint, where it fits this rank's program; raises `SpecError` where it does not. Changes nothing."""
     if not isinstance(state, Mapping):
         raise SpecError(f"the checkpoint is a {type(state).__name__}; expected the dict of {SAVE}")
@@ -223,26 +185,26 @@ def read_checked(owner: Owner, state: Any) -> Read:
             "'optimizer'"
         )
     state = {**state, "optimizer": together(state["optimizer"])}
-    check_module("model", owner.model, state["model"])
+    check_module("model", lasting.model, state["model"])
     loss = state.get("loss_fn")
-    if owner.loss_fn is not None and (loss is not None or any(True for _ in owner.loss_fn.parameters())):
+    if lasting.loss_module is not None and (loss is not None or any(True for _ in lasting.loss_module.parameters())):
         if loss is None:
             raise SpecError(
                 "the checkpoint has no 'loss_fn', but the loss function has parameters: add "
                 "state['loss_fn'] = loss_fn.state_dict()"
             )
-        check_module("loss_fn", owner.loss_fn, loss)
-    names, saved_groups = _saved_names(owner, state)
-    groups = _groups(owner, names, saved_groups)
-    found = _states(owner, state, names, groups)
-    streams = owner.random.read(state["random"]) if "random" in state else None
+        check_module("loss_fn", lasting.loss_module, loss)
+    names, saved_groups = _saved_names(lasting, state)
+    groups = _groups(lasting, names, saved_groups)
+    found = _states(lasting, state, names, groups)
+    streams = lasting.random.read(state["random"]) if "random" in state else None
     steps, states = state.get("steps", 0), state.get("state", {})
     if type(steps) is not int or steps < 0:
         raise SpecError(f"the checkpoint's 'steps' is {steps!r}; expected a whole number, not negative")
-    owner.states.check(states)
+    lasting.states.check(states)
     scale = state.get("loss_scale")
-    if owner.scaler is not None and scale is not None:
-        check_scale(owner.scaler, scale)
+    if lasting.scaler is not None and scale is not None:
+        check_scale(lasting.scaler, scale)
     what = {
         "model": state["model"],
         "loss_fn": loss,
@@ -255,7 +217,7 @@ def read_checked(owner: Owner, state: Any) -> Read:
     return Read(state["model"], loss, groups, found, streams, states, steps, scale, digest(what))
 
 
-def _saved_names(owner: Owner, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:
+def _saved_names(lasting: Lasting, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:
     """The names of the saved optimizer's parameters by their numbers, and its groups, of which the shape is checked.
 
     They are the checkpoint's own, else PyTorch's `param_names`, else those of the optimizer's parameters in order.
@@ -273,7 +235,7 @@ def _saved_names(owner: Owner, state: Mapping[str, Any]) -> tuple[dict[int, str]
     numbers = [n for g in groups for n in g["params"]]
     if len(set(numbers)) < len(numbers):
         raise SpecError("the checkpoint's optimizer has a parameter's number in its groups twice")
-    own = [[owner.names.get(p, "") for p in g["params"]] for g in owner.optimizer.param_groups]
+    own = [[lasting.names.get(p, "") for p in g["params"]] for g in lasting.optimizer.param_groups]
     held = _held(state)
     if held is not None:
         names = {number: name for number, (name, _) in held.items()}
@@ -307,11 +269,11 @@ def _held(state: Mapping[str, Any]) -> dict[int, tuple[str, list[str]]] | None:
     return found
 
 
-def _groups(owner: Owner, names: dict[int, str], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(lasting: Lasting, names: dict[int, str], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The settings of each of the optimizer's groups: those of the saved group with the same parameters."""
     by_members = {frozenset(names[n] for n in g["params"]): g for g in saved}
     found = []
-    own = [frozenset(owner.names.get(p, "") for p in g["params"]) for g in owner.optimizer.param_groups]
+    own = [frozenset(lasting.names.get(p, "") for p in g["params"]) for g in lasting.optimizer.param_groups]
     if len(saved) != len(own):
         raise SpecError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(own)}: build the "
@@ -327,17 +289,17 @@ def _groups(owner: Owner, names: dict[int, str], saved: list[dict[str, Any]]) ->
                 "one: build the optimizer with the same groups"
             )
         settings = {k: v for k, v in by_members[members].items() if k not in ("params", "param_names")}
-        check_settings(i, of_group(owner.optimizer, i), owner.optimizer.param_groups[i], settings)
+        check_settings(i, of_group(lasting.optimizer, i), lasting.optimizer.param_groups[i], settings)
         found.append(copy.deepcopy(settings))  # here, where what cannot be copied is refused
     return found
 
 
-def _states(owner: Owner, state: Mapping[str, Any], names: dict[int, str], groups: list[dict[str, Any]]) -> State:
+def _states(lasting: Lasting, state: Mapping[str, Any], names: dict[int, str], groups: list[dict[str, Any]]) -> State:
     """The state of each parameter by its name, checked against what the optimizer would make itself."""
-    parameters = {name: p for p, name in owner.names.items()}
+    parameters = {name: p for p, name in lasting.names.items()}
     settings = {
-        owner.names.get(p, ""): {**{k: v for k, v in own.items() if k != "params"}, **new}
-        for own, new in zip(owner.optimizer.param_groups, groups, strict=True)
+        lasting.names.get(p, ""): {**{k: v for k, v in own.items() if k != "params"}, **new}
+        for own, new in zip(lasting.optimizer.param_groups, groups, strict=True)
         for p in own["params"]
     }
     held, saved = _held(state), _numbered(state["optimizer"]["state"])
@@ -360,15 +322,17 @@ def _states(owner: Owner, state: Mapping[str, Any], names: dict[int, str], group
                 raise SpecError(
                     f"the optimizer's state of '{name}' was saved with '{lacking[0]}', which is missing here. "
                     "torch.distributed.checkpoint.load loads only into what a state dict has, and does not know what "
-                    f"{type(owner.optimizer).__name__} will have: save and load with torch.save and torch.load"
+                    f"{type(lasting.optimizer).__name__} will have: save and load with torch.save and torch.load"
                 )
             values = {k: v for k, v in values.items() if k in keys}
         if not values or name not in parameters or name not in settings:
             continue
-        expected = initial_state(of_parameter(owner.optimizer, parameters[name]), settings[name], parameters[name])
-        found[name] = checked_state(name, values, expected, parameters[name], owner.elementwise)
+        expected = initial_state(of_parameter(lasting.optimizer, parameters[name]), settings[name], parameters[name])
+        found[name] = checked_state(name, values, expected, parameters[name], lasting.elementwise)
         del expected  # as large as the state, and not to be there beside the next one
-    of_adagrad = {n for n in owner.updated if type(of_parameter(owner.optimizer, parameters[n])) is torch.optim.Adagrad}
+    of_adagrad = {
+        n for n in lasting.parts.updated if type(of_parameter(lasting.optimizer, parameters[n])) is torch.optim.Adagrad
+    }
     if without := of_adagrad - found.keys():
         raise SpecError(f"the checkpoint's optimizer has no state of '{min(without)}'; Adagrad has some from the start")
     return found

@@ -17,9 +17,9 @@ from torch import nn
 from autopar.errors import SpecError
 from autopar.ops.fragments import rows_of_rank
 from autopar.runtime.checkpoints.boxes import whole
-from autopar.runtime.checkpoints.checkpoint import Owner
 from autopar.runtime.checkpoints.pieces import Over, Piece, fragment_pieces, whole_piece
 from autopar.runtime.checkpoints.plain_values import to_json
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.optimizers.state import differs_by_rank, per_element
 
 
@@ -39,13 +39,13 @@ class Content:
 
 
 @contextlib.contextmanager
-def opened(owner: Owner) -> Iterator[bool]:
+def opened(lasting: Lasting) -> Iterator[bool]:
     """While it is open, the model's `state_dict()` can be looked at; by all ranks together. Returns whether rows that
     are spread over the ranks stay so: they do, unless the model's hooks make other tensors of the parameters."""
-    modules = [m for m in (owner.model, owner.loss_fn) if m is not None]
-    with owner.sharded.listed():
+    modules = [m for m in (lasting.model, lasting.loss_module) if m is not None]
+    with lasting.rows.listed():
         spread = all(_tensors(module) == live_tensors(module).keys() for module in modules)
-    with owner.sharded.listed() if spread else owner.sharded.gathered():
+    with lasting.rows.listed() if spread else lasting.rows.gathered():
         yield spread
 
 
@@ -59,15 +59,15 @@ def _tensors(module: nn.Module) -> set[str]:
     return {key for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
 
 
-def content_of(owner: Owner, spread: bool) -> Content:
+def content_of(lasting: Lasting, spread: bool) -> Content:
     """What this rank has. `spread`: as `opened` says. Raises `SpecError` where a checkpoint on disk cannot hold it."""
     found = Content()
-    found.model = _module(owner, owner.model, "model", spread, found)
-    if owner.loss_fn is not None and (loss := _module(owner, owner.loss_fn, "loss_fn", spread, found)):
+    found.model = _module(lasting, lasting.model, "model", spread, found)
+    if lasting.loss_module is not None and (loss := _module(lasting, lasting.loss_module, "loss_fn", spread, found)):
         found.loss_fn = loss
-    _optimizer(owner, found)
-    left_out = owner.states.left_out()
-    found.pieces.extend(p for p in owner.pieces if p.name not in left_out)
+    _optimizer(lasting, found)
+    left_out = lasting.states.left_out(lasting.unsaved)
+    found.pieces.extend(p for p in lasting.states.pieces() if p.name not in left_out)
     for piece in found.pieces:
         tensor = piece.tensor
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
@@ -78,20 +78,20 @@ def content_of(owner: Owner, spread: bool) -> Content:
     return found
 
 
-def live_piece(owner: Owner, name: str, value: torch.Tensor, spread: bool, apart: bool) -> Piece:
+def live_piece(lasting: Lasting, name: str, value: torch.Tensor, spread: bool, apart: bool) -> Piece:
     """What this rank has of a parameter or a buffer of the model. `apart`: whether parameters of which each rank
     updates a replica may differ."""
-    for own, shard in owner.sharded.shards.items() if spread else ():
-        if owner.parameters[own] is value:
-            rows = range(*rows_of_rank(owner.group.rank, owner.group.world_size).indices(value.shape[0]))
+    for own, shard in lasting.rows.shards.items() if spread else ():
+        if lasting.parameters[own] is value:
+            rows = range(*rows_of_rank(lasting.group.rank, lasting.group.world_size).indices(value.shape[0]))
             return Piece(name, tuple(value.shape), (rows, *whole(value.shape[1:])), shard, by_all=True)
-    over: Over = "averaged" if apart and owner.names.get(value) in owner.local else "kept"  # type: ignore[call-overload]
+    over: Over = "averaged" if apart and lasting.names.get(value) in lasting.local else "kept"  # type: ignore[call-overload]
     return whole_piece(name, value.detach(), over, by_all=isinstance(value, nn.Parameter))
 
 
-def over_of(owner: Owner, parameter: str, value: torch.Tensor) -> Over:
+def over_of(lasting: Lasting, parameter: str, value: torch.Tensor) -> Over:
     """How a tensor of the optimizer's state of a parameter goes over to other ranks."""
-    return "averaged" if parameter in owner.local and differs_by_rank(value) else "kept"
+    return "averaged" if parameter in lasting.local and differs_by_rank(value) else "kept"
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -99,7 +99,7 @@ def state_name(parameter: str, key: str) -> str:
     return f"optimizer.{parameter}.{key}"
 
 
-def _module(owner: Owner, module: nn.Module, prefix: str, spread: bool, found: Content) -> dict[str, Any]:
+def _module(lasting: Lasting, module: nn.Module, prefix: str, spread: bool, found: Content) -> dict[str, Any]:
     """A module's `state_dict()`; a tensor that has several names there is kept once."""
     names: dict[int, str] = {}
     state, live = module.state_dict(keep_vars=True), live_tensors(module)
@@ -112,7 +112,9 @@ def _module(owner: Owner, module: nn.Module, prefix: str, spread: bool, found: C
             names[id(value)] = name
             is_live = id(value) in own
             piece = (
-                live_piece(owner, name, value, spread, owner.apart) if is_live else whole_piece(name, value.detach())
+                live_piece(lasting, name, value, spread, lasting.are_apart)
+                if is_live
+                else whole_piece(name, value.detach())
             )
             found.pieces.append(piece)
         return names[id(value)]
@@ -120,7 +122,7 @@ def _module(owner: Owner, module: nn.Module, prefix: str, spread: bool, found: C
     return {key: to_json(value, f"{prefix}.{key}", keep) for key, value in state.items()}
 
 
-def _optimizer(owner: Owner, found: Content) -> None:
+def _optimizer(lasting: Lasting, found: Content) -> None:
     kept = dict[str, torch.Tensor]()
 
     def keep(name: str, value: torch.Tensor, over: Over = "kept") -> str:
@@ -129,23 +131,23 @@ def _optimizer(owner: Owner, found: Content) -> None:
             found.pieces.append(whole_piece(name, value.detach(), over))
         return name
 
-    for part in owner.parts:
+    for part in lasting.parts.every():
         for fragment, state in part.state():
-            own, shape = found.state.setdefault(fragment.name, {}), owner.parameters[fragment.name].shape
+            own, shape = found.state.setdefault(fragment.name, {}), lasting.parameters[fragment.name].shape
             for key, value in state.items():
                 name = state_name(fragment.name, key)
                 if per_element(value, fragment.tensor.shape):
-                    over = over_of(owner, fragment.name, value)
+                    over = over_of(lasting, fragment.name, value)
                     found.pieces.extend(fragment_pieces(name, fragment, shape, value, over))
                     own[key] = {"tensor": name}
                 elif isinstance(value, torch.Tensor):
-                    own[key] = {"tensor": keep(name, value, over_of(owner, fragment.name, value))}
+                    own[key] = {"tensor": keep(name, value, over_of(lasting, fragment.name, value))}
                 else:
                     own[key] = to_json(value, name, keep)
-    for index, group in enumerate(owner.optimizer.param_groups):
+    for index, group in enumerate(lasting.optimizer.param_groups):
         settings = {k: to_json(v, f"optimizer.groups.{index}.{k}", keep) for k, v in group.items() if k != "params"}
-        found.groups.append({"parameters": [owner.names[p] for p in group["params"]], "settings": settings})
+        found.groups.append({"parameters": [lasting.names[p] for p in group["params"]], "settings": settings})
         for p in group["params"]:
-            name = owner.names[p]
-            if name not in owner.updated and (frozen := owner.optimizer.state.get(p)):
+            name = lasting.names[p]
+            if name not in lasting.parts.updated and (frozen := lasting.optimizer.state.get(p)):
                 found.state[name] = {k: to_json(v, state_name(name, k), keep) for k, v in frozen.items()}

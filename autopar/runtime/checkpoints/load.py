@@ -16,7 +16,6 @@ from autopar.runtime.checkpoints.boxes import Box, boxes_of, elements_of, whole
 from autopar.runtime.checkpoints.checkpoint import (
     REFUSAL,
     UNREADABLE,
-    Owner,
     Read,
     hand_out,
     read_checked,
@@ -29,6 +28,7 @@ from autopar.runtime.checkpoints.pieces import Piece, fragment_pieces, whole_pie
 from autopar.runtime.checkpoints.plain_values import from_json
 from autopar.runtime.checkpoints.sharing import box_json
 from autopar.runtime.job.together import DISK_S, agreed, meet
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.optimizers.joint_optimizer import apart
 from autopar.runtime.optimizers.state import per_element
 from autopar.runtime.states import STATE
@@ -36,45 +36,45 @@ from autopar.runtime.states import STATE
 LOAD = "program.load(folder)"
 
 
-def load(owner: Owner, folder: str | Path) -> int:
-    """Continues from a checkpoint; returns how many steps had been done. To be called by all ranks together. Raises
-    `SpecError` on all ranks where it does not fit on one of them; nothing is changed then."""
-    group = owner.group
+def load(lasting: Lasting, folder: str | Path) -> None:
+    """Continues from a checkpoint; to be called by all ranks together. Raises `SpecError` on all ranks where the
+    checkpoint does not fit on one of them; nothing is changed then."""
+    group = lasting.group
     meet(group, LOAD, "")
-    with opened(owner) as spread:
+    with opened(lasting) as spread:
         loading: list[_Loading] = []
 
         def check() -> str:
-            loading.append(_Loading(owner, Stored(folder), spread))
+            loading.append(_Loading(lasting, Stored(folder), spread))
             return loading[0].checked()
 
         said = [json.loads(text) for text in agreed(group, LOAD, check, REFUSAL, UNREADABLE, DISK_S)]
         advice = f"all ranks must see one and the same {folder}, on a disk that their hosts share"
         same_on_all_ranks(group, [one["digest"] for one in said], advice)
         loading[0].load([one["own"] for one in said])
-        return loading[0].stored.index.steps
+        lasting.resume(loading[0].stored.index.steps)
 
 
 class _Loading:
     """A checkpoint on its way into a program: first checked, then loaded."""
 
-    def __init__(self, owner: Owner, stored: Stored, spread: bool) -> None:
+    def __init__(self, lasting: Lasting, stored: Stored, spread: bool) -> None:
         self.stored = stored
-        self._owner, self._spread = owner, spread
+        self._lasting, self._spread = lasting, spread
         self._read: Read | None = None
 
     def checked(self) -> str:
         """What this rank has found, for all ranks. Raises `SpecError` where the checkpoint cannot be loaded here."""
-        owner, stored = self._owner, self.stored
-        stored.check_files(owner.group.rank, owner.group.world_size)
-        stored.reader = owner.group.rank, owner.group.world_size
-        self._read = read_checked(owner, self._stand_ins())
+        lasting, stored = self._lasting, self.stored
+        stored.check_files(lasting.group.rank, lasting.group.world_size)
+        stored.reader = lasting.group.rank, lasting.group.world_size
+        self._read = read_checked(lasting, self._stand_ins())
         for _, _, values, live in self._modules():
             for piece in self._pieces_in(values, live):
                 stored.check_holds(piece.name, piece.box)
         boxes: dict[str, list[Box]] = {}
-        for fragment in (f for part in owner.parts for f in part.fragments):
-            shape = owner.parameters[fragment.name].shape
+        for fragment in (f for part in lasting.parts.every() for f in part.fragments):
+            shape = lasting.parameters[fragment.name].shape
             boxes.setdefault(fragment.name, []).extend(boxes_of(fragment, shape))
         for name, values in self._read.state.items():
             for key, value in values.items():
@@ -87,7 +87,7 @@ class _Loading:
     def load(self, own: list[dict[str, Any]]) -> None:
         """Changes the program. `own`: by rank, what it has found of tensors of which each rank has its own value."""
         assert self._read is not None
-        owner, stored, read = self._owner, self.stored, self._read
+        lasting, stored, read = self._lasting, self.stored, self._read
         for kind, module, values, live in self._modules():
             stored.read_into(self._pieces_in(values, live))
             # What is in place already is not copied. What the module's hooks do is done, and they may need the rest.
@@ -99,7 +99,7 @@ class _Loading:
             read_whole = {k: v for k, v in values.items() if self._is_read_whole(name, k, v)}
             made = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in read_whole.items()}
             pieces += [
-                whole_piece(str(self._stored_state(name, k)), v, over_of(owner, name, v)) for k, v in made.items()
+                whole_piece(str(self._stored_state(name, k)), v, over_of(lasting, name, v)) for k, v in made.items()
             ]
             state[name] = {**values, **made}
         stored.read_into(pieces)
@@ -109,28 +109,31 @@ class _Loading:
             if (name := self._stored_state(fragment.name, key)) is None:
                 into.copy_(fragment.cut(value))
             else:
-                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(owner, fragment.name, into)))
+                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(lasting, fragment.name, into)))
 
-        hand_out(owner, read, state, take)
+        hand_out(lasting, read, state, take)
         stored.read_into(pieces)
         self._load_pieces(own)
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module, Mapping[str, Any], dict[str, torch.Tensor]]]:
         """The model and the loss function, each with its name and its values in the checkpoint, and with the tensors of
         its `state_dict()` that are its own."""
-        owner, index = self._owner, self.stored.index
-        for kind, module, values in (("model", owner.model, index.model), ("loss_fn", owner.loss_fn, index.loss_fn)):
+        lasting, index = self._lasting, self.stored.index
+        for kind, module, values in (
+            ("model", lasting.model, index.model),
+            ("loss_fn", lasting.loss_module, index.loss_fn),
+        ):
             if module is not None and values is not None:
                 yield kind, module, values, live_tensors(module)
 
     def _pieces_in(self, values: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> list[Piece]:
         """What this rank has of a module's own tensors, by their names in the checkpoint."""
         named = {(id(t), n): t for key, t in live.items() if (n := tensor_name(values.get(key))) is not None}
-        return [live_piece(self._owner, name, tensor, self._spread, True) for (_, name), tensor in named.items()]
+        return [live_piece(self._lasting, name, tensor, self._spread, True) for (_, name), tensor in named.items()]
 
     def _stand_ins(self) -> dict[str, Any]:
         """The checkpoint in the form of `program.state_dict()`, with stand-ins for what is large."""
-        stored, devices = self.stored, {name: p.device for p, name in self._owner.names.items()}
+        stored, devices = self.stored, {name: p.device for p, name in self._lasting.names.items()}
         live = {key for *_, tensors in self._modules() for key in tensors}
 
         def of_module(key: str, value: Any) -> Any:
@@ -149,10 +152,10 @@ class _Loading:
     def _is_read_whole(self, name: str, key: str, value: Any) -> bool:
         if self._stored_state(name, key) is None:
             return False
-        return name not in self._owner.updated or not per_element(value, self._owner.parameters[name].shape)
+        return name not in self._lasting.parts.updated or not per_element(value, self._lasting.parameters[name].shape)
 
     def _own_pieces(self) -> dict[str, Any]:
-        """By name of each tensor of `owner.pieces`: whether the checkpoint has it, whether this rank wrote the same
+        """By name of each tensor that strategies keep: whether the checkpoint has it, whether this rank wrote the same
         parts of it, and which parts this rank has. Raises `SpecError` where elements are missing of one that all ranks
         have together."""
         found: dict[str, Any] = {}
@@ -161,20 +164,20 @@ class _Loading:
             if there and pieces[0].over == "kept":
                 for piece in pieces:
                     self.stored.check_holds(name, piece.box)
-            same = there and self.stored.holds_own(pieces, self._owner.group.rank, self._owner.group.world_size)
+            same = there and self.stored.holds_own(pieces, self._lasting.group.rank, self._lasting.group.world_size)
             found[name] = {"there": there, "same": same, "boxes": [box_json(p.box) for p in pieces]}
         return found
 
     def _load_pieces(self, own: list[dict[str, Any]]) -> None:
-        """Reads `owner.pieces`; what the checkpoint has not starts with zeros, and what the program does not keep is
+        """Reads what strategies keep. What the checkpoint lacks starts with zeros; what the program does not keep is
         dropped, which rank 0 says."""
-        stored, rank = self.stored, self._owner.group.rank
+        stored, rank = self.stored, self._lasting.group.rank
         kept = {name for one in own for name in one if one[name]["there"]}
         dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
         if rank == 0:
             say_dropped(dropped, stacklevel=5)
         of_states = (name.removeprefix(f"{STATE}.").partition(".") for name in kept)
-        self._owner.states.found = frozenset((key, of) for key, _, of in of_states)
+        self._lasting.states.found = frozenset((key, of) for key, _, of in of_states)
         for name, pieces in self._by_name().items():
             there, over, parts = self._found(pieces[0]), pieces[0].over, stored.index.tensors.get(name)
             alike = [one[name]["same"] for one in own if name in one]
@@ -197,7 +200,7 @@ class _Loading:
 
     def _by_name(self) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = {}
-        for piece in self._owner.pieces:
+        for piece in self._lasting.states.pieces():
             if elements_of(piece.box):
                 found.setdefault(piece.name, []).append(piece)
         return found

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from autopar.errors import SpecError
-from autopar.runtime.checkpoints.checkpoint import Owner
 from autopar.runtime.checkpoints.content import Content, content_of, opened
 from autopar.runtime.checkpoints.files import check_regular, sync_folder, write_part, write_tensors
 from autopar.runtime.checkpoints.pieces import Piece
 from autopar.runtime.checkpoints.sharing import FilePlan, offers_of, read_offers, share_out
 from autopar.runtime.job.process_group import Group, average_buffers
 from autopar.runtime.job.together import DISK_S, agreed, meet
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.optimizers.joint_optimizer import each_of, group_counts
 from autopar.spec.checkpoint import FILE_NAME, INDEX, CheckpointIndex, StoredFile, StoredGroup, StoredOptimizer
 
@@ -33,29 +33,33 @@ SAVE = "program.save(folder)"
 NOT_SAVED = "cannot save the checkpoint, so what the folder held before stays"
 
 
-def save(owner: Owner, folder: str | Path) -> None:
+def save(lasting: Lasting, folder: str | Path) -> None:
     """Writes a checkpoint; to be called by all ranks together. Raises `SpecError` on all ranks where one of them cannot
     write its part; what the folder held before is kept then."""
     target = Path(folder)
-    meet(owner.group, SAVE, "")
-    average_buffers(owner.buffers, owner.group)
-    with opened(owner) as spread:
+    meet(lasting.group, SAVE, "")
+    average_buffers(lasting.buffers.values(), lasting.group)
+    with opened(lasting) as spread:
         contents: list[Content] = []
 
         def offer() -> str:
-            contents.append(content_of(owner, spread))
+            contents.append(content_of(lasting, spread))
             _make_folder(target)
-            own = {"pieces": offers_of(contents[0].pieces), "state": contents[0].state, "random": owner.random.state()}
+            own = {
+                "pieces": offers_of(contents[0].pieces),
+                "state": contents[0].state,
+                "random": lasting.random.state(),
+            }
             return json.dumps({**own, "token": secrets.token_hex(6)})
 
-        said = [json.loads(text) for text in _agreed(owner.group, offer)]
+        said = [json.loads(text) for text in _agreed(lasting.group, offer)]
         content = contents[0]
         files, tensors = share_out([read_offers(one["pieces"]) for one in said])
         paths = [target / f"{said[0]['token']}-{f.rank:05}-{f.number:05}.safetensors" for f in files]
-        own = {path: file for path, file in zip(paths, files, strict=True) if file.rank == owner.group.rank}
+        own = {path: file for path, file in zip(paths, files, strict=True) if file.rank == lasting.group.rank}
         try:
-            written = _agreed(owner.group, lambda: _write(own, content.pieces))
-            _agreed(owner.group, lambda: _finish(owner, target, content, said, tensors, written))
+            written = _agreed(lasting.group, lambda: _write(own, content.pieces))
+            _agreed(lasting.group, lambda: _finish(lasting, target, content, said, tensors, written))
         except SpecError:  # told by a rank, so no rank has put an index in place
             for path in own:
                 with contextlib.suppress(OSError):
@@ -96,7 +100,7 @@ def _write(files: Mapping[Path, FilePlan], pieces: Iterable[Piece]) -> str:
 
 
 def _finish(
-    owner: Owner,
+    lasting: Lasting,
     target: Path,
     content: Content,
     said: list[dict[str, Any]],
@@ -104,7 +108,7 @@ def _finish(
     written: list[str],
 ) -> str:
     """On rank 0, puts the index in place and removes the files that it does not name."""
-    if owner.group.rank:
+    if lasting.group.rank:
         return ""
     files = tuple(StoredFile.model_validate(f) for text in written for f in json.loads(text))
     for rank, text in enumerate(written):
@@ -119,12 +123,12 @@ def _finish(
     for one in said:
         for name, values in one["state"].items():
             state[name] = {**values, **state.get(name, {})}
-    kinds = [type(one) for one in each_of(owner.optimizer)]
+    kinds = [type(one) for one in each_of(lasting.optimizer)]
     index = CheckpointIndex(
         autopar=importlib.import_module("autopar").__version__,
         torch=str(torch.__version__),
-        world_size=owner.group.world_size,
-        steps=owner.steps,
+        world_size=lasting.group.world_size,
+        steps=lasting.steps,
         versions=content.versions,
         model=content.model,
         loss_fn=content.loss_fn,
@@ -132,9 +136,9 @@ def _finish(
             kind=" and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds),
             groups=tuple(StoredGroup(**group) for group in content.groups),
             state=state,
-            each=group_counts(owner.optimizer),
+            each=group_counts(lasting.optimizer),
         ),
-        loss_scale=None if owner.scaler is None else owner.scaler.state_dict(),
+        loss_scale=None if lasting.scaler is None else lasting.scaler.state_dict(),
         random=tuple(tuple(one["random"]) for one in said),
         tensors=tensors,
         files=files,

@@ -79,7 +79,7 @@ class Partition:
     def _cuts(self) -> set[torch.fx.Node]:
         """Where regions begin so that equal layers are equal regions."""
         work = [n for n in self._order if self._computes[n] and not is_attached(n)]
-        found = repeats([_signature(n) for n in work], _broken(work, self._computes))
+        found = repeats([_signature(n) for n in work], _broken(work))
         first = {work[i] for run in found for i in run.starts if i < len(work)}
         ends = self._scan(first)
         place = {n: i for i, n in enumerate(work)}
@@ -120,10 +120,7 @@ class Partition:
         return forced
 
     def _goes_before(self, node: torch.fx.Node, current: Region) -> bool:
-        return _is_random(node) and all(self._home_of(a) is not current for a in node.all_input_nodes)
-
-    def _home_of(self, node: torch.fx.Node) -> Region | None:
-        return self.home.get(node)
+        return _is_random(node) and all(self.home.get(a) is not current for a in node.all_input_nodes)
 
     def _is_late(self, node: torch.fx.Node) -> bool:
         """Whether a node only completes what was begun, and nothing else waits for it."""
@@ -326,7 +323,7 @@ def _signature(node: torch.fx.Node) -> Any:
     return (str(node.target), constants, described(node.meta.get("val")))
 
 
-def _broken(work: Sequence[torch.fx.Node], computes: dict[torch.fx.Node, bool]) -> list[int]:
+def _broken(work: Sequence[torch.fx.Node]) -> list[int]:
     """By position: bytes that a cut there has written and read again, which one loop would have kept in registers."""
     place = {n: i for i, n in enumerate(work)}
     level: dict[torch.fx.Node, int] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,20 +18,22 @@ from autopar.ir.sizes import shape_for
 from autopar.ir.symbols import StaticOnlyError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
-from autopar.runtime.base_program import BaseProgram, Write, leaves
+from autopar.runtime.base_program import Write, leaves
 from autopar.runtime.compiled import Compiled, Settings
-from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
+from autopar.runtime.drop_in.drop_in_program import DropInProgram
+from autopar.runtime.drop_in.kept_gradients import Kept
 from autopar.runtime.drop_in.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.drop_in.other_gradients import OtherGradients
 from autopar.runtime.drop_in.passes import Backward, Gradients, Passes, only
 from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
+from autopar.runtime.model.copies import all_of, copies
 from autopar.runtime.model.eager import without_hooks, without_trace
 from autopar.runtime.model.outputs import fill, holds_numbers, output_template
 from autopar.runtime.model.own_state import check_own_state
 from autopar.runtime.proofs.differences import tolerance_of
-from autopar.runtime.proofs.local_proof import SynchronizedOnce, copies, prove_locally
+from autopar.runtime.proofs.local_proof import SynchronizedOnce, prove_locally
 from autopar.runtime.proofs.one_pass import How, Ran
 from autopar.runtime.replay import as_captured
 from autopar.runtime.sync_batch_norm import check_tangents
@@ -50,26 +51,20 @@ _BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
 }
 
 
-class GradientProgram(BaseProgram):
+class GradientProgram(DropInProgram):
     """Runs a model so that `backward()` leaves synchronized gradients; `SyncedModule` is what users call.
 
     Each rank's loss counts by the samples in its batch, or as `settings.weight` says, for the loss is not seen.
     """
 
-    mode = "module"
     writers: ClassVar[Mapping[str, Write]] = {
         "forward": lambda *of: ForwardWriter(*of).write(),
         **{name: lambda *of, write=write: write(BackwardWriter(*of)) for name, write in _BACKWARD.items()},
     }
-    synchronizing = ("backward", "backward after accumulation")
     needed = ("forward", "backward")
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
         super().__init__(model, plan, group, settings, context)
-        self.synchronizes = True
-        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
-        through while it is set."""
-        self._kept = KeptGradients(self._parameters)
         self._gathers = False
         """Whether the model takes samples of all ranks."""
         self._others = OtherGradients(self._parameters, group, settings.clip_grad_norm is not None, self._kept.note)
@@ -91,11 +86,6 @@ class GradientProgram(BaseProgram):
             with self._random:
                 return self.model(*args, **kwargs)
         return self.run(bind(self.model, args, kwargs))
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
-        return self._kept.passes > 0
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
@@ -154,10 +144,8 @@ class GradientProgram(BaseProgram):
             def may_keep(synchronizes: bool) -> bool:
                 return self._group.world_size > 1 and not (synchronizes or self.synchronizes)
 
-            def guard() -> AbstractContextManager[None]:
-                return self._group.guard(f"backward pass {self._steps}")
-
-            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, guard, self._others.forget)
+            forget = self._others.forget
+            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, self._guard, forget)
         with self._random:
             return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
 
@@ -224,7 +212,7 @@ class GradientProgram(BaseProgram):
         names = [p.name for p in c.graph.parameters]
         if self._group.world_size == 1:
             return only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
-        with self._group.guard(f"backward pass {self._steps}"):
+        with self._guard():
             kept = self._kept.take(weight, names)
         total, count = weight + kept.weight, 1 + kept.passes
         has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
@@ -233,7 +221,7 @@ class GradientProgram(BaseProgram):
         if proof is not None:
             local = self._backward(c, "local backward", reached)(*saved, *tangents)[: len(names)]
             expected = proof.expected(local, kept.sums, weight, count, total)
-        with self._group.guard(f"backward pass {self._steps}"):
+        with self._guard():
             if kept.sums:
                 earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names]
                 after = self._backward(c, "backward after accumulation", reached)
@@ -312,8 +300,7 @@ class GradientProgram(BaseProgram):
                 return ran(self._outputs(c, own, lambda saved, by, _: local(*saved, *by)), self._buffers)
 
         def snapshot() -> Callable[[], object]:
-            kept = copies([*parameters.values(), *self._buffers.values()]), self._random.kept()
-            return lambda: [put_back() for put_back in kept]
+            return all_of([copies([*parameters.values(), *self._buffers.values()]), self._random.kept()])
 
         def outputs() -> list[torch.Tensor]:
             with self._random:

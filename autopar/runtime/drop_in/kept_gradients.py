@@ -8,7 +8,7 @@ others have left there, a backward pass that does not go through the module, say
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -171,10 +171,9 @@ class KeptGradients:
             if kept.others is not None and not is_even:
                 total.add_(kept.others, alpha=mean - self._unit)
             sums[name], p.grad = total, None
-        for name in among:
-            if name not in self._in_grad and (left := self._left_by_others(name)) is not None:
-                sums[name] = left.to_dense() * mean if left.is_sparse else left * mean
-                left.zero_()
+        for name, left in self._left_by_others(n for n in among if n not in self._in_grad).items():
+            sums[name] = left.to_dense() * mean if left.is_sparse else left * mean
+            left.zero_()
         found, unit = Kept(sums, self._weight, self._passes), self._unit
         self._forget()
         if is_under_way:  # one pass keeps gradients back and synchronizes others: what it keeps is still to come
@@ -186,15 +185,22 @@ class KeptGradients:
         gradients = {n: p.grad for n, p in self._parameters.items()}
         self._synchronized = {n: (weakref.ref(g), g._version) for n, g in gradients.items() if g is not None}
 
-    def _left_by_others(self, name: str) -> torch.Tensor | None:
-        """What lies in `grad` that no synchronized backward pass has left so, if the pass under way adds to it."""
-        p = self._parameters[name]
-        if p.grad is None:
-            return None
-        lies, version = self._synchronized.get(name, (None, -1))
-        if lies is not None and lies() is p.grad and p.grad._version == version:
-            return None
-        return p.grad if _is_added_to(p) and (p.grad.is_sparse or p.grad.any()) else None
+    def _left_by_others(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """By parameter, what lies in `grad` that no synchronized backward pass has left so, where the pass under way
+        adds to it and it is not all zeros, as `zero_grad(set_to_none=False)` leaves it."""
+        found = {}
+        for name in names:
+            p = self._parameters[name]
+            lies, version = self._synchronized.get(name, (None, -1))
+            is_own = lies is not None and lies() is p.grad and p.grad is not None and p.grad._version == version
+            if p.grad is not None and not is_own and _is_added_to(p):
+                found[name] = p.grad
+        dense = [n for n, left in found.items() if not left.is_sparse]
+        if dense:  # asked at once: on a GPU the answer is waited for
+            for name, is_any in zip(dense, torch.stack([found[n].any() for n in dense]).tolist(), strict=True):
+                if not is_any:
+                    del found[name]
+        return found
 
     def _look(self) -> None:
         """Forgets what the user has dropped since."""

@@ -67,16 +67,16 @@ class SyncedModule(nn.Module):
             self.program.synchronizes = before
 
     def synchronize_buffers(self) -> None:
-        """Averages floating-point buffers over the ranks, as `Program.synchronize_buffers` does."""
+        """Averages floating-point buffers over the ranks; to be called by all ranks together."""
         self.program.synchronize_buffers()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own, as one process would have it."""
+        """The model's own `state_dict()`, as one process would have it."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads the model's own. Raises `SpecError` where it does not fit, before anything is changed; `assign` is
-        refused, as the program holds the tensors themselves."""
+        """Loads a `state_dict()` of the model. Raises `SpecError` where it does not fit, before anything is changed;
+        `assign` is refused, as the program holds the tensors themselves."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
         check_module("model", self.module, state_dict, strict, converts=True)

@@ -7,14 +7,12 @@ batches are looked at again from time to time, by all ranks in the same step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from autopar.runtime.compiled import Check
-from autopar.runtime.job.process_group import Group
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.proofs.proof import free_bytes
 from autopar.runtime.proofs.subject import summed
 
@@ -26,20 +24,8 @@ takes about as long as a step."""
 class LossLooks:
     """Of one program, on one rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: Group,
-        gathered: Callable[[], AbstractContextManager[None]],
-        is_spread: Callable[[], bool],
-        check: Check,
-    ) -> None:
-        """`gathered`: while it is open, parameters are whole, and those that were on their way are there. `is_spread`:
-        whether that takes all ranks."""
-        self._model = model
-        self._group = group
-        self._gathered = gathered
-        self._is_spread = is_spread
+    def __init__(self, lasting: Lasting, check: Check) -> None:
+        self._lasting = lasting
         self._check = check
         self._steps = 0
         self._next = _AGAIN
@@ -55,15 +41,18 @@ class LossLooks:
     @contextlib.contextmanager
     def whole(self, together: bool) -> Iterator[bool]:
         """While it is open, the model can be run, if it says so. `together`: whether all ranks enter it."""
-        if self._is_spread() and not (together and self._fits()):
+        if self._lasting.rows.is_spread() and not (together and self._fits()):
             yield False
             return
-        with self._gathered():
+        with self._lasting.gathered():
             yield True
 
     def _fits(self) -> bool:
         """Whether all ranks have the memory for the whole model, and may take it. By all ranks together."""
         if self._check == "never":
             return False
-        free, needed = free_bytes(self._model), sum(p.numel() * p.element_size() for p in self._model.parameters())
-        return not summed(torch.tensor(float(free is not None and free < 2 * needed)), self._group)
+        free, needed = (
+            free_bytes(self._lasting.model),
+            sum(p.numel() * p.element_size() for p in self._lasting.model.parameters()),
+        )
+        return not summed(torch.tensor(float(free is not None and free < 2 * needed)), self._lasting.group)

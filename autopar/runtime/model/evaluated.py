@@ -1,8 +1,9 @@
-"""The model of a drop-in module outside of training mode: it runs as it is, and no gradient of it is synchronized."""
+"""A model in evaluation mode: a program's, while a block is open; a drop-in module's, which runs as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
+
+
+@contextmanager
+def evaluated(model: nn.Module, gathered: AbstractContextManager[None]) -> Iterator[None]:
+    """While it is open, a model is whole and in evaluation mode, and no gradients are recorded; then, each of its
+    modules is in the mode that it was in."""
+    modes = [(m, m.training) for m in model.modules()]
+    with gathered, torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def as_it_is(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.ops.fragments import Formed, Fragment
+from autopar.runtime.model.copies import all_of
 from autopar.runtime.optimizers.joint_optimizer import JointOptimizer, of_parameter
 from autopar.runtime.optimizers.optimizer import OptimizerPart
 from autopar.runtime.optimizers.own_settings import OwnSettings
@@ -67,13 +68,7 @@ class JointPart:
 
     def kept_state(self) -> Callable[[], None]:
         """Keeps the state as it is; what is returned puts it back."""
-        each = [part.kept_state() for part in self._parts]
-
-        def put_back() -> None:
-            for one in each:
-                one()
-
-        return put_back
+        return all_of([part.kept_state() for part in self._parts])
 
     def load_state(self, index: int, state: dict[str, Any]) -> None:
         """Sets the optimizer state of one fragment."""

@@ -292,7 +292,7 @@ class OptimizerPart:
         settings = self.settings()
         for i, (leaf, own) in enumerate(zip(self._leaves, settings, strict=True)):
             if not self._part.state.get(leaf):
-                self._set(i, initial_state(self._whole, dict(own), leaf))
+                self.load_state(i, initial_state(self._whole, dict(own), leaf))
         if self._leaves:
             step_frozen(self._leaves, [state for _, state in self.state()], settings, momenta)
 
@@ -302,7 +302,7 @@ class OptimizerPart:
 
         def put_back() -> None:
             for index, state in enumerate(kept):
-                self._set(index, state())
+                self.load_state(index, state())
 
         return put_back
 
@@ -311,11 +311,8 @@ class OptimizerPart:
         _set(self._part.state, self._leaves[index], state)
         self._known = []
 
-    def load_state(self, index: int, state: dict[str, Any]) -> None:
-        """Sets the optimizer state of one fragment."""
-        self._set(index, state)
-
-    def _set(self, index: int, state: dict[str, Any] | None) -> None:
+    def load_state(self, index: int, state: dict[str, Any] | None) -> None:
+        """Sets the optimizer state of one fragment, `None` where it has none."""
         _set(self._part.state, leaf := self._leaves[index], state)
         if self.fragments[index].whole:
             _set(self._whole.state, leaf, state)

@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 
 from autopar.errors import OptimizerError
 from autopar.ops.fragments import Fragment
+from autopar.runtime.model.copies import all_of
 from autopar.runtime.optimizers.elsewhere import Elsewhere
 from autopar.runtime.optimizers.initial_state import initial_state
 from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.joint_part import Part, part_of
 from autopar.runtime.optimizers.optimizer import OptimizerPart
-from autopar.runtime.optimizers.own_settings import OwnSettings
+from autopar.runtime.optimizers.own_settings import OwnSettings, kept_settings
 from autopar.runtime.optimizers.state import cut_state
 from autopar.spec.plan import SyncGroup
 
@@ -115,6 +116,10 @@ class Parts:
             own.check_saved()
         self.take_over()
         self.settle()
+
+    def kept(self) -> Callable[[], None]:
+        """Keeps the optimizer's state and settings as they are; what is returned puts them back."""
+        return all_of([*(part.kept_state() for part in self.every()), kept_settings(self._optimizer)])
 
     def begin(self) -> None:
         """Before a run of a step."""

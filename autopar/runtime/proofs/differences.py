@@ -109,7 +109,7 @@ class Comparison:
         for fragment, which, seen in own:
             rows[str(fragment.piece)].add(fragment, which, seen)
         apart = {str(fragment.piece) for fragment, _, _ in own}
-        packed = summed(torch.cat([fit, *(r.flat for r in rows.values())]), of.group)
+        packed = summed(torch.cat([fit, *(r.flat for r in rows.values())]), of.lasting.group)
         factor = 1.0 if of.max_norm is None or packed[1] == 0 else float(packed[0] / packed[1])
         found = [Difference(f"no gradient of '{n}'", math.inf) for n in self.expected.strangers]
         elements, square, begin = {}, 0.0, 2
@@ -154,8 +154,8 @@ class Comparison:
         """What differs in this rank's buffers."""
         of, found = self.of, []
         for name, value in self.expected.buffers.items():
-            mine = of.buffers.get(name)
-            if mine is None or (name in of.shared_buffers and of.group.rank != 0):
+            mine = of.lasting.buffers.get(name)
+            if mine is None or (name in of.shared_buffers and of.lasting.group.rank != 0):
                 continue
             found.append(Difference(f"buffer '{name}'", difference(mine, value, self.tolerance)))
         return found
@@ -170,7 +170,7 @@ class Comparison:
     ) -> list[Difference]:
         """What differs in the sampled elements' values from what the optimizer makes of the gradients that were updated
         with, which were compared for themselves. `settings` sets the optimizer's to those before the step."""
-        now = kept_settings(self.of.optimizer)
+        now = kept_settings(self.of.lasting.optimizer)
         try:
             settings()
             stepped = stepped_elements(self.of, before, gradients, states)
@@ -253,8 +253,8 @@ def stepped_elements(
 ) -> dict[str, torch.Tensor]:
     """The sampled elements as a copy of the optimizer, in the user's own settings, updates them, where the optimizer's
     state is known; the states are left as they are."""
-    optimizer, states = bare_copy(of.optimizer), copy.deepcopy({n: states[n] for n in states})
-    place = {p: i for i, g in enumerate(of.optimizer.param_groups) for p in g["params"]}
+    optimizer, states = bare_copy(of.lasting.optimizer), copy.deepcopy({n: states[n] for n in states})
+    place = {p: i for i, g in enumerate(of.lasting.optimizer.param_groups) for p in g["params"]}
     # Of complex gradients no elements are kept.
     leaves = {n: nn.Parameter(v.clone()) for n, v in values.items() if n in states and not v.is_complex()}
     for n, leaf in leaves.items():

@@ -19,7 +19,7 @@ from autopar.errors import AutoparWarning
 from autopar.ops.base import Call
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
-from autopar.ops.layouts import REPLICATE, Partial, Replicate, Varying
+from autopar.ops.layouts import REPLICATE, Partial, Replicate, Varying, held_before
 from autopar.runtime.proofs.differences import FLOOR, TOLERANCE, Difference, Held, Row, times, tolerance_of
 from autopar.runtime.proofs.probes import Seen
 from autopar.runtime.proofs.subject import Subject, summed
@@ -83,7 +83,7 @@ class Feedback:
         rows, updates, after = self._rows(own), self._rows(self._updates), self._look()
         states = [row for looks in (self._before, after) for of in looks.values() for row in of.values()]
         every = [*rows.values(), *updates.values(), *states]
-        whole = summed(torch.cat([row.flat for row in every]), self.of.group)
+        whole = summed(torch.cat([row.flat for row in every]), self.of.lasting.group)
         for row, flat in zip(every, torch.split(whole, [len(row.flat) for row in every]), strict=True):
             row.flat = flat
         found = []
@@ -131,10 +131,10 @@ class Feedback:
             layout, of_numbers = call.layout, call.torch_dtype.is_floating_point or call.torch_dtype.is_complex
             whole = not isinstance(layout, Partial) or layout.of == REPLICATE
             if call.elements == group.elements and of_numbers and whole and not isinstance(layout, Varying):
-                rank = self.of.group.rank
-                begin = sum(call.held_elements(r) for r in range(rank)) if call.is_sharded else 0
+                rank = self.of.lasting.group.rank
+                begin = held_before(layout, call.elements, rank)
                 parts = fragments(group, dict(self.of.parameters), begin, begin + call.held_elements(rank))
-                found.append(_Kept(call, self.of.state(call, key), parts))
+                found.append(_Kept(call, self.of.lasting.states.of(call, key), parts))
         return found
 
     def _look(self) -> dict[Call, dict[str, Row]]:
@@ -165,7 +165,7 @@ class Feedback:
     def _unseen(self, group: Group, why: str) -> list[Difference]:
         if group.index not in self.of.told:
             self.of.told.add(group.index)
-            if self.of.group.rank == 0:
+            if self.of.lasting.group.rank == 0:
                 warnings.warn(
                     f"group {group.index}, '{group.spec.strategy}': the ranks' own gradients are compared with the "
                     f"model run eagerly, but not what becomes of them, as {why}. `python -m autopar.testing` looks at "
@@ -189,7 +189,7 @@ class _Terms:
         before: Mapping[Call, Mapping[str, Row]],
         after: Mapping[Call, Mapping[str, Row]],
     ) -> None:
-        numel, ranks = of.probes[name].numel, of.group.world_size
+        numel, ranks = of.probes[name].numel, of.lasting.group.world_size
         self.root = math.sqrt(numel)
         copies = update.held / numel
         self.is_whole = copies == round(copies)

@@ -13,8 +13,7 @@ from torch import nn
 
 from autopar.errors import TracingError, VerificationError
 from autopar.runtime.job.process_group import Group
-from autopar.runtime.model.generators import generators, set_generators
-from autopar.runtime.model.shared_memory import once
+from autopar.runtime.model.copies import copies
 from autopar.runtime.proofs.blame import blame, blame_tracing
 from autopar.runtime.proofs.differences import GradientRule
 from autopar.runtime.proofs.one_pass import How, Ran, as_it_is, differences
@@ -109,17 +108,3 @@ class SynchronizedOnce:
                 blame(wrong, "summed over ranks", "Each rank's own gradients are right, so it lies between the ranks")
             )
         return True
-
-
-def copies(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Copies tensors, and where the generators of random numbers are; what is returned puts that back."""
-    before = [(once(t), once(t).clone()) for t in tensors]
-    random = generators()
-
-    def put_back() -> None:
-        set_generators(random)
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
-
-    return put_back

@@ -62,10 +62,10 @@ class Proof:
 
     def trial(self) -> None:
         """Compares on perturbed parameters, and puts everything back."""
-        put_back, scale = self.of.snapshot(), self.of.scale
+        put_back, scale = self.of.lasting.snapshot(), self.of.scale
         state = None if scale is None else scale.state()
         try:
-            with self.of.gathered():
+            with self.of.lasting.gathered():
                 perturb(self.of.parameters, PERTURBATION)
                 self._lower_scale()
             self.step("with slightly perturbed parameters")
@@ -85,10 +85,10 @@ class Proof:
     def step(self, how: str = "") -> torch.Tensor:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
         of = self.of
-        with of.gathered():
+        with of.lasting.gathered():
             expected = None if of.eager else self._eagerly()
             before, states = self._values(), self._states()
-        begin, settings = of.snapshot(), kept_settings(of.optimizer)
+        begin, settings = of.lasting.snapshot(), kept_settings(of.lasting.optimizer)
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         own: list[tuple[Fragment, torch.Tensor, Seen]] = []
         feedback = Feedback(of)
@@ -97,7 +97,7 @@ class Proof:
                 loss = of.run()
             else:
                 loss, expected = self._as_it_ran(of.eager)
-        with of.gathered():
+        with of.lasting.gathered():
             after = self._values()
         assert expected is not None
         comparison = Comparison(of, expected, self.tolerance)
@@ -126,7 +126,7 @@ class Proof:
     def _overflows(self, expected: Expected, scale: LossScale) -> bool:
         """Whether gradients that are scaled have left what their dtype can hold, in the step or on any rank's model."""
         mine = torch.tensor(float(scale.skipped or not expected.is_finite))
-        return bool(largest(mine, self.of.group))
+        return bool(largest(mine, self.of.lasting.group))
 
     def _into(self, held: list[tuple[Fragment, torch.Tensor, Seen]]) -> Observer:
         def see(fragment: Fragment, gradient: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ class Proof:
         # What begins from a loss in 16 bits is scaled only as it is sent.
         assert self.of.graph.joint is not None
         narrow = self.of.graph.joint.outputs[0].meta["val"].dtype.itemsize < EXACT_BYTES
-        factor = self.shares[0] if narrow and self.of.group.world_size > 1 else 1.0
+        factor = self.shares[0] if narrow and self.of.lasting.group.world_size > 1 else 1.0
         if self.of.scale is not None:
             factor /= self.of.scale.factor
 
@@ -170,7 +170,7 @@ class Proof:
         strangers: Sequence[str],
     ) -> Expected:
         sizes = [len(f) for f in flats.values()]
-        whole = summed(torch.cat([loss, *flats.values()]), self.of.group)
+        whole = summed(torch.cat([loss, *flats.values()]), self.of.lasting.group)
         pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
         seen = {n: self.of.probes[n].read(piece) for n, piece in pieces.items()}
         return Expected(float(whole[0]), seen, buffers, sorted(strangers))
@@ -180,15 +180,19 @@ class Proof:
         of = self.of
         flats, own = self._probed()
         trained = set(map(id, of.parameters.values()))
-        everything = {s + n: p for s, o in of.owners.items() for n, p in o.named_parameters() if p.requires_grad}
-        updated = {id(p) for g in of.optimizer.param_groups for p in g["params"]}  # others are as if they were frozen
+        everything = {
+            s + n: p for s, o in of.lasting.owners.items() for n, p in o.named_parameters() if p.requires_grad
+        }
+        updated = {
+            id(p) for g in of.lasting.optimizer.param_groups for p in g["params"]
+        }  # others are as if they were frozen
         others = {n: p for n, p in everything.items() if id(p) in updated and id(p) not in trained}
         watched = {**of.parameters, **others}
         strangers: set[str] = set()
         loss = torch.zeros(1, dtype=torch.float64)
         factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())
         joined = of.graph.joint is not None and of.graph.joint.sums_over_ranks
-        with of.random(), without_trace(of.owners) as buffers, torch.enable_grad():
+        with of.lasting.random, without_trace(of.lasting.owners) as buffers, torch.enable_grad():
             for batch, share in zip(self.batches, self.shares, strict=True):
 
                 def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
@@ -199,7 +203,7 @@ class Proof:
                         strangers.add(name)
 
                 given = batch.copied()
-                one = loss_of(of.model, of.loss_fn, batch.rebuild(given))
+                one = loss_of(of.lasting.model, of.lasting.loss_fn, batch.rebuild(given))
                 _check_unwritten(given, frozenset() if of.graph.joint is None else of.graph.joint.copied_inputs)
                 if share or joined:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
@@ -214,11 +218,11 @@ class Proof:
     def _states(self) -> dict[str, dict[str, Any]] | None:
         """The optimizer's state of the sampled elements; `None` where updates cannot be looked at by the element."""
         of, found = self.of, {}
-        if not of.shows_updates():
+        if not of.lasting.elementwise or of.lasting.has_loaded:
             return None
         for n, probe in of.probes.items():
             p = of.parameters[probe.piece.name]
-            if not isinstance(state := of.optimizer.state.get(p, {}), Elsewhere):
+            if not isinstance(state := of.lasting.optimizer.state.get(p, {}), Elsewhere):
                 found[n] = {k: _sampled(k, v, p, probe) for k, v in state.items()}
         return found
 
@@ -227,7 +231,7 @@ class Proof:
         of, wrong = self.of, {n: t for n, t in self._on_any_rank(found).items() if t > 1}
         if not wrong:
             return
-        end = of.snapshot()
+        end = of.lasting.snapshot()
         begin()
         noise = self._rounding(comparison)
         # Buffers have one name for all, so each is looked at by itself: another's rounding says nothing of it.
@@ -241,10 +245,10 @@ class Proof:
             raise VerificationError(blame_feedback(wrong, how, self._strategies(wrong)))
         if of.eager is not None:
             raise VerificationError(blame(wrong, how, ""))
-        with of.gathered():
+        with of.lasting.gathered():
             line = self._tracing_fault()
             # A rank whose batch does not show it, an empty one, says the same as the others.
-            by_tracing = largest(torch.tensor(float(line is not None)), of.group)
+            by_tracing = largest(torch.tensor(float(line is not None)), of.lasting.group)
             where = "" if by_tracing else self._where()
         if by_tracing:
             raise TracingError(blame_tracing(wrong, how, line or ""))
@@ -258,7 +262,9 @@ class Proof:
     def _where(self) -> str:
         of, joint = self.of, self.of.graph.joint
         assert joint is not None
-        return first_difference(of.model, of.loss_fn, self.batches[-1], joint, of.arguments(of.buffers), "step")
+        return first_difference(
+            of.lasting.model, of.lasting.loss_fn, self.batches[-1], joint, of.arguments(of.lasting.buffers), "step"
+        )
 
     def _tracing_fault(self) -> str | None:
         """The line that PyTorch's own tracing gives other numbers for on this rank's last micro-batch, if it does."""
@@ -267,12 +273,14 @@ class Proof:
         captured, trained = joint, {n: p for n, p in of.parameters.items() if n in joint.gradients}
 
         def eagerly(how: How) -> Ran:
-            with of.random():
-                return step_eagerly(of.owners, of.loss_fn, batch, trained, [n for n, _ in captured.mutations], how)
+            with of.lasting.random:
+                return step_eagerly(
+                    of.lasting.owners, of.lasting.loss_fn, batch, trained, [n for n, _ in captured.mutations], how
+                )
 
         def by_graph() -> Ran:
-            with of.random():
-                return step_by_graph(captured, of.arguments(of.buffers))
+            with of.lasting.random:
+                return step_by_graph(captured, of.arguments(of.lasting.buffers))
 
         return tracing_fault(eagerly, by_graph, self.tolerance)
 
@@ -285,14 +293,14 @@ class Proof:
         for d in found:
             key = d.what if d.what in most else common[d.what.startswith("buffer")]
             most[key] = max(most[key], min(d.times, 1e30))
-        whole = largest(torch.tensor(list(most.values()), dtype=torch.float64), self.of.group)
+        whole = largest(torch.tensor(list(most.values()), dtype=torch.float64), self.of.lasting.group)
         return dict(zip(most, whole.tolist(), strict=True))
 
     def _rounding(self, comparison: Comparison) -> dict[str, float]:
         """How far the eager results move, in what is allowed, where each parameter moves by a rounding."""
         of, expected = self.of, comparison.expected
-        put_back = of.snapshot()
-        with of.gathered():
+        put_back = of.lasting.snapshot()
+        with of.lasting.gathered():
             perturb(of.parameters, rounding=True)
             again = self._eagerly()
         put_back()
@@ -309,9 +317,9 @@ def fits(subject: Subject) -> bool:
     """Whether all ranks have the memory to look: for a copy of the parameters and of the optimizer's state, and for the
     eager model's activations. Warns, on rank 0, where one has not. By all ranks together."""
     needed = 3 * subject.graph.parameter_bytes + max((n.live_bytes for n in subject.graph.compute), default=0)
-    free = free_bytes(subject.model)
-    short = summed(torch.tensor(float(free is not None and free < needed)), subject.group)
-    if short and subject.group.rank == 0:
+    free = free_bytes(subject.lasting.model)
+    short = summed(torch.tensor(float(free is not None and free < needed)), subject.lasting.group)
+    if short and subject.lasting.group.rank == 0:
         warnings.warn(
             f"the first step is not compared with the model run eagerly: that takes {needed / 2**30:.1f} GiB besides "
             f"the step itself, and {int(short)} rank(s) have less. check='never' leaves it out without this word",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from autopar.ir.batch import Batch
 from autopar.ir.stand_in import StandIn
 from autopar.ops.group import Group
 from autopar.runtime.compiled import Check, Compiled
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.model.eager import kept_attributes, loss_of
 from autopar.runtime.model.own_state import check_own_state
 from autopar.runtime.proofs.differences import tolerance_of
@@ -31,15 +31,12 @@ class StepProofs:
         self,
         check: Check,
         subject: Callable[..., Subject],
-        parameters: Mapping[str, nn.Parameter],
-        is_spread: Callable[[], bool],
+        lasting: Lasting,
     ) -> None:
-        """`subject`: makes one from what is different from step to step. `parameters`: by all their names. `is_spread`:
-        whether rows of parameters live on other ranks between steps, so that no rank can run the model by itself."""
+        """`subject`: makes one from what is different from step to step."""
         self._check = check
         self._subject = subject
-        self._parameters = parameters
-        self._is_spread = is_spread
+        self._lasting = lasting
         self._looked: set[int] = set()
         """Groups of which a step was compared in which they synchronize."""
         self._told: set[int] = set()
@@ -86,17 +83,17 @@ class StepProofs:
         """A step, compared where memory allows it on all ranks. `shares`: of each micro-batch in the global batch."""
         last = compiled[-1]
         stands_in = isinstance(last.joint, StandIn)  # others may run a graph, and expect what the model computes
-        device = next(iter(self._parameters.values())).device
+        device = self._lasting.device
         subject = self._subject(
             graph=last.graph,
-            parameters={p.name: self._parameters[p.name] for p in last.graph.parameters},
+            parameters={p.name: self._lasting.parameters[p.name] for p in last.graph.parameters},
             groups=last.program.groups,
             calls=last.program.calls,
             told=self._told,
             probes=probes(last.program.groups),
             shared_buffers=last.shared_buffers,
             arguments=lambda buffers: [
-                *last.arguments(batches[-1].tensors, self._parameters, buffers, device),
+                *last.arguments(batches[-1].tensors, self._lasting.parameters, buffers, device),
                 last.tangent(1.0, device),
             ],
             run=run,
@@ -110,59 +107,51 @@ class StepProofs:
         if subject.eager is not None:
             return Proof(subject, batches, shares, is_first).step()
         on_device = [b.to(device) for b in batches]
-        with subject.gathered():
+        with subject.lasting.gathered():
             for c, b in zip(compiled, on_device, strict=True):
-                self._check_own_state(c, subject, b)
+                self._check_own_state(c, b)
         proof = Proof(subject, on_device, shares, is_first)
         if is_first:
-            put_back = kept_attributes(subject.owners.values()) if stands_in else _nothing_kept
+            put_back = kept_attributes(self._lasting.owners.values()) if stands_in else _nothing_kept
             proof.trial()
             put_back()
         return proof.step()
 
     def capture(self, c: Compiled, batch: Batch) -> None:
         """Compares what was captured later than the first step, on this rank alone, unless that was done before."""
-        if c.proved or c.graph.eager or self._check == "never" or self._is_spread() or c.joint.sums_over_ranks:
+        if (
+            c.proved
+            or c.graph.eager
+            or self._check == "never"
+            or self._lasting.rows.is_spread()
+            or c.joint.sums_over_ranks
+        ):
             return
         c.proved = True
-        trained = {n: self._parameters[n] for n in c.joint.gradients}
-        device = next(iter(self._parameters.values())).device
-        subject = self._subject(
-            graph=c.graph,
-            parameters=trained,
-            groups=(),
-            calls=(),
-            told=self._told,
-            probes={},
-            shared_buffers=(),
-            arguments=lambda b: [],
-            run=_nothing,
-        )
+        trained = {n: self._lasting.parameters[n] for n in c.joint.gradients}
+        device = self._lasting.device
+        lasting, owners = self._lasting, self._lasting.owners
         on_device, written = batch.to(device), [n for n, _ in c.joint.mutations]
-        self._check_own_state(c, subject, on_device)
+        self._check_own_state(c, on_device)
 
         def eagerly(how: How) -> Ran:
-            with subject.random():
-                return step_eagerly(subject.owners, subject.loss_fn, on_device, trained, written, how)
+            with lasting.random:
+                return step_eagerly(owners, lasting.loss_fn, on_device, trained, written, how)
 
         def by_graph() -> Ran:
-            with subject.random():
-                arguments = c.arguments(on_device.tensors, self._parameters, subject.buffers, device)
+            with lasting.random:
+                arguments = c.arguments(on_device.tensors, lasting.parameters, lasting.buffers, device)
                 return step_by_graph(c.joint, [*arguments, c.tangent(1.0, device)])
 
-        prove_locally(eagerly, by_graph, trained, subject.snapshot, tolerance_of(c.graph), "It lies in a later capture")
+        prove_locally(eagerly, by_graph, trained, lasting.snapshot, tolerance_of(c.graph), "It lies in a later capture")
 
-    def _check_own_state(self, c: Compiled, subject: Subject, batch: Batch) -> None:
+    def _check_own_state(self, c: Compiled, batch: Batch) -> None:
         def run() -> list[torch.Tensor]:
-            with subject.random():
-                return [loss_of(subject.model, subject.loss_fn, batch.rebuild(batch.copied()))]
+            with self._lasting.random:
+                return [loss_of(self._lasting.model, self._lasting.loss_fn, batch.rebuild(batch.copied()))]
 
-        check_own_state(c.joint.guards, subject.owners, run, tolerance_of(c.graph))
+        check_own_state(c.joint.guards, self._lasting.owners, run, tolerance_of(c.graph))
 
 
 def _nothing_kept() -> None:
     """Puts back what a graph has changed of what Python holds."""
-
-
-def _nothing() -> torch.Tensor:
-    raise AssertionError("a capture is compared without running a step")

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from autopar.backends.collectives import may_fail
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.group import Group as SyncGroup
 from autopar.runtime.job.process_group import Group
+from autopar.runtime.lasting import Lasting
 from autopar.runtime.looks import Observers
 from autopar.runtime.loss_scale import LossScale
-from autopar.runtime.model.eager import owners_of
 from autopar.runtime.proofs.probes import Probe
 from autopar.runtime.uncaptured.model import EagerModel
 
@@ -28,8 +27,7 @@ from autopar.runtime.uncaptured.model import EagerModel
 class Subject:
     """The program that is looked at."""
 
-    model: nn.Module
-    loss_fn: Any
+    lasting: Lasting
     graph: TrainingGraph
     parameters: Mapping[str, nn.Parameter]
     """Those that are trained, by the plan's names."""
@@ -37,13 +35,8 @@ class Subject:
     """The plan's groups."""
     probes: Mapping[str, Probe]
     """Of their members, by what they are called."""
-    buffers: Mapping[str, torch.Tensor]
     shared_buffers: tuple[str, ...]
-    """Those that are rank 0's after a step."""
-    group: Group
-    optimizer: Optimizer
-    shows_updates: Callable[[], bool]
-    """Whether the optimizer updates each element for itself, from a state that it holds."""
+    """The buffers that are rank 0's after a step."""
     max_norm: float | None
     scale: LossScale | None
     """Of the loss, where it is scaled."""
@@ -55,22 +48,10 @@ class Subject:
     """Has observers see gradients while it is open; whether they alone, rather than the user's own as well."""
     calls: Sequence[Call]
     """Of the step."""
-    state: Callable[[Call, str], torch.Tensor]
-    """This rank's part of a state, by its name in the group."""
     told: set[int]
     """Groups of which was said that they are not looked at."""
-    gathered: Callable[[], AbstractContextManager[None]]
-    random: Callable[[], AbstractContextManager[None]]
-    """Draws from this rank's stream of random numbers while it is open."""
-    snapshot: Callable[[], Callable[[], None]]
-    """Copies what a step changes; what it returns puts that back."""
     eager: EagerModel | None = None
     """The model, where the program runs it eagerly: what its step shows is then what is expected."""
-
-    @property
-    def owners(self) -> dict[str, nn.Module]:
-        """The modules that take part, by what the names of their parameters and buffers begin with."""
-        return owners_of(self.model, self.loss_fn)
 
 
 def summed(mine: torch.Tensor, group: Group) -> torch.Tensor:

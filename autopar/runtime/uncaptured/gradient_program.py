@@ -12,10 +12,10 @@ from torch import nn
 from autopar.ir.batch import flatten
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
-from autopar.runtime.base_program import BaseProgram
 from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.drop_in.drop_in_program import DropInProgram
 from autopar.runtime.drop_in.gradient_program import GradientProgram
-from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
+from autopar.runtime.drop_in.kept_gradients import Kept
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
 from autopar.runtime.proofs.differences import tolerance_of
@@ -26,45 +26,29 @@ from autopar.runtime.uncaptured.steps import Run
 from autopar.spec.plan import Plan
 
 
-class EagerGradientProgram(BaseProgram):
+class EagerGradientProgram(DropInProgram):
     """Has the user's own backward pass, of a model that is called as it is, leave synchronized gradients.
 
     What it computes is what `GradientProgram` does. A parameter that no rank has a gradient of keeps the `grad` that it
     had, as after DDP with `find_unused_parameters`.
     """
 
-    mode = "module"
     writers = GradientProgram.writers
-    synchronizing = GradientProgram.synchronizing
-    needed = synchronizing[:1]
+    needed = ("backward",)
 
     def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
         super().__init__(model, plan, group, settings, context)
-        self.synchronizes = True
-        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
-        through while it is set."""
-        self._kept = KeptGradients(self._parameters)
         self._taken = Kept()
         """What was kept back, of the backward pass under way."""
         self._gradients: EagerGradients | None = None
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
-        return self._kept.passes > 0
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
     ) -> Compiled:
         compiled = super().adopt(graph, batch, outputs, sizes)
         assert compiled.eager is not None
-        self._gradients = EagerGradients(
-            compiled.eager,
-            self._begin,
-            self._end,
-            lambda: self._group.guard(f"backward pass {self._steps}"),
-            ended=self._kept.note,
-        )
+        of = compiled.eager, self._begin, self._end, self._guard
+        self._gradients = EagerGradients(*of, ended=self._kept.note)
         return compiled
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,43 @@
+"""What the programs of a drop-in module have in common, whether its model is captured or runs eagerly."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from autopar.ops.context import Context
+from autopar.runtime.base_program import BaseProgram
+from autopar.runtime.compiled import Settings
+from autopar.runtime.drop_in.kept_gradients import KeptGradients
+from autopar.runtime.job.process_group import Group
+from autopar.spec.plan import Plan
+
+
+class DropInProgram(BaseProgram):
+    """Counts backward passes, and keeps gradients back for one that synchronizes them."""
+
+    mode = "module"
+    synchronizing = ("backward", "backward after accumulation")
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, settings: Settings, context: Context) -> None:
+        super().__init__(model, plan, group, settings, context)
+        self.synchronizes = True
+        """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
+        through while it is set."""
+        self._kept = KeptGradients(self._parameters)
+        self._steps = 0
+        """Backward passes that have synchronized gradients."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
+        return self._kept.passes > 0
+
+    @property
+    def _has_run(self) -> bool:
+        return self._steps > 0
+
+    def _guard(self) -> AbstractContextManager[None]:
+        """Around what ranks do together in a backward pass: names the rank that is late or gone."""
+        return self._group.guard(f"backward pass {self._steps}")
