@@ -21,6 +21,7 @@ CASES = [
     for i, (model, strategy, training) in enumerate(product(MODELS, STRATEGIES, TRAINED))
 ]
 """Every model with every strategy and every training; each pair of them with equal and with unequal batches."""
+OF_ALL, EVERYTHING = len(CASES), os.environ.get("AUTOPAR_EQUALITY") == "all"
 CASES += [
     Case(model, "parts", training, ("equal", "unequal")[i % 2])
     for i, (model, training) in enumerate(product(("gpt2", "bag-of-words", "lookups", "lookups"), TRAININGS))
@@ -45,11 +46,14 @@ CASES += [
 
 
 def runs_on(world_size: int, index: int) -> bool:
-    """Every model, strategy and training comes once with several ranks: half of them with two, a quarter each with
-    three and four. One rank, where no collective is left, takes a quarter as well. All on all, where asked for."""
+    """Every model comes with every strategy, and every strategy with every training: of three such, half are trained.
+    Each of them comes once with several ranks: half of them with two, a quarter each with three and four. One rank,
+    where no collective is left, takes a quarter as well. All on all, where asked for."""
+    if not EVERYTHING and index < OF_ALL and (sum(divmod(index // len(TRAINED), len(STRATEGIES))) // 2 + index) % 2:
+        return False
     if CASES[index].strategy == "hierarchical" and world_size < 4:  # two and three ranks do not divide into teams
         return False
-    if os.environ.get("AUTOPAR_EQUALITY") == "all" or CASES[index].strategy == "hierarchical":
+    if EVERYTHING or CASES[index].strategy == "hierarchical":
         return True
     kind = (index % len(TRAINED) + index // len(TRAINED)) % 4
     return kind in {1: (0,), 2: (0, 1), 3: (2,), 4: (3,)}[world_size]

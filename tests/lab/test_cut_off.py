@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model, batch = nn.Linear(8, 4), (torch.randn(2, 8), torch.randn(2, 4))
 program = autopar.optimize(model, example_inputs=batch, loss_fn=nn.functional.mse_loss, strategy="ddp",
-                           optimizer=torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=3.0)
+                           optimizer=torch.optim.SGD(model.parameters(), lr=0.1), timeout_s=10.0)
 program.step(batch)
 print("stepped", flush=True)
 input()

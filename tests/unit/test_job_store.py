@@ -183,6 +183,20 @@ def test_a_rank_that_raises_has_not_been_through(other: tuple[Presence, Any]) ->
     assert places == [2, 2, 4]
 
 
+def test_a_rank_that_is_silent_throughout_is_gone_though_the_store_answers_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was said to run, on a machine so loaded that no answer of the store came in time."""
+    monkeypatch.setattr("autopar.runtime.job.presence.LONGEST_CALL_S", 1.0)
+    plain = HashStore()
+    PrefixStore("autopar/presence/late", plain).set("beat/1", "7 0")
+    connection = Connection(plain)
+    presence = Presence(connection, "late", 0, 2, TORCHRUN)
+    connection.silent_until = time.monotonic() + 60.0
+    with pytest.raises(CollectiveError, match="rank 1 is gone"), presence.guard("a step"):
+        raise CommunicationFailure("broken")
+
+
 def test_a_server_goes_on_after_garbage() -> None:
     store, said, stop = HashStore(), list[str](), threading.Event()
     good = {"ranks": 2, "servers": ["other"], "timeout_s": 5.0}

@@ -231,6 +231,7 @@ class Presence:
         """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
         else the one that is awaited."""
         watch, place, begun = watch or _Watch(self, self._others()), self._pulse.place, time.monotonic()
+        at_first = {r: self.beat(r)[0] for r in self._others()}
 
         def is_over() -> bool:  # nobody's silence says anything before the store last answered in time
             limit = max(begun, self.store.silent_until) + SILENCE_S + BEAT_S
@@ -238,8 +239,11 @@ class Presence:
 
         _until(is_over, LONGEST_CALL_S)
         beats = {r: self.beat(r) for r in self._others()}
+        # A store that has answered late again and again excuses no silence as long as that.
+        silent = [r for r, (count, _) in beats.items() if count and count == at_first[r]]
         return (
             watch.look()
+            or {r: _GONE for r in silent if time.monotonic() - begun >= LONGEST_CALL_S}
             or {r: _ABSENT for r, (count, _) in beats.items() if not count}
             or {r: _LEFT for r in beats if self._has_left(r)}
             or {r: _LATE for r, (_, at) in beats.items() if at < place}
