@@ -51,8 +51,6 @@ class LossLooks:
         """Whether all ranks have the memory for the whole model, and may take it. By all ranks together."""
         if self._check == "never":
             return False
-        free, needed = (
-            free_bytes(self._lasting.model),
-            sum(p.numel() * p.element_size() for p in self._lasting.model.parameters()),
-        )
+        model = self._lasting.model
+        free, needed = free_bytes(model), sum(p.numel() * p.element_size() for p in model.parameters())
         return not summed(torch.tensor(float(free is not None and free < 2 * needed)), self._lasting.group)
