@@ -57,6 +57,10 @@ def test_what_owners_sum_for_the_clipping_norm_is_sent_by_all_ranks_though_none_
     assert max(run_ranks(2, unused.clipped)) <= 1e-12
 
 
+def test_gradients_that_are_changed_between_passes_are_averaged_whichever_ranks_use_their_parameters() -> None:
+    assert max(run_ranks(2, unused.changed_between)) <= 1e-12
+
+
 def test_late_parameters_are_received_as_the_forward_pass_first_uses_them(
     worlds: dict[int, list[dict[str, Any]]],
 ) -> None:

@@ -110,3 +110,22 @@ def clipped(rank: int, n: int) -> float:
         theirs.step()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def changed_between(rank: int, n: int) -> float:
+    """How far a drop-in's parameters are from those under DDP, where gradients are changed between two backward passes
+    of which each comes to other layers on each rank."""
+    warnings.simplefilter("ignore")
+    models = Deep().double(), Deep().double()
+    synced = autopar.optimize(models[0], example_inputs=batch(0, rank)[0].double(), strategy="ddp", capture="never")
+    ways = synced, nn.parallel.DistributedDataParallel(models[1], find_unused_parameters=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for step in range(0, 6, 2):
+        for model, way, optimizer in zip(models, ways, optimizers, strict=True):
+            optimizer.zero_grad()
+            for x, y in (batch(step, rank), batch(step + 1, rank)):
+                nn.functional.mse_loss(way(x.double()), y.double()).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+    pairs = zip(*(m.parameters() for m in models), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import CaptureError
 from autopar.ir.arrivals import Reached
@@ -213,7 +214,7 @@ class GradientProgram(DropInProgram):
         if self._group.world_size == 1:
             return only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
         with self._guard():
-            kept = self._kept.take(weight, names)
+            kept = self._kept.take(weight, names, lambda name: _is_added_to(self._parameters[name]))
         total, count = weight + kept.weight, 1 + kept.passes
         has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
         scalars = self._scalars(names, has, weight, total, count)
@@ -321,6 +322,16 @@ class GradientProgram(DropInProgram):
         if graph.joint.sizes is not None and holds_numbers(output):
             raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
         return replace(super()._lowered(graph, program, batch), output=output)
+
+
+def _is_added_to(p: nn.Parameter) -> bool:
+    """Whether the backward pass under way adds what the module delivers of a parameter to its `grad`."""
+    if not p.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+    except RuntimeError:  # it is `torch.autograd.grad` of the parameter
+        return False
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import CaptureError
 
@@ -142,17 +141,19 @@ class KeptGradients:
             p.grad = gradient if p.grad is None else p.grad.add_(gradient)
             self._keep(name, others, excess)
 
-    def take(self, weight: float, among: Collection[str]) -> Kept:
+    def take(self, weight: float, among: Collection[str], delivers: Callable[[str], bool] = lambda name: True) -> Kept:
         """What was kept back, which `grad` then holds no longer; `weight`: how much the backward pass counts that
         synchronizes it. What others have added to `grad` since, or have left there of a parameter `among` those that
         are synchronized, counts as these passes do on average. Raises `CaptureError` where the user's changes of
-        `grad` leave open what is to count how much."""
+        `grad` leave open what is to count how much. `delivers`: whether the synchronized gradient of a parameter is
+        added to its `grad`, and not handed back alone, as by `torch.autograd.grad`. Ranks must say the same: whether a
+        rank's own backward pass comes to the parameter says nothing, for another rank's may."""
         is_under_way = torch._C._current_graph_task_id() == self._task
         if not is_under_way:
             self._abandon()
         self._look()
-        if not any(_is_added_to(self._parameters[name]) for name in among):
-            return Kept()  # what lies in `grad` is no part of what `torch.autograd.grad` returns
+        if not any(map(delivers, among)):
+            return Kept()
         mean = (self._weight + weight) / (self._passes + 1)
         is_even = abs(mean - self._unit) <= 1e-12 * abs(mean)
         sums = {}
@@ -172,6 +173,8 @@ class KeptGradients:
                 total.add_(kept.others, alpha=mean - self._unit)
             sums[name], p.grad = total, None
         for name, left in self._left_by_others(n for n in among if n not in self._in_grad).items():
+            if not delivers(name):
+                continue
             sums[name] = left.to_dense() * mean if left.is_sparse else left * mean
             left.zero_()
         found, unit = Kept(sums, self._weight, self._passes), self._unit
@@ -186,14 +189,14 @@ class KeptGradients:
         self._synchronized = {n: (weakref.ref(g), g._version) for n, g in gradients.items() if g is not None}
 
     def _left_by_others(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """By parameter, what lies in `grad` that no synchronized backward pass has left so, where the pass under way
-        adds to it and it is not all zeros, as `zero_grad(set_to_none=False)` leaves it."""
+        """By parameter, what lies in `grad` that no synchronized backward pass has left so, unless it is all zeros, as
+        `zero_grad(set_to_none=False)` leaves it."""
         found = {}
         for name in names:
             p = self._parameters[name]
             lies, version = self._synchronized.get(name, (None, -1))
             is_own = lies is not None and lies() is p.grad and p.grad is not None and p.grad._version == version
-            if p.grad is not None and not is_own and _is_added_to(p):
+            if p.grad is not None and not is_own:
                 found[name] = p.grad
         dense = [n for n, left in found.items() if not left.is_sparse]
         if dense:  # asked at once: on a GPU the answer is waited for
@@ -264,16 +267,6 @@ class KeptGradients:
         for hooks, users in self._put_off:
             hooks.update(users)
         self._task, self._coming, self._weights, self._put_off, self._listeners = -1, {}, [], [], []
-
-
-def _is_added_to(p: nn.Parameter) -> bool:
-    """Whether the backward pass under way adds to the parameter's `grad`."""
-    if not p.requires_grad:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
-    except RuntimeError:  # it is `torch.autograd.grad` of the parameter
-        return False
 
 
 def _added(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
