@@ -167,3 +167,33 @@ def largest_difference(rank: int, world_size: int) -> float:
 
 def test_slices_of_an_expanded_gradient_are_summed_apart() -> None:
     assert max(run_ranks(2, largest_difference)) < LIMIT
+
+
+class Narrow(nn.Module):
+    """One complex64 parameter in a net of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64)).double()
+        self.factor = nn.Parameter(torch.randn(64, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) * self.factor).abs().pow(2).sum(1)
+
+
+def farthest_gradient(rank: int, world_size: int) -> float:
+    model, alone = Narrow(), Narrow()
+    every = [values(3 + 4 * r, 6, seed=r) for r in range(world_size)]
+    autopar.optimize(model, example_inputs=every[rank])(every[rank]).mean().backward()
+    alone(torch.cat(every)).mean().backward()
+    farthest = 0.0
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        farthest = max(farthest, float((p.grad - q.grad).abs().max() / q.grad.abs().max()))
+    return farthest
+
+
+def test_the_narrowest_parameter_of_a_drop_in_may_be_complex() -> None:
+    """Its rounding is what the proof of the first pass allows for."""
+    assert max(run_ranks(2, farthest_gradient)) < 1e-5
