@@ -317,3 +317,25 @@ def test_what_pytorchs_own_tracing_gets_wrong_is_said_to_be_so(entry: str) -> No
         module(wrong[0]) if entry == "module" else program.step(wrong)
     assert torch.distributions.Distribution._validate_args, "PyTorch's compiler has left it off"
     assert all(torch.equal(a, b) for a, b in zip(before, _state(net), strict=True))
+
+
+def test_a_buffer_that_the_graph_moves_hides_nothing() -> None:
+    """What is wrong is judged beside what rounding does, from the same buffers: not from those that the graph left."""
+
+    class Moves(_WritesThroughAnExpandedView):
+        mean: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+
+            self.last.register_forward_pre_hook(lambda last, given: given[0] - self.mean)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = super().forward(x)
+            self.mean.add_(5 + x.mean(0))
+            return scores
+
+    module = autopar.optimize(Moves(), example_inputs=X)
+    with pytest.raises(TracingError, match="aot_eager"):
+        module(X[:4])
