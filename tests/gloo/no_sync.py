@@ -1,10 +1,9 @@
-"""What the tests of `no_sync()` run on each rank: the same loops with DistributedDataParallel and with the drop-in."""
+"""What the tests of `no_sync()` run on each rank: loops beside DistributedDataParallel, and what it cannot do."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,216 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import AutoparError, AutoparWarning, CaptureError
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.last(self.first(x).tanh())
-
-
-def batch(k: int, rank: int, samples: int = 3) -> torch.Tensor:
-    return torch.randn(samples, 4, generator=torch.Generator().manual_seed(10 * k + rank), dtype=torch.float64)
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
-Loop = Callable[[Any, nn.Module, int], Iterator[None]]
-"""Is given a wrapped module, its model and the rank; what lies in `grad` is compared at each `yield`."""
-
-
-def looks(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    for k in range(2):
-        with module.no_sync():
-            loss(module(batch(3 * k, rank))).backward()
-            yield
-            loss(module(batch(3 * k + 1, rank))).backward()
-            yield
-        loss(module(batch(3 * k + 2, rank))).backward()
-        yield
-        model.zero_grad()
-
-
-def drops(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    for to_none in (True, False):
-        with module.no_sync():
-            loss(module(batch(0, rank))).backward()
-        model.zero_grad(set_to_none=to_none)
-        loss(module(batch(1, rank))).backward()
-        yield
-        model.zero_grad(set_to_none=to_none)
-
-
-def changes(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    with module.no_sync():
-        for k in range(2):
-            loss(module(batch(k, rank))).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    for p in model.parameters():
-        p.grad = p.grad * 2 if p.grad is not None and p.dim() > 1 else None
-    loss(module(batch(2, rank))).backward()
-    yield
-
-
-def continues(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """Adds to gradients that were synchronized."""
-    loss(module(batch(0, rank))).backward()
-    with module.no_sync():
-        loss(module(batch(1, rank))).backward()
-        yield
-    loss(module(batch(2, rank))).backward()
-    yield
-
-
-def takes_derivatives(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    with module.no_sync():
-        first = torch.autograd.grad(loss(module(batch(0, rank))), [*model.parameters()])
-        loss(module(batch(1, rank))).backward()
-        yield
-    for p, g in zip(model.parameters(), first, strict=True):
-        assert p.grad is not None
-        p.grad += g
-    loss(module(batch(2, rank))).backward()
-    yield
-
-
-def calls_outside(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """The forward pass says whether to synchronize."""
-    found = loss(module(batch(0, rank)))
-    with module.no_sync():
-        found.backward()
-    yield
-
-
-def has_other_terms(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    def penalty() -> torch.Tensor:
-        return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
-
-    with module.no_sync():
-        (loss(module(batch(0, rank))) + penalty()).backward()
-        yield
-    (loss(module(batch(1, rank))) + penalty()).backward()
-    yield
-
-
-def calls_twice(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    with module.no_sync():
-        (loss(module(batch(0, rank))) * loss(module(batch(1, rank)))).backward()
-        yield
-    loss(module(batch(2, rank))).backward()
-    yield
-
-
-def has_hooks(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """That are linear, so that it makes no difference to which of them a sum is given."""
-    hooks = [p.register_hook(lambda g: 2 * g) for p in model.parameters()]
-    with module.no_sync():
-        loss(module(batch(0, rank))).backward()
-    loss(module(batch(1, rank))).backward()
-    yield
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-    loss(module(batch(1, rank))).backward()
-    yield
-
-
-def calls_the_plain_model(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """Beside the module, with other numbers on each rank, from the first pass on."""
-    for k in range(3):
-        (loss(module(batch(k, rank))) + loss(model(batch(k + 5, rank)))).backward()
-        yield
-    with module.no_sync():
-        (loss(module(batch(3, rank))) + loss(model(batch(4, rank)))).backward()
-    loss(module(batch(1, rank))).backward()
-    yield
-
-
-def calls_the_plain_model_later(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """First in the 3rd pass, of which ranks do not tell each other, and where `grad` is not empty."""
-    for k in range(5):
-        total = loss(module(batch(k, rank)))
-        if k == 2:
-            total = total + loss(model(batch(5, rank)))
-        total.backward()
-        yield
-
-
-def calls_the_plain_model_on_rank_1(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """And twice through the module, in the 4th pass, of which ranks tell each other, and in the 5th."""
-    for k in range(5):
-        total = loss(module(batch(k, rank))) + loss(module(batch(k + 7, rank)))
-        if k >= 3 and rank == 1:
-            total = total + loss(model(batch(5, rank)))
-        total.backward()
-        yield
-
-
-def reads_parameters(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """In the loss, some of them, with hooks that are linear."""
-    hook = model.get_parameter("last.weight").register_hook(lambda g: 2 * g)
-    for k in range(3):
-        total = loss(module(batch(k, rank)))
-        if k:
-            total = total + (rank + 1) * model.get_parameter("last.weight").square().sum()
-        total.backward()
-        yield
-    hook.remove()
-
-
-def has_gradients_before(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """Each rank's own, of a backward pass without the module, or written by hand."""
-    for k in range(4):
-        if k % 2:
-            (loss(model(batch(k + 5, rank))) + (rank + 1) * model.get_parameter("first.weight").sum()).backward()
-        elif k:
-            model.get_parameter("last.bias").grad = torch.full((2,), rank + 1.0, dtype=torch.float64)
-        loss(module(batch(k, rank))).backward()
-        yield
-        loss(module(batch(k + 1, rank))).backward()
-        yield
-        model.zero_grad(set_to_none=k < 2)
-
-
-def takes_derivatives_between(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
-    """Of which what lies in `grad` is no part."""
-    for k in range(2):
-        with module.no_sync() if k else contextlib.nullcontext():
-            loss(module(batch(0, rank))).backward()
-        if not k:
-            model.get_parameter("last.bias").grad = torch.ones(2, dtype=torch.float64)
-        yield
-        torch.autograd.grad(loss(module(batch(1, rank))), [*model.parameters()])
-        yield
-        loss(module(batch(2, rank))).backward()
-        yield
-        model.zero_grad()
-
-
-LOOPS: tuple[Loop, ...] = (
-    looks,
-    drops,
-    changes,
-    continues,
-    takes_derivatives,
-    calls_outside,
-    has_other_terms,
-    calls_twice,
-    has_hooks,
-    calls_the_plain_model,
-    calls_the_plain_model_later,
-    calls_the_plain_model_on_rank_1,
-    reads_parameters,
-    has_gradients_before,
-    takes_derivatives_between,
-)
+from tests.gloo.no_sync_loops import LOOPS, Loop, Net, batch, loss
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
@@ -317,6 +107,21 @@ def both_in_one_pass(rank: int, n: int, capture: Any, kept_first: bool) -> float
     )
 
 
+def left_out(rank: int, n: int, capture: Any) -> float:
+    """Of a backward pass into one parameter alone, behind one that was kept back: how far from one process."""
+    mine, other = Net(), Net()
+    module = autopar.optimize(mine, example_inputs=batch(0, rank), strategy="ddp", capture=capture)
+    with module.no_sync():
+        loss(module(batch(0, rank))).backward()
+    loss(module(batch(1, rank))).backward(inputs=[mine.last.weight])
+    loss(module(batch(2, rank))).backward()
+    parts = {k: sum((loss(other(batch(k, r))) / n for r in range(n)), torch.zeros(())) for k in range(3)}
+    parts[1].backward(inputs=[other.last.weight])
+    (parts[0] + parts[2]).backward()
+    pairs = zip(mine.parameters(), other.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)  # type: ignore[operator]
+
+
 def changed_between_sizes(rank: int, capture: Any) -> str:
     """What is said where it cannot be told how much the parts of a gradient count."""
     mine = Net()
@@ -391,6 +196,7 @@ def everything(rank: int, n: int) -> tuple[Any, ...]:
     worst = {f"{loop.__name__}, {c}": apart(loop, rank, c) for c in captures for loop in LOOPS}
     worst |= {f"uneven, {c}": uneven(rank, n, c) for c in captures}
     worst |= {f"both, {c}, {first}": both_in_one_pass(rank, n, c, first) for c in captures for first in (False, True)}
+    worst |= {f"left out, {c}": left_out(rank, n, c) for c in captures}
     for of in ((False,), (True,), (True, "never"), (False, "never", False)):
         worst[f"around a checkpoint, {of}"] = around_a_checkpoint(rank, n, *of)[0]
     penalties = [penalty_beside_the_module(rank, c, beside) for c in captures for beside in (False, True)]

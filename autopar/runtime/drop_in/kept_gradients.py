@@ -102,6 +102,8 @@ class KeptGradients:
         """Tables of hooks, and what the user has put into each."""
         self._listeners: list[Any] = []
         """Hooks of this object's."""
+        self._staying: set[str] = set()
+        """Parameters that the last synchronized backward pass left out, with what lies in their `grad`."""
         self._synchronized: dict[str, tuple[Callable[[], torch.Tensor | None], int]] = {}
         """By parameter, the `grad` that a synchronized backward pass has left, and its version."""
 
@@ -148,11 +150,13 @@ class KeptGradients:
         `grad` leave open what is to count how much. `delivers`: whether the synchronized gradient of a parameter is
         added to its `grad`, and not handed back alone, as by `torch.autograd.grad`. Ranks must say the same: whether a
         rank's own backward pass comes to the parameter says nothing, for another rank's may."""
+        self._staying = set()
         is_under_way = torch._C._current_graph_task_id() == self._task
         if not is_under_way:
             self._abandon()
         self._look()
         if not any(map(delivers, among)):
+            self._staying = set(self._parameters)
             return Kept()
         mean = (self._weight + weight) / (self._passes + 1)
         is_even = abs(mean - self._unit) <= 1e-12 * abs(mean)
@@ -160,12 +164,17 @@ class KeptGradients:
         for name, kept in self._in_grad.items():
             p = self._parameters[name]
             assert p.grad is not None
-            if kept.is_unclear and (kept.excess is not None or not is_even):
+            stays = not delivers(name)  # where it is synchronized later, as what others have left
+            if (kept.is_unclear or stays) and (kept.excess is not None or not is_even):
+                done = "is left out of a backward pass behind those" if stays else "was changed between backward passes"
                 raise CaptureError(
-                    f"the gradient of parameter '{name}' was changed between backward passes within no_sync() whose "
-                    "batches count differently, so how much its parts count cannot be told: change it when it is "
-                    "synchronized, or use micro-batches of one size"
+                    f"the gradient of parameter '{name}' {done} within no_sync() whose batches count differently, so "
+                    "how much its parts count cannot be told: do that when it is synchronized, or use micro-batches "
+                    "of one size"
                 )
+            if stays:
+                self._staying.add(name)
+                continue
             total = p.grad * self._unit
             if kept.excess is not None:
                 total.add_(kept.excess)
@@ -174,6 +183,7 @@ class KeptGradients:
             sums[name], p.grad = total, None
         for name, left in self._left_by_others(n for n in among if n not in self._in_grad).items():
             if not delivers(name):
+                self._staying.add(name)
                 continue
             sums[name] = left.to_dense() * mean if left.is_sparse else left * mean
             left.zero_()
@@ -185,8 +195,9 @@ class KeptGradients:
 
     def note(self) -> None:
         """Remembers that what lies in `grad` is synchronized, after a backward pass."""
-        gradients = {n: p.grad for n, p in self._parameters.items()}
-        self._synchronized = {n: (weakref.ref(g), g._version) for n, g in gradients.items() if g is not None}
+        for name, p in self._parameters.items():
+            if name not in self._staying and p.grad is not None:
+                self._synchronized[name] = (weakref.ref(p.grad), p.grad._version)
 
     def _left_by_others(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """By parameter, what lies in `grad` that no synchronized backward pass has left so, unless it is all zeros, as
