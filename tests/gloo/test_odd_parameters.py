@@ -179,7 +179,8 @@ class Narrow(nn.Module):
         self.factor = nn.Parameter(torch.randn(64, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layers(x) * self.factor).abs().pow(2).sum(1)
+        found: torch.Tensor = (self.layers(x) * self.factor).abs().pow(2).sum(1)
+        return found
 
 
 def farthest_gradient(rank: int, world_size: int) -> float:
