@@ -19,6 +19,7 @@ from autopar.strategies import register
 from autopar.strategies.base import Options, Strategy
 from autopar.strategies.emitter import Emitter
 from tests.extension.sign_compression import SignCompression
+from tests.gloo.plans import ddp_plan
 from tests.gloo.training import batch, net
 
 FILE = "signs.pt"
@@ -50,8 +51,8 @@ def _program(rank: int, n: int, strategy: Strategy) -> Program:
     register(strategy)
     model = net()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    example, cluster = batch(0, rank), autopar.ClusterSpec.local(n)
-    plan = autopar.plan(model, cluster, strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy)
+    example = batch(0, rank)
+    plan = ddp_plan(model, n, example)
     groups = tuple(g.model_copy(update={"strategy": strategy.name}) for g in plan.groups)
     plan = plan.model_copy(update={"groups": groups, "fidelity": "compressed"})
     return autopar.optimize(model, plan=plan, optimizer=optimizer, example_inputs=example, loss_fn=F.cross_entropy)

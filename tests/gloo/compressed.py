@@ -19,6 +19,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.plans import ddp_plan
 from tests.gloo.training import Batch, Net, adamw, batch, distance
 
 STEPS = 6
@@ -124,8 +125,8 @@ def batches(step: int, rank: int, count: int) -> list[Batch]:
 
 
 def program_of(rank: int, n: int, case: Case, how: How, model: nn.Module, **settings: Any) -> Program:
-    cluster, example = autopar.ClusterSpec.local(n), batch(0, rank)
-    plan = autopar.plan(model, cluster, strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy)
+    example = batch(0, rank)
+    plan = ddp_plan(model, n, example)
     groups = tuple(
         SyncGroup(
             strategy=case.strategy, options=case.options, members=tuple(ParameterSlice(name=name) for name in names)

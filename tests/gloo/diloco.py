@@ -16,6 +16,7 @@ import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from tests.gloo.compressed import GROUPS, HOWS, How, Quantizing, net
+from tests.gloo.plans import ddp_plan
 from tests.gloo.training import Batch, batch
 
 STEPS = 9
@@ -146,8 +147,8 @@ class Reference:
 
 
 def program_of(rank: int, n: int, case: Case, model: nn.Module) -> Program:
-    cluster, example = autopar.ClusterSpec.local(n), batch(0, rank)
-    plan = autopar.plan(model, cluster, strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy)
+    example = batch(0, rank)
+    plan = ddp_plan(model, n, example)
     groups = tuple(
         SyncGroup(
             strategy=case.strategy,

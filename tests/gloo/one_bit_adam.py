@@ -20,6 +20,7 @@ from autopar.errors import AutoparError, AutoparWarning
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from tests.gloo.compressed import GROUPS, Numbers, StillNet, batches, net
+from tests.gloo.plans import ddp_plan
 from tests.gloo.training import adamw, batch, distance
 
 STEPS, FIRST, BLOCK = 8, 3, 16
@@ -188,8 +189,8 @@ def _signs(x: Numbers, blocks: list[range], empty: Numbers) -> Numbers:
 
 
 def program_of(rank: int, n: int, case: Case, model: StillNet, first: int = FIRST, **settings: Any) -> Program:
-    cluster, example = autopar.ClusterSpec.local(n), batch(0, rank)
-    plan = autopar.plan(model, cluster, strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy)
+    example = batch(0, rank)
+    plan = ddp_plan(model, n, example)
     groups = tuple(
         SyncGroup(
             strategy="one_bit_adam",

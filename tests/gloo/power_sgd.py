@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.plans import ddp_plan
 from tests.gloo.training import Batch, adamw, batch
 
 STEPS = 7
@@ -190,9 +191,7 @@ def bits_of(model: nn.Module) -> str:
 
 def program(rank: int, n: int, groups: Groups, optimizer: Optimizer, **settings: Any) -> tuple[nn.Module, Program]:
     model, example = net(), batch(0, rank)
-    plan = autopar.plan(
-        model, autopar.ClusterSpec.local(n), strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy
-    )
+    plan = ddp_plan(model, n, example)
     made = tuple(
         SyncGroup(
             strategy="power_sgd",

@@ -18,6 +18,7 @@ import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from tests.gloo.compressed import GROUPS, Numbers, Quantizing, StillNet, batches, net
+from tests.gloo.plans import ddp_plan
 from tests.gloo.training import adamw, batch, distance
 
 STEPS = 7
@@ -111,8 +112,8 @@ def model_of(case: Case) -> StillNet:
 
 
 def program_of(rank: int, n: int, case: Case, model: nn.Module, **settings: Any) -> Program:
-    cluster, example = autopar.ClusterSpec.local(n), batch(0, rank)
-    plan = autopar.plan(model, cluster, strategy="ddp", example_inputs=example, loss_fn=F.cross_entropy)
+    example = batch(0, rank)
+    plan = ddp_plan(model, n, example)
     groups = tuple(
         SyncGroup(
             strategy="weight_differences",
