@@ -8,12 +8,21 @@ from collections.abc import Callable
 
 from autopar.errors import VerificationError
 
-IMPORTED_ONCE = ["torch._dynamo", "torch._functorch.aot_autograd", "autopar.api"]
+IMPORTED_ONCE = [
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._dynamo.testing",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch._inductor.fx_passes",
+    "autopar.api",
+]
+"""What a rank needs to capture and run a model, which none then imports itself. Names that torch lacks are skipped."""
 _PATIENCE_S = 600.0
 
 
 def start_method() -> str:
-    """How processes are started: forked from one that has imported torch and nothing more, as that takes each of them
+    """How processes are started: forked from one that has imported torch and autopar, as that takes each of them
     seconds; where there is no fork, spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
