@@ -121,7 +121,7 @@ class Candidate:
         """Whether the plan spreads parameters over the ranks between steps."""
         return any(strategy_named(group.strategy).spreads for group in self.groups)
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, float, int]:
         """Sorts candidates, the best first: what fits, then the faster, then the one of fewer groups."""
         return (self.overflow_bytes, self.step_time_s, len(self.groups))

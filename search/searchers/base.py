@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from autopar.search.base import Candidate
 from autopar.search.evaluate import Evaluator
 
-STALE = 2000
-"""Tries without a new plan after which a searcher stops: where a space is small, each of its plans comes soon."""
+STALE = 400
+"""Tries without a new plan after which a searcher stops: where a space is small, each of its plans comes soon.
+[Empirical: 50 small random jobs came to the same plans with 2,000, in 1.3 times the time]"""
 
 
 class Searcher(ABC):
