@@ -19,13 +19,25 @@ from autopar.ir.listed import listed
 
 
 @dataclass(frozen=True)
+class _Constant:
+    """What is no tensor. To Python `1 == 1.0 == True` and `0.0 == -0.0`, of which a model may make other things."""
+
+    kind: type
+    value: Any
+    """Of a float or complex number as it is written out, which tells zeros apart and knows NaN again."""
+
+    def __repr__(self) -> str:
+        return self.value if self.kind in (float, complex) else repr(self.value)
+
+
+@dataclass(frozen=True)
 class Signature:
     """What a captured graph is valid for: the batch's structure, shapes and dtypes, and its constants."""
 
     structure: str
     leaves: tuple[Any, ...]
-    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; the value itself for
-    anything else."""
+    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; a `_Constant`
+    for anything else."""
 
     @property
     def of_any_size(self) -> Signature:
@@ -46,6 +58,10 @@ def _is_tensor_key(leaf: Any) -> bool:
 
 def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(x.shape), x.dtype) if x.is_contiguous() else (tuple(x.shape), x.dtype, x.stride())
+
+
+def _constant_key(x: Any) -> _Constant:
+    return _Constant(type(x), repr(x) if type(x) in (float, complex) else x)
 
 
 @dataclass(frozen=True)
@@ -124,7 +140,7 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
             "a tuple of positional inputs, or one tensor"
         )
     constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
-    key = tuple(_tensor_key(x) if t else x for t, x in zip(is_tensor, leaves, strict=True))
+    key = tuple(_tensor_key(x) if t else _constant_key(x) for t, x in zip(is_tensor, leaves, strict=True))
     return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor, listed(batch))
 
 

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, Literal
 
 import torch
@@ -131,7 +132,7 @@ def capture_joint(
     tensors = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in batch.tensors)
     for i, dimension in varying:
         torch._dynamo.maybe_mark_dynamic(tensors[i], dimension)
-    with Observers() as observers, Distributions() as distributions, traced_as_real(step, tensors):
+    with _modes_put_back(), Observers() as observers, Distributions() as distributions, traced_as_real(step, tensors):
         for _ in range(_MOST_OBSERVERS):
             try:
                 module, guards, shape_env = _traced(step, tensors, observers, bool(varying))
@@ -142,6 +143,7 @@ def capture_joint(
             except AutoparError:
                 raise
             except Exception as e:
+                clear_frames(e.__traceback__)  # with them go guards of modes, which set what was before them
                 own = own_error(e) or misfit(model, batch.rebuild(tensors), loss_fn is not None)
                 if own is not None:
                     raise own from None
@@ -271,6 +273,17 @@ def _restored(module: nn.Module) -> Iterator[None]:
         for m, parameters, buffers in held:
             m._parameters.update(parameters)
             m._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _modes_put_back() -> Iterator[None]:
+    """Puts back what PyTorch holds for the whole process: tracing that fails within `no_grad()` leaves that on."""
+    dtype, mode = torch.get_default_dtype(), torch.set_grad_enabled(torch.is_grad_enabled())
+    try:
+        with torch.inference_mode(torch.is_inference_mode_enabled()), mode:
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,38 @@ def test_a_penalty_alone_is_kept_to_the_rank_whoever_still_holds_an_output() -> 
     F.mse_loss(kept, Y).backward()
     net.first.weight.square().sum().backward()
     assert len(calls) == 1
+
+
+@contextlib.contextmanager
+def in_half() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Observes(nn.Module):
+    """Makes a number of a tensor, which cannot be captured, in one of PyTorch's modes."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.layer, self.mode = nn.Linear(4, 2).double(), mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        with self.mode():
+            mean = found.detach().mean().item()
+        return found + mean
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, in_half])
+@pytest.mark.filterwarnings("ignore:the model cannot be captured:autopar.AutoparWarning")
+def test_a_capture_that_fails_in_one_of_pytorchs_modes_ends_it(mode: Any) -> None:
+    module = autopar.optimize(Observes(mode), example_inputs=X)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert torch.get_default_dtype() is torch.float32
+    module(X).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
 
 
 class Scaled(Net):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -87,3 +89,55 @@ def test_what_counts_runs_counts_steps(how: str) -> None:
                 optimizer.step()
         found.append(model.layer.weight.detach().clone())
     assert torch.allclose(found[0], found[1], rtol=1e-6, atol=0)
+
+
+class Centred:
+    """A loss that is no module, and counts its calls; by `item()` it cannot be captured."""
+
+    def __init__(self) -> None:
+        self.centre, self.calls = torch.zeros(3), 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(output - self.centre, target) + self.calls * output.mean() + 0 * output.sum().item()
+        self.calls += 1
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(output.mean(0))
+        return loss
+
+
+def listing() -> Callable[..., torch.Tensor]:
+    def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+        calls[0] += 1
+        return F.mse_loss(output, target) * calls[0] + 0 * output.sum().item()
+
+    return loss
+
+
+def counting() -> Callable[..., torch.Tensor]:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls: int = getattr(loss, "calls", 0) + 1
+        loss.calls = calls  # type: ignore[attr-defined]
+        return F.mse_loss(output, target) * calls + 0 * output.sum().item()
+
+    return loss
+
+
+def wrapped() -> Callable[..., torch.Tensor]:
+    return partial(lambda loss, output, target: loss(output, target), Centred())
+
+
+@pytest.mark.parametrize("made", [Centred, listing, counting, wrapped])
+def test_what_a_loss_counts_that_is_no_module_counts_steps(made: Callable[[], Callable[..., torch.Tensor]]) -> None:
+    x, y = torch.ones(5, 4), torch.ones(5, 3)
+    eager, eagerly = nn.Linear(4, 3), made()
+    model, loss_fn = copy.deepcopy(eager), made()
+    alone, optimizer = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (eager, model))
+    with pytest.warns(autopar.AutoparWarning, match="runs eagerly"):
+        program = autopar.optimize(model, example_inputs=(x, y), loss_fn=loss_fn, optimizer=optimizer)
+    for _ in range(3):
+        alone.zero_grad()
+        expected = eagerly(eager(x), y)
+        expected.backward()
+        alone.step()
+        torch.testing.assert_close(program.step((x, y)), expected.detach())
+    torch.testing.assert_close(model.weight, eager.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,24 @@ def in_many_layouts(x: torch.Tensor) -> list[torch.Tensor]:
     """The same values: contiguous, transposed, sliced out of a larger tensor, every other one of it."""
     wide = torch.cat([x, x], -1)
     return [x, x.transpose(0, 1).contiguous().transpose(0, 1), wide[..., : x.shape[-1]], torch.stack([x, x], 1)[:, 0]]
+
+
+class Scaled(nn.Module):
+    """By a number in the batch, whose type it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, by: Any) -> torch.Tensor:
+        factor = {bool: 2.0, int: 3.0, float: 4.0}[type(by)]
+        scaled: torch.Tensor = self.layer(x) * factor + math.copysign(0.5, by)
+        return scaled.pow(2).mean()
+
+
+@pytest.mark.parametrize("numbers", [(True, 1, 1.0), (0.0, -0.0)])
+def test_numbers_that_python_calls_equal_are_others(numbers: tuple[Any, ...]) -> None:
+    train(Scaled(), list(zip(inputs(), numbers, strict=False)))
 
 
 @pytest.mark.parametrize("first", range(4))

@@ -339,3 +339,24 @@ def test_a_buffer_that_the_graph_moves_hides_nothing() -> None:
     module = autopar.optimize(Moves(), example_inputs=X)
     with pytest.raises(TracingError, match="aot_eager"):
         module(X[:4])
+
+
+def test_buffers_of_the_drop_in_module_are_compared() -> None:
+    class Halves(_WritesThroughAnExpandedView):
+        """PyTorch's functionalization loses what lies behind the windows. [Empirical, torch 2.13]"""
+
+        count: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.unfold(0, 3, 3).mul_(0.5)
+            return super().forward(x)
+
+    net = Halves()
+    module = autopar.optimize(net, example_inputs=X)
+    with pytest.raises(TracingError, match=r"buffer 'count'.*aot_eager"):
+        module(X)
+    assert net.count.equal(torch.ones(8)), "the comparison is put back"

@@ -284,21 +284,23 @@ class GradientProgram(DropInProgram):
         given = {f"the gradient of input {i}": t for i, t in enumerate(own.tensors) if t.requires_grad}
         names, into = [*(f"the gradient of '{n}'" for n in parameters), *given], [*parameters.values(), *given.values()]
 
-        def ran(outputs: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Ran:
+        def ran(outputs: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
             begun = [i for i, o in enumerate(outputs) if o.requires_grad]
             of, by = [outputs[i] for i in begun], [tangents[i] for i in begun]
             found = torch.autograd.grad(of, into, by, allow_unused=True) if begun else [None] * len(into)
             dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
-            return Ran(_numbered(outputs), dict(zip(names, dense, strict=True)), _called(buffers))
+            return _numbered(outputs), dict(zip(names, dense, strict=True))
 
         def eagerly(how: How) -> Ran:
             with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
-                return ran(list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied())))), buffers)
+                found = ran(list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied())))))
+            return Ran(*found, _called({n: b for n, b in buffers.items() if n in self._buffers}))  # filled by now
 
         def by_graph() -> Ran:
             local = self.written(c, "local backward")
             with torch.enable_grad(), without_hooks(self._parameters.values()):
-                return ran(self._outputs(c, own, lambda saved, by, _: local(*saved, *by)), self._buffers)
+                found = ran(self._outputs(c, own, lambda saved, by, _: local(*saved, *by)))
+            return Ran(*found, _called(self._buffers))
 
         def snapshot() -> Callable[[], object]:
             return all_of([copies([*parameters.values(), *self._buffers.values()]), self._random.kept()])

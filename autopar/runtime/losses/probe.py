@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.ir.batch import Batch
 from autopar.ir.listed import chosen
-from autopar.runtime.model.eager import loss_of, without_trace
+from autopar.runtime.model.eager import loss_of, owners_of, without_trace
 from autopar.runtime.model.generators import generators, same_generators
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5}
@@ -125,7 +125,7 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> P
 
 def _losses(model: nn.Module, loss_fn: Any, batch: Batch, splits: list[Split], everything: bool) -> PartLosses | str:
     """Of the first of these splits whose parts both lose something; of the last one, where none does."""
-    modules = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
+    modules = list(owners_of(model, loss_fn).values())
     drawn = False
 
     def run(part: Any) -> torch.Tensor:

@@ -19,9 +19,19 @@ Take = Callable[[str, torch.Tensor], None]
 """Is given each parameter's name and gradient, once a backward pass, which then lets go of it."""
 
 
+class _PlainLoss(nn.Module):
+    """Stands for a loss that is no module: without parameters and buffers, but what it holds is kept and put back."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        super().__init__()
+        self.held = loss_fn
+
+
 def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
     """The modules that take part in a step, by what the names of their parameters and buffers begin with."""
-    return {"": model} | ({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})
+    if loss_fn is None:
+        return {"": model}
+    return {"": model, "loss_fn.": loss_fn if isinstance(loss_fn, nn.Module) else _PlainLoss(loss_fn)}
 
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:

@@ -64,6 +64,8 @@ def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]
             back += names
         elif isinstance(value, MethodType):
             waiting += [value.__func__, value.__self__]
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
         elif (of_generator := _generator(value)) is not None:
             back.append(of_generator)
         elif type(value) in _CONTAINERS:
@@ -97,10 +99,12 @@ def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
 
 
 def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
-    """What a function finds beside its arguments: what its closure holds, and the numbers, containers, tensors,
-    iterators and functions of its own file among the globals that it names; and what puts these names back."""
-    found: list[Any] = []
-    back: list[_Back] = []
+    """What a function finds beside its arguments: what its closure, its defaults and its attributes hold, and the
+    numbers, containers, tensors, iterators and functions of its own file among the globals that it names; and what puts
+    these names back."""
+    own = vars(function)
+    found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *own.values()]
+    back: list[_Back] = [partial(_refill, own, dict(own))]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not filled yet
             found.append(cell.cell_contents)
