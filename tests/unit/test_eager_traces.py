@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.runtime.model.held_state import held_within
 
 RUNS = 0
 HISTORY: list[float] = []
@@ -141,3 +142,32 @@ def test_what_a_loss_counts_that_is_no_module_counts_steps(made: Callable[[], Ca
         alone.step()
         torch.testing.assert_close(program.step((x, y)), expected.detach())
     torch.testing.assert_close(model.weight, eager.weight)
+
+
+class Trainer:
+    """Its loss names what it counts in, by a method and a property, and nothing of what else it holds."""
+
+    def __init__(self) -> None:
+        self.calls, self.data, self.queue = 0, [torch.zeros(1000)], [torch.zeros(2)]
+
+    @property
+    def factor(self) -> int:
+        return self.calls
+
+    def count(self) -> None:
+        self.calls += 1
+        self.last = [self.calls for _ in range(2)]
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return F.mse_loss(output, target) * self.factor
+
+
+def test_of_the_object_of_a_loss_what_the_loss_names_is_put_back() -> None:
+    trainer = Trainer()
+    tensors, back = held_within([trainer.loss])
+    trainer.loss(torch.ones(2), torch.zeros(2))
+    trainer.queue.append(torch.ones(2))  # as another thread does meanwhile
+    for one in back:
+        one()
+    assert not tensors and trainer.calls == 0 and not hasattr(trainer, "last") and len(trainer.queue) == 2

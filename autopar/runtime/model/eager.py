@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ Take = Callable[[str, torch.Tensor], None]
 
 
 class _PlainLoss(nn.Module):
-    """Stands for a loss that is no module: without parameters and buffers, but what it holds is kept and put back."""
+    """Stands for a loss that is no module: it has no parameters and no buffers; the state that its code names is kept
+    and put back."""
 
     def __init__(self, loss_fn: Any) -> None:
         super().__init__()
-        self.held = loss_fn
+        called = getattr(loss_fn, "__call__", None)  # noqa: B004
+        self.held = called if isinstance(called, MethodType) else loss_fn  # of an object, its method
 
 
 def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,9 @@ def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]
             waiting += inside
             back += names
         elif isinstance(value, MethodType):
-            waiting += [value.__func__, value.__self__]
+            inside, names = _of_method(value)
+            waiting += inside
+            back += names
         elif isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif (of_generator := _generator(value)) is not None:
@@ -117,6 +119,39 @@ def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
         elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found.append(value)
     return found, back
+
+
+def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
+    """The attributes of a method's object that the method names, or that methods name which it names; and what puts
+    these attributes back. The rest of the object is passed over: a trainer's loss leads to its data."""
+    owner, own = method.__self__, getattr(method.__self__, "__dict__", None)
+    if isinstance(owner, _PLAIN) or type(own) is not dict:
+        return [method.__func__], []
+    waiting: list[Any] = [method.__func__]
+    functions: list[Any] = []
+    named: set[str] = set()
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "fget", getattr(function, "__func__", function))  # of properties, class methods
+        if not isinstance(function, FunctionType) or function in functions:
+            continue
+        functions.append(function)
+        names = _names(function.__code__)
+        waiting += [vars(c)[n] for c in type(owner).__mro__ for n in names if n in vars(c)]
+        named |= names
+    kept = {n: unmoved(own[n]) for n in named if n in own}
+
+    def put_back() -> None:
+        for name in named & own.keys() - kept.keys():
+            del own[name]
+        own.update(kept)
+
+    return [*functions, *kept.values()], [put_back]
+
+
+def _names(code: CodeType) -> set[str]:
+    """The globals and attributes that code names, with those that the functions within name."""
+    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def parts(container: Any) -> list[Any]:

@@ -19,8 +19,14 @@ from autopar.runtime.optimizers.own_settings import bare_copy, kept_settings
 from autopar.runtime.proofs.probes import PROJECTIONS, Probe, Seen
 from autopar.runtime.proofs.subject import Subject, summed
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-4, torch.float16: 2e-2, torch.bfloat16: 1.2e-1}
-TOLERANCE |= {torch.complex128: TOLERANCE[torch.float64], torch.complex64: TOLERANCE[torch.float32]}
+TOLERANCE = {
+    torch.float64: 1e-8,
+    torch.complex128: 1e-8,
+    torch.float32: 3e-4,
+    torch.complex64: 3e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1.2e-1,
+}
 """Of a difference, relative to the largest value of a gradient, by the narrowest dtype that the step computes in.
 [Empirical: hundreds to thousands of roundings; what differs by more is judged by what rounding does]"""
 WIRE_ROUNDING = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
