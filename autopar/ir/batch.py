@@ -15,19 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, SignatureError
+from autopar.ir.constants import constant_of
 from autopar.ir.listed import listed
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """What is no tensor. To Python `1 == 1.0 == True` and `0.0 == -0.0`, of which a model may make other things."""
-
-    kind: type
-    value: Any
-    """Of a float or complex number as it is written out, which tells zeros apart and knows NaN again."""
-
-    def __repr__(self) -> str:
-        return self.value if self.kind in (float, complex) else repr(self.value)
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,7 @@ class Signature:
 
     structure: str
     leaves: tuple[Any, ...]
-    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; a `_Constant`
+    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; a `Constant`
     for anything else."""
 
     @property
@@ -58,10 +47,6 @@ def _is_tensor_key(leaf: Any) -> bool:
 
 def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(x.shape), x.dtype) if x.is_contiguous() else (tuple(x.shape), x.dtype, x.stride())
-
-
-def _constant_key(x: Any) -> _Constant:
-    return _Constant(type(x), repr(x) if type(x) in (float, complex) else x)
 
 
 @dataclass(frozen=True)
@@ -140,7 +125,7 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
             "a tuple of positional inputs, or one tensor"
         )
     constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
-    key = tuple(_tensor_key(x) if t else _constant_key(x) for t, x in zip(is_tensor, leaves, strict=True))
+    key = tuple(_tensor_key(x) if t else constant_of(x) for t, x in zip(is_tensor, leaves, strict=True))
     return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor, listed(batch))
 
 

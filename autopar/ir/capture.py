@@ -29,6 +29,7 @@ from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
 from autopar.ir.joint import JointGraph as JointGraph
+from autopar.ir.kept_results import refuse_kept_draws, seen_kept_results
 from autopar.ir.model_output import find_loss, output_tensors
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
@@ -201,6 +202,7 @@ def _traced(
         masks_as_they_are(),
         cumulative_averages(step) as rewritten,
         sized_alignments(),
+        seen_kept_results() as kept,
         _quiet(),
     ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
@@ -216,6 +218,7 @@ def _traced(
         shape_env = graph.meta["fake_mode"].shape_env if symbolic else None
         module: torch.fx.GraphModule = aot_export_joint_with_descriptors(stack, graph, tensors).graph_module
     _let_go(graph)
+    refuse_kept_draws(module.graph, kept)
     return module, guards, shape_env
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType
@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.guards import CheckFunctionManager, GuardBuilder
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, get_verbose_code_parts
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import NumpyTensorSource
 
 from autopar.ir.compat import AT_TRACE_END
+from autopar.ir.constants import constant_of
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
@@ -100,7 +101,7 @@ def guards_of(captured: Any, step: nn.Module, effects: list[Effect], rewritten: 
     `rewritten`: whether functions have other code for the time of the capture, so that theirs is not to be held to."""
     output = captured.output_graph
     left_out = (*_ON_TENSORS, "CLOSURE_MATCH") if rewritten else _ON_TENSORS
-    guards = {_of_identity(g) if _is_constant(g) else g for g in output._guards}
+    guards = {_of_identity(g) if _is_constant(g) else _exactly(g) for g in output._guards}
     kept = {g for g in guards if _is_kept(g, left_out)}
     output._guards.inner = type(output._guards.inner)(kept)
     output.skip_guards_check = True  # which would look for the tensors
@@ -182,6 +183,35 @@ def _of_identity(guard: Any) -> Any:
     found = source.make_guard(GuardBuilder.ID_MATCH)
     found.stack, found.user_stack = guard.stack, guard.user_stack
     return found
+
+
+def _exactly(guard: Any) -> Any:
+    """In the place of a guard by `==`, one that also tells apart what is written otherwise: to Python `(1, 2)` equals
+    `(True, 2.0)`, and 0.0 equals -0.0."""
+    name = guard.create_fn_name()
+    if name not in ("EQUALS_MATCH", "CONSTANT_MATCH"):
+        return guard
+    found = guard.originating_source.make_guard(_AS_WRITTEN[name])
+    found.stack, found.user_stack = guard.stack, guard.user_stack
+    return found
+
+
+def _as_written(equals: Callable[[GuardBuilder, Any], None]) -> Callable[[GuardBuilder, Any], None]:
+    def match(builder: GuardBuilder, guard: Any) -> None:
+        equals(builder, guard)
+        value = builder.get(guard)
+        if not (
+            isinstance(value, (tuple, list, set, frozenset)) or (isinstance(value, (float, complex)) and not value)
+        ):
+            return
+        constant = constant_of(value)
+        words = get_verbose_code_parts(f"{guard.name} == {value!r}", guard)
+        builder.get_guard_manager(guard).add_lambda_guard(lambda v: constant_of(v) == constant, words, guard.user_stack)
+
+    return match
+
+
+_AS_WRITTEN = {n: _as_written(getattr(GuardBuilder, n)) for n in ("EQUALS_MATCH", "CONSTANT_MATCH")}
 
 
 def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -75,6 +76,16 @@ class RandomStream:
             self._state = before
 
         return put_back
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """While entered, random operators draw from the stream, which then is where it was."""
+        put_back = self.kept()
+        try:
+            with self:
+                yield
+        finally:
+            put_back()
 
     def __enter__(self) -> None:
         if self.own:

@@ -263,6 +263,29 @@ def wrong_sums(rank: int, n: int) -> str:
     return said
 
 
+class Keeps(Net):
+    """Keeps what its dropout has left, for who looks at it."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = F.dropout(x, 0.5)
+        return super().forward(self.kept)
+
+
+def dropout_that_is_kept(rank: int, n: int) -> float:
+    """How far the loss of a captured step is from the ranks' eager losses, each with its stream of random numbers."""
+    net, eager = Keeps().double(), Keeps().double()
+    torch.manual_seed(5)
+    program = program_of(net, rank, capture="always")
+    x, y = batch(rank, 3)
+    torch.manual_seed(5 + rank)
+    with torch.no_grad():
+        expected = F.mse_loss(eager(x), y)
+    torch.distributed.all_reduce(expected)
+    return abs(float(program.step((x, y)) - expected / n))
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     """All of the above, on this rank."""
     return {
@@ -270,6 +293,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "gradients in one memory": gradients_in_one_memory(rank, n),
         "no elements first": no_elements_first(rank, n),
         "gradients of inputs": gradients_of_inputs(rank, n),
+        "dropout that is kept": dropout_that_is_kept(rank, n),
         "nothing saved": nothing_saved(rank, n),
         "shared buffers": shared_buffers(rank, n),
         "other rates": other_rates(rank, n),

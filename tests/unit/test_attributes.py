@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autopar
@@ -59,6 +61,15 @@ def _asks_for_its_gradient(layer: nn.Module, x: torch.Tensor) -> Any:
     return slope
 
 
+@lru_cache
+def _ramp(size: int) -> torch.Tensor:
+    return torch.arange(float(size))
+
+
+def _keeps_what_is_the_same(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(F.dropout(x, 0.0) * _ramp(x.shape[1]))
+
+
 def _named(layer: nn.Module, x: torch.Tensor) -> Any:
     """As in PEFT's DoRA."""
     assert isinstance(layer.weight, torch.Tensor)
@@ -67,7 +78,9 @@ def _named(layer: nn.Module, x: torch.Tensor) -> Any:
     return scale * layer(x)
 
 
-@pytest.mark.parametrize("function", [_leaf_of_the_batch, _constant, _leaf_behind_the_layer, _named])
+@pytest.mark.parametrize(
+    "function", [_leaf_of_the_batch, _constant, _leaf_behind_the_layer, _named, _keeps_what_is_the_same]
+)
 def test_it_is_captured_and_trains_the_same(function: Function) -> None:
     model, x = Layer(function), torch.randn(5, 4)
     eager = copy.deepcopy(model)
@@ -88,7 +101,17 @@ def _freezes(layer: nn.Module, x: torch.Tensor) -> Any:
     return layer(x)
 
 
-@pytest.mark.parametrize("function", [_freezes, _asks_for_its_gradient])
+@lru_cache
+def _noise(size: int) -> torch.Tensor:
+    return torch.rand(size)
+
+
+def _draws_once(layer: nn.Module, x: torch.Tensor) -> Any:
+    """`functools.lru_cache` gives the same numbers in each step."""
+    return layer(x * _noise(x.shape[1]))
+
+
+@pytest.mark.parametrize("function", [_freezes, _asks_for_its_gradient, _draws_once])
 def test_what_counts_is_not_captured(function: Function) -> None:
     model = Layer(function)
     with pytest.raises(CaptureError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,7 @@ class _Keeps(nn.Module):
         self.keep = keep
         self.last: Any = None
         self.by_name: dict[str, torch.Tensor] = {}
+        self.latest: deque[torch.Tensor] = deque(maxlen=4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.keep(self, self.layer(x))
@@ -108,6 +110,26 @@ def _begins(net: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def _averages(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+    """The first value begins the mean, so that the same batch again changes nothing."""
+    now = h.detach().mean()
+    net.last = now if net.last is None else 0.9 * net.last + 0.1 * now
+    found: torch.Tensor = h - net.last
+    return found
+
+
+def _draws_once(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+    if net.last is None:
+        net.last = torch.rand(2)
+    found: torch.Tensor = h * net.last
+    return found
+
+
+def _averages_the_latest(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+    net.latest.append(h.detach().mean())
+    return h - torch.stack(list(net.latest)).mean()
+
+
 def _caches(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
     if net.last is None:
         net.last = net.by_name["last"] = torch.arange(2.0)
@@ -130,7 +152,15 @@ def _trained(keep: Callable[[Any, torch.Tensor], torch.Tensor], entry: str, capt
 
 @pytest.mark.parametrize("entry", ["step", "module"])
 @pytest.mark.parametrize(
-    ("keep", "name"), [(_adds_the_last, "model.last"), (_adds_by_name, "model.by_name"), (_begins, "model.has_begun")]
+    ("keep", "name"),
+    [
+        (_adds_the_last, "model.last"),
+        (_adds_by_name, "model.by_name"),
+        (_begins, "model.has_begun"),
+        (_averages, "model.last"),
+        (_draws_once, "model.last"),
+        (_averages_the_latest, "model.latest"),
+    ],
 )
 def test_what_forward_leaves_for_its_next_run_is_there_as_the_model_runs_eagerly(
     keep: Any, name: str, entry: str

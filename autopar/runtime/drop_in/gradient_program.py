@@ -305,11 +305,10 @@ class GradientProgram(DropInProgram):
         def snapshot() -> Callable[[], object]:
             return all_of([copies([*parameters.values(), *self._buffers.values()]), self._random.kept()])
 
-        def outputs() -> list[torch.Tensor]:
-            with self._random:
-                return list(output_tensors(self.model(**own.rebuild(own.copied()))))
+        def outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return list(output_tensors(self.model(**own.rebuild(tuple(tensors)))))
 
-        check_own_state(joint.guards, {"": self.model}, outputs, tolerance)
+        check_own_state(joint.guards, {"": self.model}, outputs, own.tensors, tolerance, self._random.staying)
         held = (*self._parameters.values(), *self._buffers.values())
         # All is put back, so that what an earlier call of this step has saved for its backward pass is still valid.
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(held):

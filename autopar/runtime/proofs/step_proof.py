@@ -146,11 +146,11 @@ class StepProofs:
         prove_locally(eagerly, by_graph, trained, lasting.snapshot, tolerance_of(c.graph), "It lies in a later capture")
 
     def _check_own_state(self, c: Compiled, batch: Batch) -> None:
-        def run() -> list[torch.Tensor]:
-            with self._lasting.random:
-                return [loss_of(self._lasting.model, self._lasting.loss_fn, batch.rebuild(batch.copied()))]
+        def run(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [loss_of(self._lasting.model, self._lasting.loss_fn, batch.rebuild(tuple(tensors)))]
 
-        check_own_state(c.joint.guards, self._lasting.owners, run, tolerance_of(c.graph))
+        draws = self._lasting.random.staying
+        check_own_state(c.joint.guards, self._lasting.owners, run, batch.tensors, tolerance_of(c.graph), draws)
 
 
 def _nothing_kept() -> None:

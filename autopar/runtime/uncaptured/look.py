@@ -145,13 +145,13 @@ def _check_own_state(graph: TrainingGraph, model: nn.Module, batch: Batch, setti
     if joint is None or joint.sums_over_ranks or unreal:
         return
 
-    def run() -> Sequence[torch.Tensor]:
-        given = batch.rebuild(batch.copied())
+    def run(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = batch.rebuild(tuple(tensors))
         if mode == "step":
             return [loss_and_output(model, settings.loss_fn, given)[0]]
         return held_tensors(call_model(model, given, False)[0])
 
-    check_own_state(joint.guards, owners, run, tolerance_of(graph))
+    check_own_state(joint.guards, owners, run, batch.tensors, tolerance_of(graph))
 
 
 def _said(reason: str, settings: Settings) -> str:
