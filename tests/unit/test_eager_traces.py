@@ -127,7 +127,21 @@ def wrapped() -> Callable[..., torch.Tensor]:
     return partial(lambda loss, output, target: loss(output, target), Centred())
 
 
-@pytest.mark.parametrize("made", [Centred, listing, counting, wrapped])
+def behind_a_network() -> Callable[..., torch.Tensor]:
+    """A network that is registered nowhere, with running statistics, and a layer whose gradients add up."""
+    torch.manual_seed(1)
+    norm, layer = nn.BatchNorm1d(3), nn.Linear(3, 3)
+    features = nn.Sequential(norm, layer)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        slope = 0.0 if layer.weight.grad is None else layer.weight.grad.abs().sum().item()
+        assert norm.running_mean is not None
+        return F.mse_loss(features(output), target) + (norm.running_mean.mean() + slope) * output.mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("made", [Centred, listing, counting, wrapped, behind_a_network])
 def test_what_a_loss_counts_that_is_no_module_counts_steps(made: Callable[[], Callable[..., torch.Tensor]]) -> None:
     x, y = torch.ones(5, 4), torch.ones(5, 3)
     eager, eagerly = nn.Linear(4, 3), made()
@@ -148,7 +162,7 @@ class Trainer:
     """Its loss names what it counts in, by a method and a property, and nothing of what else it holds."""
 
     def __init__(self) -> None:
-        self.calls, self.data, self.queue = 0, [torch.zeros(1000)], [torch.zeros(2)]
+        self.calls, self.data, self.queue, self.named = 0, [torch.zeros(1000)], [torch.zeros(2)], 0
 
     @property
     def factor(self) -> int:
@@ -157,6 +171,7 @@ class Trainer:
     def count(self) -> None:
         self.calls += 1
         self.last = [self.calls for _ in range(2)]
+        setattr(self, "named", getattr(self, "named") + 1)  # noqa: B009, B010
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         self.count()
@@ -170,4 +185,6 @@ def test_of_the_object_of_a_loss_what_the_loss_names_is_put_back() -> None:
     trainer.queue.append(torch.ones(2))  # as another thread does meanwhile
     for one in back:
         one()
-    assert not tensors and trainer.calls == 0 and not hasattr(trainer, "last") and len(trainer.queue) == 2
+    assert (
+        not tensors and trainer.calls == trainer.named == 0 and not hasattr(trainer, "last") and len(trainer.queue) == 2
+    )

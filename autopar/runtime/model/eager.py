@@ -39,8 +39,8 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     """Keeps the attributes of modules and of all within, what containers, other objects and generators of random
-    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; what is
-    returned puts that back."""
+    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; of modules
+    among them, which are registered nowhere, the buffers, too. What is returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
     attributes = [(m, {k: unmoved(v) for k, v in vars(m).items()}) for m in modules]
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
@@ -48,13 +48,13 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
     own = [dict(t) for t in registered]
     held = [v for m in modules for v in vars(m).values() if id(v) not in tables]
-    inside, back = held_within([*held, *methods_of(modules)])
-    values = [(t, t._version, once(t).clone()) for t in inside if _is_plain(t)]
+    inside, back = held_within([*held, *methods_of(modules)], modules)
+    values = [(t, once(t).clone()) for t in inside if _is_plain(t)]
 
     def put_back() -> None:
         with torch.no_grad():
-            for tensor, version, value in values:
-                if tensor._version != version:
+            for tensor, value in values:  # by their values: batch normalization writes without another version
+                if not tensor.is_meta and not torch.equal(once(tensor), value):
                     once(tensor).copy_(value)
         for module, held in attributes:
             vars(module).clear()

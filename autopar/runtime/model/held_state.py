@@ -8,7 +8,7 @@ import itertools
 import random
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ MOST = 20_000
 """Objects that are looked at, at most: a module may hold on to a data set."""
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, nn.Module, KeptByProgram)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
 _ITERATORS: tuple[type, ...] = (
     type(iter([])),
     type(iter(())),
@@ -39,25 +39,39 @@ _ITERATORS: tuple[type, ...] = (
     itertools.repeat,
 )
 """Iterators that can be copied; a generator cannot."""
+_WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
+"""Where modules come from that synchronize another one: what they count themselves goes on."""
 _Back = Callable[[], None]
 
 
-def held_within(values: Iterable[Any]) -> tuple[list[torch.Tensor], list[_Back]]:
+def held_within(
+    values: Iterable[Any], kept: Collection[nn.Module] | None = None
+) -> tuple[list[torch.Tensor], list[_Back]]:
     """The tensors that values hold, in containers and in attributes of objects; and what puts back, of each container,
-    object and generator of random numbers, what it holds now. Modules are passed over, and what programs keep."""
+    object and generator of random numbers, what it holds now. What programs keep is passed over, and so are modules.
+
+    `kept`: modules that are kept otherwise. Where it is given, others are not passed over: their buffers are among the
+    tensors, and the gradients of their parameters are put back.
+    """
     waiting = list(values)
-    known: set[int] = set()
+    known = set(map(id, kept or ()))
     tensors: list[torch.Tensor] = []
     back: list[_Back] = []
     held: list[Any] = []  # so that no other object gets an id that is known
     while waiting and len(known) < MOST:
         value = waiting.pop()
-        if isinstance(value, _PLAIN) or id(value) in known:
+        if isinstance(value, _PLAIN) or id(value) in known or (kept is None and isinstance(value, nn.Module)):
             continue
         known.add(id(value))
         held.append(value)
         if isinstance(value, torch.Tensor):
             tensors.append(value)
+        elif isinstance(value, nn.Module) and type(value).__module__.startswith(_WRAPPERS):
+            waiting.append(getattr(value, "module", None))
+        elif isinstance(value, nn.Module):
+            inside, own_back = _of_module(value)
+            waiting += inside
+            back += own_back
         elif isinstance(value, FunctionType):
             inside, names = _of_function(value)
             waiting += inside
@@ -100,6 +114,22 @@ def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
     return [f for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
 
 
+def _of_module(module: nn.Module) -> tuple[list[Any], list[_Back]]:
+    """What a module holds but its parameters and hooks; what puts back its attributes and its parameters' gradients."""
+    own = vars(module)
+    inside = [v for n, v in own.items() if n != "_parameters" and not n.endswith("_hooks")]
+    back: list[_Back] = [partial(_refill, own, {n: unmoved(v) for n, v in own.items()})]
+    for p in module.parameters(recurse=False):
+        back.append(partial(_set_gradient, p, p.grad, None if p.grad is None else p.grad.clone()))
+    return inside, back
+
+
+def _set_gradient(p: nn.Parameter, gradient: torch.Tensor | None, value: torch.Tensor | None) -> None:
+    if gradient is not None and value is not None:
+        gradient.detach().copy_(value)
+    p.grad = gradient
+
+
 def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
     """What a function finds beside its arguments: what its closure, its defaults and its attributes hold, and the
     numbers, containers, tensors, iterators and functions of its own file among the globals that it names; and what puts
@@ -125,7 +155,7 @@ def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
     """The attributes of a method's object that the method names, or that methods name which it names; and what puts
     these attributes back. The rest of the object is passed over: a trainer's loss leads to its data."""
     owner, own = method.__self__, getattr(method.__self__, "__dict__", None)
-    if isinstance(owner, _PLAIN) or type(own) is not dict:
+    if isinstance(owner, (*_PLAIN, nn.Module)) or type(own) is not dict:
         return [method.__func__], []
     waiting: list[Any] = [method.__func__]
     functions: list[Any] = []
@@ -150,8 +180,10 @@ def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The globals and attributes that code names, with those that the functions within name."""
-    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
+    """The globals and attributes that code names, in strings too (`getattr(self, "calls")`), with those that the
+    functions within name."""
+    strings = (c for c in code.co_consts if isinstance(c, str))
+    return {*code.co_names, *strings}.union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def parts(container: Any) -> list[Any]:
