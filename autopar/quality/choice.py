@@ -29,9 +29,10 @@ from autopar.quality.candidates import (
     priced,
 )
 from autopar.quality.degradation import Loss, Map, shipped
+from autopar.quality.methods import method_of
 from autopar.quality.pilots import Piloted, Pilots
 from autopar.quality.probe import Job, Probe, Probed
-from autopar.quality.verdict import SHOWN, TOO_MUCH, Shown
+from autopar.quality.verdict import SHOWN, SLOWER, TOO_MUCH, Shown
 from autopar.runtime.job.process_group import Rendezvous
 from autopar.runtime.optimizers.kinds import kind_of
 from autopar.spec.plan import Plan
@@ -47,7 +48,8 @@ PROBE_STEPS = 32
 PROBED_S = 45.0
 MOST_PROBED = 16
 MOST_VOUCHED, MOST_HOPED = 2, 2
-"""Plans that are piloted at most: of those that the map's bound vouches for, and of faster ones that it does not."""
+"""Plans that are piloted at most: of those that the map's bound vouches for, the fastest; and of faster ones, those
+that save most in the mean, as the map knows how often their like keeps to the budget."""
 
 
 def choose(job: Job, plans: Plans, budget: QualityBudget, learned: Map | None = None) -> Plan:
@@ -90,11 +92,13 @@ class _Chooser:
             probe = Probe(base, plain, self._batches, PROBE_STEPS)
             most = self._most_probed((time.monotonic() - began) / 2)
             self._trained += 2 * PROBE_STEPS
-            if rounded is not None:
-                chosen = self._rounded(probe, rounded) or exact
-            kept = self._within(probe, fastest(lossy, most))
-            if kept:
-                chosen = self._piloted(base, plain, kept) or chosen
+            kept = self._within(probe, [*fastest(lossy, most), *([rounded] if rounded else [])])
+            sure = next((h for h in kept if h.candidate is rounded and h.loss.bound <= self._budget.loss), None)
+            chosen = exact if sure is None else sure.candidate
+            if tried := [one for one in kept if one is not sure]:
+                chosen = self._piloted(base, plain, tried, chosen) or chosen
+            if sure is not None:
+                self._say(sure.candidate, sure.loss, SHOWN if chosen is sure.candidate else SLOWER)
         choice = QualityChoice(
             budget=self._budget.loss,
             exact_step_s=exact.step_time_s,
@@ -139,19 +143,12 @@ class _Chooser:
         self._batches = self._batches[count:]
         return base
 
-    def _rounded(self, probe: Probe, rounded: Candidate) -> Candidate | None:
-        """Fewer bits, where the map vouches for them."""
-        loss = self._learned.of(self._probed(probe, rounded))
-        is_kept = loss.bound <= self._budget.loss
-        self._say(rounded, loss, "kept" if is_kept else "may lose more than the budget")
-        return rounded if is_kept else None
-
     def _within(self, probe: Probe, lossy: Sequence[Candidate]) -> list[_Hopeful]:
         """Those that are not expected to lose more than the budget."""
         kept = []
         for candidate in lossy:
             probed = self._probed(probe, candidate)
-            loss = self._learned.of(probed)
+            loss = self._learned.of(probed, method_of(candidate.plan.groups, self._job.context))
             if loss.expected <= self._budget.loss:
                 kept.append(_Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS))
             else:
@@ -162,16 +159,24 @@ class _Chooser:
         self._trained += PROBE_STEPS
         return probe.of(candidate.plan)
 
-    def _piloted(self, base: Job, exact: Plan, kept: Sequence[_Hopeful]) -> Candidate | None:
+    def _tried(self, kept: Sequence[_Hopeful], otherwise: Candidate) -> list[_Hopeful]:
+        """Those that are piloted, of plans with the fastest first. `otherwise`: what is taken where none is shown."""
+        vouched = [one for one in kept if one.loss.bound <= self._budget.loss][:MOST_VOUCHED]
+        limit_s = (vouched[0].candidate if vouched else otherwise).training_step_s
+
+        def saved_s(one: _Hopeful) -> float:
+            return one.loss.chance_within(self._budget.loss) * (limit_s - one.candidate.training_step_s)
+
+        faster = [one for one in kept if one not in vouched and one.candidate.training_step_s < limit_s]
+        hoped = sorted(faster, key=saved_s, reverse=True)[:MOST_HOPED]
+        return [one for one in kept if one in hoped or one in vouched]
+
+    def _piloted(self, base: Job, plain: Plan, kept: Sequence[_Hopeful], otherwise: Candidate) -> Candidate | None:
         """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
-        budget = self._budget
-        vouched = [one for one in kept if one.loss.bound <= budget.loss][:MOST_VOUCHED]
-        limit_s = vouched[0].candidate.training_step_s if vouched else math.inf
-        hoped = [h for h in kept if h not in vouched and h.candidate.training_step_s < limit_s][:MOST_HOPED]
-        tried = [*hoped, *vouched]  # the hoped for are faster
+        budget, tried = self._budget, self._tried(kept, otherwise)
         steps = self._left // (2 + len(tried))
         self._trained += 2 * steps
-        pilots = Pilots(base, exact, self._batches, steps, budget.metric, budget.higher_is_better)
+        pilots = Pilots(base, plain, self._batches, steps, budget.metric, budget.higher_is_better)
         self._chance = pilots.chance
         if not pilots.gained:
             self._note = (
@@ -182,7 +187,7 @@ class _Chooser:
         chosen = None
         for one in kept:
             if one not in tried or chosen is not None:
-                self._say(one.candidate, one.loss, "not tried further" if chosen is None else "slower")
+                self._say(one.candidate, one.loss, "not tried further" if chosen is None else SLOWER)
                 continue
             piloted = pilots.of(one.candidate.plan)
             self._trained += steps

@@ -4,15 +4,16 @@ What is lost is a part of what exact training gains over the best prediction tha
 The map has, for a row of divergences, the median of what trainings lost whose probes diverged about as much, and a high
 quantile of it, both made to rise with the divergence. The quantile is that of split conformal prediction (Vovk,
 Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005): of n trainings, the ceil((n + 1) c)-th least, so
-that of few, the worst counts. It holds as far as a new task is like those that were learned from, which
-`python -m benchmarks.budget` trains; with `--learn`, it writes the map.
+that of few, the worst counts. Of a method that many tasks were trained with, what they lost by it is another such
+bound, as some lose little wherever they are tried: the lower one holds. Both hold as far as a new task is like those
+that were learned from, which `python -m benchmarks.budget` trains; with `--learn`, it writes the map.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.quality.probe import Probed
 
@@ -31,6 +33,11 @@ NEAR = 2.0
 """Trainings count at a knot whose probes diverged by at most so many times as much, or as little."""
 FEWEST = 8
 """Trainings that count at a knot, at least: where fewer are near, the nearest do."""
+FEWEST_OF_METHOD = 16
+"""Trainings with one method, of which a bound can be said."""
+LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""Parts of trainings, of which the map says how much they lost at most."""
+_MEDIAN = LEVELS.index(0.5)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class Lesson:
     divergence: float
     lost: float
     """As a part of what exact training gains; infinite where the training diverged."""
+    method: str = ""
+    """As `method_of` names it; empty where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,26 @@ class Loss:
     expected: float
     bound: float
     """At most so much, with the confidence of the map."""
+    likely: tuple[float, ...] = ()
+    """At most so much, in the parts of trainings that `LEVELS` says."""
+
+    def chance_within(self, budget: float) -> float:
+        """The part of trainings that lose at most `budget`, one of `LEVELS`, 0 or 1."""
+        if self.bound <= budget:
+            return 1.0
+        return max((level for level, lost in zip(LEVELS, self.likely, strict=False) if lost <= budget), default=0.0)
+
+
+@dataclass(frozen=True)
+class OfMethod:
+    """What trainings with one method lost."""
+
+    likely: tuple[float, ...]
+    """At `LEVELS`."""
+    bound: float
+    divergence: float
+    """The largest of their probes; of one that diverges by more than `NEAR` times as much they say nothing."""
+    lessons: int
 
 
 @dataclass(frozen=True)
@@ -58,28 +87,40 @@ class Map:
     """What was learned."""
 
     divergence: tuple[float, ...]
-    expected: tuple[float, ...]
-    """At these divergences."""
+    likely: tuple[tuple[float, ...], ...]
+    """For each of `LEVELS`, what is lost at these divergences."""
     bound: tuple[float, ...]
+    methods: Mapping[str, OfMethod]
+    """By the methods' names."""
     confidence: float
     covered: float
     """Of lessons of families that were left out, how many lost at most the bound that was learned without them."""
     lessons: int
     families: int
 
-    def of(self, probed: Probed) -> Loss:
+    def of(self, probed: Probed, method: str = "") -> Loss:
         """What a plan will lose that was probed: everything, where its probe ended in no numbers."""
-        return Loss(*self._at(probed.divergence)) if math.isfinite(probed.divergence) else Loss(1.0, 1.0)
+        if not math.isfinite(probed.divergence):
+            return Loss(1.0, 1.0)
+        found, known = self._at(probed.divergence), self.methods.get(method)
+        if known is None or probed.divergence > NEAR * known.divergence or known.bound >= found.bound:
+            return found
+        return Loss(known.likely[_MEDIAN], known.bound, known.likely)
 
-    def _at(self, divergence: float) -> tuple[float, float]:
+    def _of(self, lesson: Lesson) -> Loss:
+        return self.of(Probed(lesson.divergence, 0.0, 0.0, 0.0), lesson.method)
+
+    def _at(self, divergence: float) -> Loss:
         place, places = math.log(max(divergence, self.divergence[0])), np.log(self.divergence)
-        return float(np.interp(place, places, self.expected)), float(np.interp(place, places, self.bound))
+        bound, *likely = (float(np.interp(place, places, row)) for row in (self.bound, *self.likely))
+        return Loss(likely[_MEDIAN], bound, tuple(likely))
 
     @classmethod
     def load(cls, text: str) -> Map:
         """From what `save` wrote."""
-        told: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
-        return cls(**told)
+        told: dict[str, Any] = _tuples(json.loads(text))
+        methods = {name: OfMethod(**one) for name, one in told.pop("methods").items()}
+        return cls(**told, methods=methods)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -95,25 +136,45 @@ def learn(lessons: Sequence[Lesson], confidence: float = CONFIDENCE) -> Map:
     for family in families:
         without = _learned([one for one in lessons if one.family != family], confidence, 0.0, len(families) - 1)
         mine = [one for one in lessons if one.family == family]
-        covered += [min(one.lost, 1.0) <= without._at(one.divergence)[1] for one in mine]
+        covered += [min(one.lost, 1.0) <= without._of(one).bound for one in mine]
     return _learned(lessons, confidence, sum(covered) / len(covered), len(families))
 
 
 def _learned(lessons: Sequence[Lesson], confidence: float, covered: float, families: int) -> Map:
     places = np.log([one.divergence for one in lessons])
     lost = np.array([min(one.lost, 1.0) for one in lessons])
-    expected, bound = [0.0], [0.0]
+    rows = [(0.0,) * (len(LEVELS) + 1)]
     for knot in KNOTS:
         distance = np.abs(places - math.log(knot))
         near = lost[distance <= math.log(NEAR)]
         if len(near) < FEWEST:
             near = lost[np.argsort(distance, kind="stable")[:FEWEST]]
-        near = np.sort(near)
-        rank = min(math.ceil((len(near) + 1) * confidence), len(near))
-        expected.append(max(expected[-1], float(np.median(near))))
-        bound.append(max(bound[-1], float(near[rank - 1])))
-    rows = [tuple(float(f"{value:.4g}") for value in row[1:]) for row in (expected, bound)]
-    return Map(KNOTS, rows[0], rows[1], confidence, round(covered, 4), len(lessons), families)
+        rows.append(tuple(np.maximum(rows[-1], (_bound(near, confidence), *np.quantile(near, LEVELS)))))
+    bound, *likely = (_rounded(row) for row in zip(*rows[1:], strict=True))
+    methods = {}
+    for name in sorted({one.method for one in lessons} - {""}):
+        mine = [one for one in lessons if one.method == name]
+        if len(mine) < FEWEST_OF_METHOD:
+            continue
+        of = np.array([min(one.lost, 1.0) for one in mine])
+        at = _rounded(np.maximum(0.0, (_bound(of, confidence), *np.quantile(of, LEVELS))))
+        methods[name] = OfMethod(at[1:], at[0], max(one.divergence for one in mine), len(mine))
+    return Map(KNOTS, tuple(likely), bound, methods, confidence, round(covered, 4), len(lessons), families)
+
+
+def _bound(lost: NDArray[np.float64], confidence: float) -> float:
+    rank = min(math.ceil((len(lost) + 1) * confidence), len(lost))
+    return float(np.sort(lost)[rank - 1])
+
+
+def _rounded(row: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in row)
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @cache

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from autopar.errors import SpecError
 from autopar.quality.candidates import Candidate, Plans, begun_exactly, exactly, first_lossy, priced
-from autopar.quality.verdict import SHOWN, Shown
+from autopar.quality.verdict import SHOWN, SLOWER, Shown
 from autopar.search import Budget, SearchResult, search
 from autopar.spec.plan import Plan
 from autopar.spec.quality import Considered, QualityChoice
 
 UNKNOWN = "no evidence"
 MORE = "tried with more parameters synchronized exactly only"
-SLOWER = "slower"
 NAMED = 4
 """Of plans that are not known, those that are named, at most."""
 

@@ -11,6 +11,7 @@ from autopar.spec.quality import Considered, QualityChoice
 TOO_MUCH = "expected to lose more than the budget"
 REFUTED = "lost too much"
 SHOWN = "chosen"
+SLOWER = "slower"
 NOT_SHOWN = "not shown to keep to the budget"
 
 

@@ -78,11 +78,12 @@ def _trainings(
     for seed, name in itertools.product(range(seeds), tasks):
         if is_late():
             break
-        if missing := probes.missing(probed, name, seed, methods):
+        each = tuple(m for m in methods if defined(name, m))
+        if missing := probes.missing(probed, name, seed, each):
             click.echo(f"{name}, seed {seed}: {len(missing)} probes", err=True)
             probes.start(name, missing, seed, probed)
         known = journal.outcomes()
-        if missing := tuple(m for m in methods if (name, m, seed) not in known and defined(name, m)):
+        if missing := tuple(m for m in each if (name, m, seed) not in known):
             click.echo(f"{name}, seed {seed}: {len(missing)} trainings", err=True)
             training.start(name, missing, seed, path)
     return table.report(o for o in journal.outcomes().values() if o.task in tasks)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+import autopar
 import autopar.quality
 from autopar.quality.degradation import FILE, Lesson, Map, learn
+from autopar.quality.methods import method_of
+from autopar.strategies import Context
+from benchmarks.budget.methods import METHODS
 from benchmarks.budget.outcome import Key, Outcome
 from benchmarks.budget.probes import ProbeOutcome
-from benchmarks.budget.tasks import LEARNED
+from benchmarks.budget.tasks import LEARNED, TASKS
 
 MAP = Path(autopar.quality.__file__).parent / FILE
 
@@ -23,8 +28,26 @@ def lessons(outcomes: Mapping[Key, Outcome], probes: Mapping[Key, ProbeOutcome])
         outcome, probed = outcomes[key], probes[key].probed
         if outcome.task in LEARNED and 0 < probed.divergence < math.inf:
             lost = math.inf if outcome.lost is None else outcome.lost
-            found.append(Lesson(outcome.task.rsplit("_", 1)[0], probed.divergence, lost))
+            family, method = outcome.task.rsplit("_", 1)[0], method_called(outcome.method)
+            found.append(Lesson(family, probed.divergence, lost, method))
     return found
+
+
+@cache
+def method_called(name: str) -> str:
+    """What autopar's map calls one of the benchmark's methods."""
+    task = TASKS["planted_adamw"]
+    model = task.build(0)
+    plan = autopar.plan(
+        model,
+        autopar.ClusterSpec.local(task.ranks),
+        example_inputs=task.rank_batch(0, 0, 0),
+        loss_fn=task.loss_fn,
+        optimizer=task.optimizer(model),
+        strategy=METHODS[name].probe,
+        fidelity=METHODS[name].fidelity,
+    )
+    return method_of(plan.groups, Context(task.ranks))
 
 
 def shipped_map(outcomes: Mapping[Key, Outcome], probes: Mapping[Key, ProbeOutcome]) -> Map:

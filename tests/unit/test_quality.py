@@ -18,6 +18,7 @@ from autopar.quality.budget import QualityBudget
 from autopar.quality.candidates import Plans, begun_exactly, candidates, fastest, loses, predicted_s
 from autopar.quality.degradation import Lesson, Map, learn, shipped
 from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
+from autopar.quality.methods import method_of
 from autopar.quality.probe import Probed
 from autopar.search import build_plan, price, training_step_s
 from autopar.strategies import Context
@@ -50,7 +51,37 @@ def test_a_map_finds_the_law_that_lessons_were_made_by() -> None:
         law = 0.02 * divergence**1.5
         assert found.of(probed(divergence)).expected == pytest.approx(law, rel=1.2)
         assert 1.3 * law < found.of(probed(divergence)).bound < 15 * law
-    assert list(found.bound) == sorted(found.bound) and list(found.expected) == sorted(found.expected)
+    assert list(found.bound) == sorted(found.bound) and all(list(row) == sorted(row) for row in found.likely)
+
+
+def test_a_method_that_lost_little_everywhere_is_vouched_for_where_it_diverges_as_it_did_there() -> None:
+    mild = [Lesson(str(f), 0.5, 0.001 * (1 + f % 5), "mild") for f in range(20)]
+    found = learn([*lessons(), *mild])
+    assert found.of(probed(0.5), "mild").bound == pytest.approx(0.005)
+    assert found.of(probed(0.5), "mild").chance_within(0.005) == 1.0
+    assert found.of(probed(0.5), "mild").chance_within(0.003) in (0.5, 0.75)
+    assert found.of(probed(0.5)).bound > 0.01 and found.of(probed(0.5)).chance_within(0.0001) == 0.0
+    assert found.of(probed(1.5), "mild") == found.of(probed(1.5))
+    assert learn([*lessons(), *mild[:12]]).of(probed(0.5), "mild") == learn([*lessons(), *mild[:12]]).of(probed(0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("ddp", ""),
+        ("ddp+bf16", "rounded"),
+        ("quantized(bits=4,exchange=gather)+from_step=8", "quantized(bits=4)"),
+        ("ddp+every=4", "all_reduce+every=4"),
+        ("ddp+delay=1", "all_reduce+delay=1"),
+    ],
+)
+def test_what_a_plan_loses_by_has_one_name(name: str, method: str) -> None:
+    plan = planned(name)
+    assert method_of(plan.groups, CONTEXT) == method
+    if method.startswith("quantized"):
+        mixed = (*plan.groups[:1], *planned("ddp").groups[1:])
+        assert method_of(mixed, CONTEXT) == method
+        assert method_of((*mixed, *planned("power_sgd").groups[-1:]), CONTEXT) == ""
 
 
 def test_of_few_trainings_the_worst_is_the_bound() -> None:

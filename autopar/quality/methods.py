@@ -1,0 +1,31 @@
+"""What a plan loses by, in one word that other plans share: trainings of other models are lessons for it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.quality.candidates import loses
+from autopar.spec.plan import SyncGroup
+from autopar.strategies import Context, strategy_named
+from autopar.strategies.lowering import fidelity_of
+
+UNLIKE = ("exchange",)
+"""Options of strategies that decide who adds up, and little of what is lost."""
+
+
+def method_of(groups: Iterable[SyncGroup], context: Context) -> str:
+    """The strategy of groups that lose something, with what was chosen for it, as `quantized(bits=4)` or
+    `all_reduce+every=4`; `rounded` where bits alone are lost, and empty where groups lose by several methods."""
+    groups = tuple(groups)
+    found = {_method(g) for g in groups if loses(g, context)}
+    if not found and fidelity_of(groups, context) == "rounded":
+        return "rounded"
+    return found.pop() if len(found) == 1 else ""
+
+
+def _method(group: SyncGroup) -> str:
+    options = strategy_named(group.strategy).options_type.model_validate(group.options)
+    chosen = options.model_dump(exclude_defaults=True, exclude=set(UNLIKE))
+    said = ",".join(f"{k}={v}" for k, v in sorted(chosen.items()))
+    times = "".join(f"+{k}={v}" for k, v in group.timing.items() if k in ("every", "delay"))
+    return group.strategy + (f"({said})" if said else "") + times
