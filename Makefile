@@ -20,6 +20,8 @@ TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = true
+# Where Python is told to keep no compiled files, each of the tests' processes would compile autopar again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-oldest check format venv clean
 

@@ -16,6 +16,7 @@ from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
+from autopar.plan_variable import plan_from_environment
 from autopar.planning import Planner, Progress, Training, check_choices
 from autopar.quality.budget import QualityBudget
 from autopar.quality.planned import check_budget, choose_for
@@ -43,9 +44,6 @@ from autopar.search.options import SearchOptions
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
-
-PLAN_VARIABLE = "AUTOPAR_PLAN"
-"""The environment variable in which `autopar run` hands a plan's path to the script."""
 
 
 def plan(
@@ -144,6 +142,7 @@ def optimize(
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
     calibration: Calibration | None = None,
+    trials: str | os.PathLike[str] | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
     timeout_s: float = 300.0,
@@ -175,6 +174,7 @@ def optimize(
     weight: Weight | None = None,
     unused_parameters: Unused = "error",
     calibration: Calibration | None = None,
+    trials: str | os.PathLike[str] | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
     timeout_s: float = 300.0,
@@ -209,6 +209,7 @@ def optimize(
     unused_parameters: Unused = "error",
     optimizer_acts_on: Scope | None = None,
     calibration: Calibration | None = None,
+    trials: str | os.PathLike[str] | None = None,
     measure_compute: bool = False,
     time_budget_s: float = 10.0,
     timeout_s: float = 300.0,
@@ -264,6 +265,8 @@ def optimize(
         optimizer_acts_on: "element" or "parameter", for an optimizer that is not PyTorch's own: the smallest unit
             whose update depends on nothing else.
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
+        trials: the file that `autopar search --trials` has written on this cluster, of this model or others; what it
+            says corrects predictions. Read on rank 0.
         measure_compute: times a few forward and backward passes of the model here, and predicts compute on all devices
             of this kind from these times, in place of the devices' figures.
         check: which steps are compared with the model run eagerly: the "first", "always", or "never".
@@ -302,7 +305,7 @@ def optimize(
     kept = Constraints.of(memory_reserve, pin, forbid)
     planner = Planner(
         strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, None, kept,
-        may_not_fit=True,
+        trials=None if trials is None else Path(trials), may_not_fit=True,
     )  # fmt: skip
     if max_captures < 1:
         raise SpecError(f"max_captures is {max_captures}: a program keeps the graphs of at least one batch signature")
@@ -319,7 +322,7 @@ def optimize(
         check_compiler(next(iter(parameters.values())).device)
     if optimizer is not None:
         check_optimizer(optimizer, parameters, may_leave=unused_parameters == "freeze")
-    plan = plan or _plan_from_environment()
+    plan = plan or plan_from_environment()
     check_budget(budget, optimizer, strategy, fidelity, plan)
     if plan is not None:
         plan.check_world_size(group.world_size)
@@ -387,11 +390,6 @@ def optimize(
 
 def _scale(scaler: GradScaler | None) -> str:
     return "none" if scaler is None else str(scaler.state_dict())
-
-
-def _plan_from_environment() -> Plan | None:
-    path = os.environ.get(PLAN_VARIABLE)
-    return Plan.load(path) if path else None
 
 
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:

@@ -15,8 +15,8 @@ from types import FrameType
 import click
 
 from autopar.cli.console import progress, result, standard_options
+from autopar.plan_variable import PLAN_VARIABLE
 
-PLAN_VARIABLE = "AUTOPAR_PLAN"
 DEFAULT_PORT = 29500
 
 

@@ -20,10 +20,10 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
-from autopar.api import PLAN_VARIABLE
 from autopar.errors import SpecError
 from autopar.integrations.calls import CapturedCalls
 from autopar.integrations.ranks import Weight, equal, samples, share, sums
+from autopar.plan_variable import PLAN_VARIABLE
 from autopar.spec.cluster import ClusterSpec
 
 _OF_DDP = (

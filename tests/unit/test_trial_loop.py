@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+import autopar
 from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, cost_model_for
 from autopar.cost_models.base import Lesson
 from autopar.cost_models.trial_log import lessons
@@ -198,3 +200,20 @@ def test_trials_of_another_cluster_are_refused_and_damaged_lines_passed_over(tmp
     with pytest.raises(SpecError, match="no such file"):
         lessons(tmp_path / "none", CLUSTER.fingerprint, "data sheets", names)
     assert lessons(tmp_path / "none", CLUSTER.fingerprint, "data sheets", names, may_be_missing=True) == []
+
+
+def test_a_script_prices_by_what_trials_have_taught(tmp_path: Path) -> None:
+    """With one rank there is nothing to learn: that the file is read, and of which cluster it is, shows."""
+    kept, cluster = tmp_path / "trials.jsonl", Slow()
+    Trials(cluster, most=2, again=SMALL, log=kept)(searched())
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for path, said in ((kept, "was run on another cluster"), (tmp_path / "none.jsonl", "none.jsonl")):
+        with pytest.raises(SpecError, match=said):
+            autopar.optimize(
+                model,
+                optimizer=optimizer,
+                loss_fn=torch.nn.functional.mse_loss,
+                example_inputs=(torch.ones(4, 3), torch.ones(4, 2)),
+                trials=path,
+            )
