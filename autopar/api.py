@@ -16,7 +16,6 @@ from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.passes import EVERY, Passes
-from autopar.plan_variable import plan_from_environment
 from autopar.planning import Planner, Progress, Training, check_choices
 from autopar.quality.budget import QualityBudget
 from autopar.quality.planned import check_budget, choose_for
@@ -44,6 +43,7 @@ from autopar.search.options import SearchOptions
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
+from autopar.spec.plan_variable import plan_from_environment
 
 
 def plan(

@@ -15,7 +15,7 @@ from types import FrameType
 import click
 
 from autopar.cli.console import progress, result, standard_options
-from autopar.plan_variable import PLAN_VARIABLE
+from autopar.spec.plan_variable import PLAN_VARIABLE
 
 DEFAULT_PORT = 29500
 

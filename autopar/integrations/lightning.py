@@ -23,8 +23,8 @@ from torch import nn
 from autopar.errors import SpecError
 from autopar.integrations.calls import CapturedCalls
 from autopar.integrations.ranks import Weight, equal, samples, share, sums
-from autopar.plan_variable import PLAN_VARIABLE
 from autopar.spec.cluster import ClusterSpec
+from autopar.spec.plan_variable import PLAN_VARIABLE
 
 _OF_DDP = (
     "accelerator",
