@@ -46,6 +46,8 @@ class Counts(nn.Module):
         self.total, self.window = torch.zeros(()), torch.zeros(3)[:1]
         self.cycle, self.listed = itertools.cycle([1.0, 2.0, 3.0]), iter([0.5 * k for k in range(1, 90)])
         self.count = counter()
+        self.generated, self.mapped = (0.5 * k for k in range(1, 90)), [map(float, range(1, 90))]
+        self.endless = itertools.cycle(k for k in (1.0, 2.0, 3.0))
 
     def factor(self) -> torch.Tensor | float:
         if self.how == "tensor":
@@ -58,6 +60,10 @@ class Counts(nn.Module):
             return next(self.cycle)
         if self.how == "list iterator":
             return next(self.listed)
+        if self.how in ("generated", "endless"):
+            return next(getattr(self, self.how))  # type: ignore[no-any-return]
+        if self.how == "mapped":
+            return next(self.mapped[0])
         return self.count() if self.how == "closure" else outside()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +74,21 @@ class Counts(nn.Module):
         return self.layer(x) * self.factor() + 0 * x.sum().item()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("how", ["tensor", "view", "cycle", "list iterator", "closure", "global", "function"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tensor",
+        "view",
+        "cycle",
+        "list iterator",
+        "generated",
+        "endless",
+        "mapped",
+        "closure",
+        "global",
+        "function",
+    ],
+)
 def test_what_counts_runs_counts_steps(how: str) -> None:
     global RUNS
     x, y = torch.ones(5, 4), torch.ones(5, 3)
@@ -127,6 +147,18 @@ def wrapped() -> Callable[..., torch.Tensor]:
     return partial(lambda loss, output, target: loss(output, target), Centred())
 
 
+def loading() -> Callable[..., torch.Tensor]:
+    """With data of its own, which a loader's iterator and a generator give."""
+    data = torch.arange(40.0)
+    loaded = iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2))
+    drawn = (float(k) for k in data)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output * next(loaded)[0].mean(), target) + next(drawn) * output.mean()
+
+    return loss
+
+
 def behind_a_network() -> Callable[..., torch.Tensor]:
     """A network that is registered nowhere, with running statistics, and a layer whose gradients add up."""
     torch.manual_seed(1)
@@ -141,7 +173,7 @@ def behind_a_network() -> Callable[..., torch.Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("made", [Centred, listing, counting, wrapped, behind_a_network])
+@pytest.mark.parametrize("made", [Centred, listing, counting, wrapped, loading, behind_a_network])
 def test_what_a_loss_counts_that_is_no_module_counts_steps(made: Callable[[], Callable[..., torch.Tensor]]) -> None:
     x, y = torch.ones(5, 4), torch.ones(5, 3)
     eager, eagerly = nn.Linear(4, 3), made()

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.ir.batch import call_model
 from autopar.ir.model_output import find_loss
 from autopar.runtime.model.generators import generators, set_generators
-from autopar.runtime.model.held_state import held_within, methods_of, parts, unmoved
+from autopar.runtime.model.held_state import held_within, kept_within, methods_of, parts
 from autopar.runtime.model.shared_memory import once
 
 Take = Callable[[str, torch.Tensor], None]
@@ -42,7 +42,7 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; of modules
     among them, which are registered nowhere, the buffers, too. What is returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
-    attributes = [(m, {k: unmoved(v) for k, v in vars(m).items()}) for m in modules]
+    attributes = [one for m in modules for one in kept_within(vars(m))]
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
     # TorchScript's tables are no dicts, and what they hold cannot be replaced.
     registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
@@ -56,10 +56,7 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
             for tensor, value in values:  # by their values: batch normalization writes without another version
                 if not tensor.is_meta and not torch.equal(once(tensor), value):
                     once(tensor).copy_(value)
-        for module, held in attributes:
-            vars(module).clear()
-            vars(module).update(held)
-        for one in back:
+        for one in (*attributes, *back):
             one()
         for table, content in zip(registered, own, strict=True):
             if list(map(id, parts(table))) != list(map(id, parts(content))):

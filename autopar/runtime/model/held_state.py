@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import random
-import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -16,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from autopar.runtime.model.iterators import is_iterator, rewound
 
 
 class KeptByProgram:
@@ -28,17 +28,6 @@ MOST = 20_000
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
-_ITERATORS: tuple[type, ...] = (
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(1))),
-    itertools.chain,
-    itertools.count,
-    itertools.cycle,
-    itertools.islice,
-    itertools.repeat,
-)
-"""Iterators that can be copied; a generator cannot."""
 _WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
 """Where modules come from that synchronize another one: what they count themselves goes on."""
 _Back = Callable[[], None]
@@ -84,27 +73,31 @@ def held_within(
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif (of_generator := _generator(value)) is not None:
             back.append(of_generator)
+        elif type(value) is set:
+            back.append(partial(_refill, value, set(value)))
+            waiting += value
         elif type(value) in _CONTAINERS:
-            content = copy.copy(value)
-            back.append(lambda value=value, content=content: _refill(value, content))  # type: ignore[misc]
+            back += kept_within(value)
             waiting += parts(value)
         elif isinstance(value, tuple):
             waiting += value
         elif type(getattr(value, "__dict__", None)) is dict:
-            own = vars(value)
-            back.append(lambda own=own, content=dict(own): _refill(own, content))  # type: ignore[misc]
-            waiting += own.values()
+            back += kept_within(vars(value))
+            waiting += vars(value).values()
     return tensors, back
 
 
-def unmoved(value: Any) -> Any:
-    """A copy of an iterator, which moves on by itself; anything else itself."""
-    if not isinstance(value, _ITERATORS):
-        return value
-    with warnings.catch_warnings(), contextlib.suppress(TypeError):  # from Python 3.14 on itertools are not copied
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return copy.deepcopy(value)
-    return value
+def kept_within(holder: Any) -> list[_Back]:
+    """What puts back what a dict, list or deque holds, and where the iterators among that are."""
+    content, back = copy.copy(holder), []
+    for key, value in [*holder.items()] if isinstance(holder, dict) else [*enumerate(holder)]:
+        live, later, rewind = rewound(value)
+        if live is not value:
+            holder[key] = live
+        content[key] = later
+        if rewind is not None:
+            back.append(rewind)
+    return [partial(_refill, holder, content), *back]
 
 
 def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
@@ -116,9 +109,8 @@ def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
 
 def _of_module(module: nn.Module) -> tuple[list[Any], list[_Back]]:
     """What a module holds but its parameters and hooks; what puts back its attributes and its parameters' gradients."""
-    own = vars(module)
-    inside = [v for n, v in own.items() if n != "_parameters" and not n.endswith("_hooks")]
-    back: list[_Back] = [partial(_refill, own, {n: unmoved(v) for n, v in own.items()})]
+    back = kept_within(vars(module))
+    inside = [v for n, v in vars(module).items() if n != "_parameters" and not n.endswith("_hooks")]
     for p in module.parameters(recurse=False):
         back.append(partial(_set_gradient, p, p.grad, None if p.grad is None else p.grad.clone()))
     return inside, back
@@ -135,20 +127,29 @@ def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
     numbers, containers, tensors, iterators and functions of its own file among the globals that it names; and what puts
     these names back."""
     own = vars(function)
+    back = kept_within(own)
     found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *own.values()]
-    back: list[_Back] = [partial(_refill, own, dict(own))]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not filled yet
+            back += _kept_in(partial(setattr, cell, "cell_contents"), cell.cell_contents)
             found.append(cell.cell_contents)
-            back.append(partial(setattr, cell, "cell_contents", unmoved(cell.cell_contents)))
     space = function.__globals__
     for name in function.__code__.co_names:
-        if isinstance(value := space.get(name), (int, float, torch.Tensor, *_CONTAINERS, *_ITERATORS)):
-            found.append(value)
-            back.append(partial(space.__setitem__, name, unmoved(value)))
+        value = space.get(name)
+        if isinstance(value, (int, float, torch.Tensor, *_CONTAINERS)) or is_iterator(value):
+            back += _kept_in(partial(space.__setitem__, name), value)
+            found.append(space[name])
         elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found.append(value)
     return found, back
+
+
+def _kept_in(hold: Callable[[Any], None], value: Any) -> list[_Back]:
+    """What puts a value back where `hold` puts one."""
+    live, later, rewind = rewound(value)
+    if live is not value:
+        hold(live)
+    return [partial(hold, later), *([] if rewind is None else [rewind])]
 
 
 def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
@@ -169,14 +170,14 @@ def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
         names = _names(function.__code__)
         waiting += [vars(c)[n] for c in type(owner).__mro__ for n in names if n in vars(c)]
         named |= names
-    kept = {n: unmoved(own[n]) for n in named if n in own}
+    kept = named & own.keys()
+    back = [one for name in kept for one in _kept_in(partial(own.__setitem__, name), own[name])]
 
-    def put_back() -> None:
-        for name in named & own.keys() - kept.keys():
+    def leave_out() -> None:
+        for name in named & own.keys() - kept:
             del own[name]
-        own.update(kept)
 
-    return [*functions, *kept.values()], [put_back]
+    return [*functions, *(own[name] for name in kept)], [leave_out, *back]
 
 
 def _names(code: CodeType) -> set[str]:
