@@ -146,7 +146,10 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:
     """A tensor in one of few layouts, so that few graphs are captured: as it is where it is contiguous or its
-    dimensions are merely in another order (channels last, transposed); else a contiguous copy."""
+    dimensions are merely in another order (channels last, transposed); else a contiguous copy. One that was made within
+    `torch.inference_mode()` is copied, as autograd would not take it."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        x = x.clone()
     if x.layout is not torch.strided:
         return x
     if x.is_conj() or x.is_neg():
