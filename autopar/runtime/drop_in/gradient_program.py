@@ -145,8 +145,8 @@ class GradientProgram(DropInProgram):
             def may_keep(synchronizes: bool) -> bool:
                 return self._group.world_size > 1 and not (synchronizes or self.synchronizes)
 
-            forget = self._others.forget
-            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, self._guard, forget)
+            kept, forget = self._kept if self._group.world_size > 1 else None, self._others.forget
+            self._eagerly = StandInGradients(c, kept, may_keep, self._synchronized, self._guard, forget)
         with self._random:
             return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
 
@@ -176,6 +176,7 @@ class GradientProgram(DropInProgram):
             if self._tells:
                 has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
             self._others.expect(dict.fromkeys(names), total, sums)
+            self._others.arrived()
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
     def _scalars(
