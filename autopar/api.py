@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, overload
 
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autopar.errors import PlanMismatchError, SpecError
 from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
+from autopar.ir.gradient_modes import gradients_recorded
 from autopar.ir.passes import EVERY, Passes
 from autopar.planning import Planner, Progress, Training, check_choices
 from autopar.quality.budget import QualityBudget
@@ -46,6 +46,7 @@ from autopar.spec.plan import Fidelity, Plan
 from autopar.spec.plan_variable import plan_from_environment
 
 
+@gradients_recorded()
 def plan(
     model: nn.Module,
     cluster: ClusterSpec,
@@ -186,6 +187,7 @@ def optimize(
     passes: Passes = EVERY,
     progress: Progress | None = None,
 ) -> SyncedModule: ...
+@gradients_recorded()
 def optimize(
     model: nn.Module,
     cluster_spec: ClusterSpec | None = None,
@@ -334,7 +336,7 @@ def optimize(
             )
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
     said += f", {capture=}, {compile=}, {outputs=}, {sync_batch_norm=}"
-    said += f", loss scale {_scale(scaler)}, passes {passes.said}"
+    said += f", loss scale {'none' if scaler is None else scaler.state_dict()}, passes {passes.said}"
     check_same_call(model_fingerprint(model, loss_fn), group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
@@ -386,10 +388,6 @@ def optimize(
         program = made(model, plan, group, optimizer, settings, context)
         program.adopt(graph, training.batch, sizes=of_all)
         return program
-
-
-def _scale(scaler: GradScaler | None) -> str:
-    return "none" if scaler is None else str(scaler.state_dict())
 
 
 def _make_equal(model: nn.Module, loss_fn: Any, group: Group) -> None:

@@ -91,15 +91,16 @@ class Training:
         if mode == "module":  # which is given no target
             inputs = inputs_and_target(batch, settings.loss_fn is not None)[0]
             try:
-                self.batch = module_batch(model, inputs)
+                self.batch = module_batch(model, inputs, needs_tensor=not may_run)
             except SignatureError:
                 raise
             except CaptureError as e:
-                self.batch, self._refused = flatten(inputs), e
+                self.batch, self._refused = flatten(inputs, needs_tensor=not may_run), e
         else:
             self.batch = flatten(example_of(settings.weight, batch), needs_tensor=not may_run)
-            if not self.batch.tensors:
-                self._refused = CaptureError(f"the batch, a {type(batch).__name__}, shows no tensors to a graph")
+        if self.batch.unseen or not self.batch.tensors:
+            shows = f"the batch, a {type(batch).__name__}, shows no tensors to a graph"
+            self._refused = self._refused or CaptureError(self.batch.unseen or shows)
         self.model = model
         self.settings = settings
         self.optimizer = optimizer

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError, SignatureError
-from autopar.ir.constants import constant_of
+from autopar.ir.constants import constant
+from autopar.ir.form import Form, Held, taken_apart
+from autopar.ir.held_tensors import held_tensors
 from autopar.ir.listed import listed
 
 
@@ -55,19 +56,24 @@ class Batch:
 
     tensors: tuple[torch.Tensor, ...]
     signature: Signature
-    spec: pytree.TreeSpec
+    form: Form
     constants: tuple[Any, ...]
     """The leaves that are no tensors, in their places; tensors are `None` here."""
     is_tensor: tuple[bool, ...]
     listed: int | None = None
     """Samples in a batch that lists them; `None` where they lie side by side in its tensors."""
+    unseen: str = ""
+    """Why no graph can be made for it, as it holds what a graph does not see; empty where one can."""
 
     @property
     def size(self) -> int | None:
-        """Samples in the batch: the dicts of a list of dicts, else dimension 0 of its first tensor that has one."""
+        """Samples in the batch: the dicts or dataclasses of a list of these, else dimension 0 of its first tensor that
+        has one; those that a graph does not see come last."""
         if self.listed is not None:
             return self.listed
-        return next((int(t.shape[0]) for t in self.tensors if t.dim() > 0), None)
+        shown = (int(t.shape[0]) for t in self.tensors if t.dim() > 0)
+        hidden = (int(t.shape[0]) for t in (held_tensors(self.constants) if self.unseen else ()) if t.dim() > 0)
+        return next(shown, next(hidden, None))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -78,20 +84,20 @@ class Batch:
     def names(self) -> tuple[str, ...]:
         """Of its tensors, as a user would write them: `batch['mask']`, `batch[0]`."""
         try:
-            paths, _ = pytree.tree_flatten_with_path(self.rebuild(self.tensors))
+            return tuple(n for n, x in self.form.placed(self.rebuild(self.tensors)) if isinstance(x, torch.Tensor))
         except ValueError:  # a container of the user's, registered without keys
             return tuple(f"tensor {i} of the batch" for i in range(len(self.tensors)))
-        return tuple(f"batch{pytree.keystr(path)}" for path, leaf in paths if isinstance(leaf, torch.Tensor))
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
 
-    def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The batch in its original structure, with other tensors in place of its own."""
+    def rebuild(self, tensors: tuple[torch.Tensor, ...], made: list[Held] | None = None) -> Any:
+        """The batch in its original structure, with other tensors in place of its own. `made` takes the dataclasses in
+        it, which are other ones than the batch's."""
         it = iter(tensors)
         leaves = [next(it) if t else c for t, c in zip(self.is_tensor, self.constants, strict=True)]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return self.form.rebuild(iter(leaves), [] if made is None else made)
 
     def copied(self) -> tuple[torch.Tensor, ...]:
         """Copies of its tensors, for a run that may write to them."""
@@ -115,23 +121,27 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
     """Flattens a batch; raises `SignatureError` where it holds no tensor, and one is needed."""
     if isinstance(batch, Mapping) and type(batch) is not dict:
         batch = dict(batch)  # Hugging Face's BatchEncoding and the like
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, form = taken_apart(batch)
     leaves = [_laid_out(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     is_tensor = tuple(isinstance(x, torch.Tensor) for x in leaves)
     tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
-    if not tensors and needs_tensor:
+    constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
+    keys = [(_tensor_key(x), "") if t else constant(x) for t, x in zip(is_tensor, leaves, strict=True)]
+    key, why = tuple(key for key, _ in keys), next((why for _, why in keys if why), "")
+    if not tensors and needs_tensor and not why:
         raise SignatureError(
             f"the batch holds no tensor (it is a {type(batch).__name__}): expected a dict of keyword inputs, "
             "a tuple of positional inputs, or one tensor"
         )
-    constants = tuple(None if t else x for t, x in zip(is_tensor, leaves, strict=True))
-    key = tuple(_tensor_key(x) if t else constant_of(x) for t, x in zip(is_tensor, leaves, strict=True))
-    return Batch(tensors, Signature(str(spec), key), spec, constants, is_tensor, listed(batch))
+    return Batch(tensors, Signature(str(form), key), form, constants, is_tensor, listed(batch), why)
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:
     """A tensor in one of few layouts, so that few graphs are captured: as it is where it is contiguous or its
-    dimensions are merely in another order (channels last, transposed); else a contiguous copy."""
+    dimensions are merely in another order (channels last, transposed); else a contiguous copy. One that was made within
+    `torch.inference_mode()` is copied, as autograd would not take it."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        x = x.clone()
     if x.layout is not torch.strided:
         return x
     if x.is_conj() or x.is_neg():
@@ -175,11 +185,12 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return named
 
 
-def module_batch(model: torch.nn.Module, inputs: Any) -> Batch:
+def module_batch(model: torch.nn.Module, inputs: Any, needs_tensor: bool = True) -> Batch:
     """A batch as a drop-in module's `forward` sees it: all inputs by keyword. Raises `SignatureError`."""
     if isinstance(inputs, dict) or hasattr(inputs, "keys"):
-        return flatten(bind(model, (), dict(inputs)))
-    return flatten(bind(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}))
+        return flatten(bind(model, (), dict(inputs)), needs_tensor)
+    by_place = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return flatten(bind(model, by_place, {}), needs_tensor)
 
 
 def inputs_and_target(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ from autopar.ir.batch import Batch, call_model, misfit
 from autopar.ir.checkpointed import refuse_writes
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
+from autopar.ir.form import Held, check_as_given
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
 from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.kept_results import refuse_kept_draws, seen_kept_results
@@ -87,8 +88,10 @@ class _Step(nn.Module):
         return result
 
     def _result(self, *tensors: torch.Tensor) -> Any:
-        batch = self._batch.rebuild(tensors)
+        made: list[Held] = []
+        batch = self._batch.rebuild(tensors, made)
         output, target = call_model(self.model, batch, self.loss_fn is not None)
+        check_as_given(made)
         if self._mode == "module":
             return tuple([t.clone() if i in self.apart.copied else t for i, t in enumerate(output_tensors(output))])
         loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target), batch)

@@ -26,7 +26,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import NumpyTensorSource
 
 from autopar.ir.compat import AT_TRACE_END
-from autopar.ir.constants import constant_of
+from autopar.ir.constants import constant
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
@@ -204,9 +204,9 @@ def _as_written(equals: Callable[[GuardBuilder, Any], None]) -> Callable[[GuardB
             isinstance(value, (tuple, list, set, frozenset)) or (isinstance(value, (float, complex)) and not value)
         ):
             return
-        constant = constant_of(value)
+        known, _ = constant(value)
         words = get_verbose_code_parts(f"{guard.name} == {value!r}", guard)
-        builder.get_guard_manager(guard).add_lambda_guard(lambda v: constant_of(v) == constant, words, guard.user_stack)
+        builder.get_guard_manager(guard).add_lambda_guard(lambda v: constant(v)[0] == known, words, guard.user_stack)
 
     return match
 

@@ -146,6 +146,8 @@ class BaseProgram:
                 return known
             if not is_new:
                 return self._stand_ins.of(wanted)
+            if batch.unseen:
+                raise CaptureError(batch.unseen)
             return self._captured_for(batch, outputs, sizes, kind)
         except (SignatureError, UnusedParameterError):
             raise

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autopar.backends import collectives
 from autopar.backends.across import gather_rows
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import Batch
+from autopar.ir.held_tensors import held_tensors
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.sync_batch_norm import own_channel
 
@@ -66,6 +69,22 @@ def gathering(group: Group, sizes: tuple[int, ...]) -> Iterator[None]:
         yield
     finally:
         _now[:] = before
+
+
+def gathered_as_it_is(model: nn.Module, batch: Batch, weight: float) -> Any:
+    """The output of a drop-in module that trains nothing, run as it is; `weight`: how much the batch counts. What other
+    ranks' losses bring to this rank's inputs counts as their batches do beside this one, as in training."""
+
+    def hooked(t: torch.Tensor, by: float) -> torch.Tensor:
+        if t.requires_grad and not t.is_leaf:
+            t.register_hook(lambda gradient: gradient * by)  # type: ignore[no-untyped-call]
+        return t
+
+    taken = tuple(hooked(t.view_as(t), 1 / weight) if weight else t for t in batch.tensors)
+    output = model(**batch.rebuild(taken))
+    for t in held_tensors(output):
+        hooked(t, weight)
+    return output
 
 
 def sizes_of(own: int | None, group: Group, device: torch.device) -> tuple[int, ...]:

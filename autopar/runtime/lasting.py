@@ -62,7 +62,9 @@ class Lasting:
         self.rows = ShardedRows(model, parameters, group)
         self.deferred = DeferredParameters(model)
         self.states = States(group, parameters, self.device)
-        self.parts = Parts(optimizer, parameters, plan.groups, any(map(is_timed, plan.groups)))
+        self.is_timed = any(map(is_timed, plan.groups))
+        """Whether steps differ, so that a later one may ask for states that none before has asked for."""
+        self.parts = Parts(optimizer, parameters, plan.groups, self.is_timed)
         self.names = {parameters[p.name]: p.name for p in plan.model.parameters if p.name in parameters}
         """Of the parameters that the plan knows."""
         self.local = frozenset(m.name for g in plan.groups if is_local(g) for m in g.members)

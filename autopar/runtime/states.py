@@ -99,6 +99,10 @@ class States:
         for (_, key), (call, tensor) in self._held.items():
             self._fill(key, call, tensor)
 
+    def load_later(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Takes what a checkpoint has of states that no step has asked for yet."""
+        self._loaded = saved
+
     def names(self, group: int | None = None) -> set[tuple[str, str]]:
         """The names of states, and of their places; of one group, or of all."""
         held = [(key, call) for (of, key), (call, _) in self._held.items() if group in (None, of)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ import autopar
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import Owned
+from autopar.ops.sparsification import Accumulate
+from autopar.ops.state import Recall
 from autopar.runtime.program import Program
 from autopar.spec.plan import Fidelity
 from autopar.strategies import register
@@ -47,13 +51,30 @@ class Remembered(Strategy):
         emit.keep(state, total)
 
 
-def _program(rank: int, n: int, strategy: Strategy) -> Program:
+class Begins(Remembered):
+    """Has a momentum of its own in its first steps, and none behind them."""
+
+    name = "begins"
+    summary = "sum a momentum of each rank's own in the first steps, and gradients from then on"
+    warms_up = True
+
+    def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        gradients = emit.pack(group)
+        if group.moment.doing == "plain":
+            momentum = emit.state(group, "momentum", momentum=0.9)
+            gradients = emit.emit(
+                Recall(group.dtype), group, [emit.emit(Accumulate(0.9), group, [momentum, gradients])]
+            )
+        emit.update(emit.wait(emit.all_reduce(gradients)), group)
+
+
+def _program(rank: int, n: int, strategy: Strategy, **settings: Any) -> Program:
     register(strategy)
     model = net()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     example = batch(0, rank)
     plan = ddp_plan(model, n, example)
-    groups = tuple(g.model_copy(update={"strategy": strategy.name}) for g in plan.groups)
+    groups = tuple(g.model_copy(update={"strategy": strategy.name, **settings}) for g in plan.groups)
     plan = plan.model_copy(update={"groups": groups, "fidelity": "compressed"})
     return autopar.optimize(model, plan=plan, optimizer=optimizer, example_inputs=example, loss_fn=F.cross_entropy)
 
@@ -96,6 +117,29 @@ def loaded(rank: int, n: int, folder: str) -> dict[str, float]:
     assert _sums(program.state_dict()) == pytest.approx(found, rel=1e-6)
     program.step(batch(3, rank))
     return found
+
+
+def asked_later(rank: int, n: int, folder: str) -> dict[str, float]:
+    """How far parameters are from those of the run that was not interrupted, where the steps behind a checkpoint ask
+    for a state that no step of a new program has asked for: the checkpoint is a folder, or a dict."""
+    program = _program(rank, n, Begins(), from_step=4)
+    for step in range(2):
+        program.step(batch(step, rank))
+    program.save(Path(folder) / "later")
+    state = program.state_dict()
+    again = {kind: _program(rank, n, Begins(), from_step=4) for kind in ("folder", "dict")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopar.AutoparWarning)  # which says that it is lost
+        again["folder"].load(Path(folder) / "later")
+        again["dict"].load_state_dict(state)
+    for step in range(2, 6):
+        for one in (program, *again.values()):
+            one.step(batch(step, rank))
+    first = list(program.model.parameters())
+    return {
+        kind: max(float((a - b).detach().abs().max()) for a, b in zip(first, one.model.parameters(), strict=True))
+        for kind, one in again.items()
+    }
 
 
 def _sums(state: dict[str, dict[str, dict[str, torch.Tensor]]]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from tests.extension.fixed_latency import FIXED_S, TOY
 from tests.extension.reciprocals import RECIPROCALS
 from tests.extension.recursive_doubling import Doubling, RecursiveDoubling
 from tests.extension.sign_compression import SignCompression
-from tests.extension.signs import loaded, saved
+from tests.extension.signs import asked_later, loaded, saved
 from tests.gloo.ranks import run_ranks
 from tests.gloo.timing import every_fourth
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
@@ -75,6 +75,11 @@ def test_residuals_go_over_to_another_number_of_ranks(tmp_path: Path) -> None:
     assert before[0] == before[1] and all(v > 0 for v in before[0].values())
     for found in after:
         assert found == pytest.approx(before[0], rel=1e-6)
+
+
+def test_a_state_that_later_steps_ask_for_is_filled_from_a_folder_as_from_a_dict(tmp_path: Path) -> None:
+    for found in run_ranks(2, asked_later, str(tmp_path)):
+        assert found == {"folder": pytest.approx(0, abs=1e-6), "dict": pytest.approx(0, abs=1e-6)}
 
 
 def test_signs_are_less_to_send_and_residuals_take_memory(signs: str) -> None:

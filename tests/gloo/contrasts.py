@@ -101,6 +101,24 @@ def train_module(rank: int, n: int, whole: bool) -> float:
     return worst
 
 
+def frozen(rank: int, n: int, whole: bool) -> float:
+    """How far the loss of a drop-in module, and the gradient of its input, are while all is frozen from what they are
+    while it trains: the first step's sizes differ between ranks."""
+    mine = model(Pair, whole)
+    synced = autopar.optimize(mine, example_inputs=batch(0, rank, n), strategy="ddp")
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for trains in (True, False):
+        mine.requires_grad_(trains)
+        given = batch(0, rank, n)
+        loss = synced(**{**given, "b": given["b"].requires_grad_()})
+        loss.backward()
+        assert given["b"].grad is not None
+        found.append((loss.detach(), given["b"].grad))
+    with torch.no_grad():
+        synced(**batch(0, rank, n) | {"index": torch.arange(SIZES[rank])})  # each rank's own
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
 def refused(rank: int, n: int) -> list[str]:
     said: list[str] = []
     mine = model(Pair, True)
@@ -127,4 +145,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     }
     trained = {str(case): train(rank, n, *case) for case in cases[n]}
     modules = [train_module(rank, n, whole) for whole in (False, True)] if n > 1 else []
+    if n > 1:
+        modules += [frozen(rank, n, whole) for whole in (False, True)]
     return {"trained": trained, "modules": modules, "refused": refused(rank, n) if n == 2 else []}

@@ -183,6 +183,23 @@ def one_pass(rank: int, n: int, captured_first: bool) -> float:
     return worst
 
 
+def added_up(rank: int, n: int) -> float:
+    """How far what lies in `grad` is from one process's, where nothing is zeroed between backward passes."""
+    model, other, _ = pair()
+    synced: Any = autopar.optimize(Unwritten(model), example_inputs=torch.randn(4, 4), strategy="ddp")
+    worst = 0.0
+    for step, sizes in enumerate(SIZES):
+        of_all = [batch for (batch,) in batches(step, sizes[:n])]
+        x, y = of_all[rank]
+        nn.functional.mse_loss(synced(x), y).backward()
+        total = sum(len(x) for x, _ in of_all)
+        for x, y in of_all:
+            (nn.functional.mse_loss(Unwritten(other)(x), y) * len(x) / total).backward()
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))  # type: ignore[operator]
+    return worst
+
+
 def refused(rank: int, n: int, strategy: str) -> str:
     """Why a batch that cannot be captured is refused under a plan that needs the graph."""
     model, _, (optimizer, _) = pair()
@@ -203,6 +220,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "steps": {s: steps(rank, n, s) for s in ("ddp", "zero1+late", "PartitionedPS")},
         "kinds": {k: steps(rank, n, "ddp", k) for k in ("micro-batches", "outputs", "changes", "at once")},
         "module": {str(a): module(rank, n, a) for a in (False, True)},
+        "added up": added_up(rank, n),
         "one pass": [one_pass(rank, n, captured_first) for captured_first in (False, True)],
     }
     if n > 1:

@@ -35,6 +35,10 @@ def test_one_backward_pass_may_go_through_a_graph_and_autograd(worlds: dict[int,
     assert all(worst < 1e-12 for ranks in worlds.values() for found in ranks for worst in found["one pass"])
 
 
+def test_what_lies_in_grad_before_stays_there(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(found["added up"] < 1e-12 for ranks in worlds.values() for found in ranks)
+
+
 def test_one_that_is_kept_back_may_not(worlds: dict[int, list[dict[str, Any]]]) -> None:
     for both, *_ in (said for _, said in worlds[2][0]["module"].values()):
         assert "call backward() for each" in both

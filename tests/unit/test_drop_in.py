@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -181,3 +183,25 @@ def test_a_copy_is_refused_by_name() -> None:
         with pytest.raises(CaptureError, match=r"module\.module"):
             copied(module)
     torch.optim.swa_utils.AveragedModel(module.module)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("capture", ["auto", "never"])
+def test_what_is_made_where_nothing_is_recorded_is_trained_outside_of_it(mode: Any, capture: Any) -> None:
+    net = _net()
+    eager = copy.deepcopy(net)
+    with mode(), warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.AutoparWarning)
+        module = autopar.optimize(net, example_inputs=X[:, :3].clone(), capture=capture)
+        assert not torch.is_grad_enabled()
+    for model in (module, eager):
+        model(X[:, :3]).square().sum().backward()
+    for a, b in zip(net.parameters(), eager.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
+
+
+def test_a_model_of_tensors_that_autograd_does_not_take_is_refused_by_name() -> None:
+    with torch.inference_mode():
+        net = nn.Linear(3, 2)
+    with pytest.raises(CaptureError, match=r"'weight' was made within torch\.inference_mode\(\).*outside of it"):
+        autopar.optimize(net, example_inputs=torch.zeros(5, 3))

@@ -79,16 +79,19 @@ def load(lasting: Lasting, state: Any) -> None:
         lasting.loss_module.load_state_dict(read.loss_fn)
     hand_out(lasting, read, read.state)
     if lasting.group.rank == 0:
-        say_dropped([f"{key}.{name}" for key, name in sorted(lasting.states.found - lasting.states.names())])
+        names = sorted(lasting.states.found - lasting.states.names())
+        say_dropped([f"{key}.{name}" for key, name in names], lasting.is_timed)
     lasting.resume(read.steps)
 
 
-def say_dropped(names: Sequence[str], stacklevel: int = 4) -> None:
-    """Warns of what strategies have kept and this plan does not keep, by the names of the tensors."""
+def say_dropped(names: Sequence[str], may_be_asked_for: bool, stacklevel: int = 4) -> None:
+    """Warns of what strategies have kept and this plan does not keep, by the names of the tensors. `may_be_asked_for`:
+    whether later steps may keep them."""
     if names:
+        unless = ", unless a later step of this plan keeps it" if may_be_asked_for else ""
         warnings.warn(
             f"the checkpoint holds {len(names)} tensors that strategies keep from step to step and that this plan does "
-            f"not keep, such as '{names[0]}': what they held back of earlier steps is lost",
+            f"not keep, such as '{names[0]}': what they held back of earlier steps is lost{unless}",
             AutoparWarning,
             stacklevel=stacklevel,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +170,12 @@ class _Loading:
 
     def _load_pieces(self, own: list[dict[str, Any]]) -> None:
         """Reads what strategies keep. What the checkpoint lacks starts with zeros; what the program does not keep is
-        dropped, which rank 0 says."""
+        dropped, which rank 0 says, unless a later step asks for it."""
         stored, rank = self.stored, self._lasting.group.rank
         kept = {name for one in own for name in one if one[name]["there"]}
         dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
         if rank == 0:
-            say_dropped(dropped, stacklevel=5)
+            say_dropped(dropped, self._lasting.is_timed, stacklevel=5)
         of_states = (name.removeprefix(f"{STATE}.").partition(".") for name in kept)
         self._lasting.states.found = frozenset((key, of) for key, _, of in of_states)
         for name, pieces in self._by_name().items():
@@ -191,6 +191,8 @@ class _Loading:
                     stored.read_sum(piece, 1 / holders)
                 else:
                     piece.tensor.detach().zero_()
+        if self._lasting.is_timed:
+            self._lasting.states.load_later(_states(stored, {name for one in own for name in one}))
 
     def _found(self, piece: Piece) -> bool:
         """Whether the checkpoint has a tensor of this name, shape and kind."""
@@ -229,10 +231,12 @@ def load_checkpoint(folder: str | Path) -> dict[str, Any]:
     return found
 
 
-def _states(stored: Stored) -> dict[str, dict[str, torch.Tensor]]:
-    """What strategies have kept; where each rank had its own part of a sum, the sum."""
+def _states(stored: Stored, but: Collection[str] = ()) -> dict[str, dict[str, torch.Tensor]]:
+    """What strategies have kept; where each rank had its own part of a sum, the sum. `but`: names that are left out."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in stored.index.tensors.items():
+        if name in but:
+            continue
         said, _, rest = name.partition(".")
         key, _, of = rest.partition(".")
         if said == STATE and tensor.layout == "Partial":

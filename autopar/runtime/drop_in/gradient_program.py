@@ -26,7 +26,7 @@ from autopar.runtime.drop_in.kept_gradients import Kept
 from autopar.runtime.drop_in.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.drop_in.other_gradients import OtherGradients
 from autopar.runtime.drop_in.passes import Backward, Gradients, Passes, only
-from autopar.runtime.gathering import gathering, sizes_of
+from autopar.runtime.gathering import gathered_as_it_is, gathering, sizes_of
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
 from autopar.runtime.model.copies import all_of, copies
@@ -82,11 +82,17 @@ class GradientProgram(DropInProgram):
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, given its inputs as the model takes them. While all that is trained is frozen, as a
-        discriminator for its generator's update, the model is a function of its inputs alone, and runs as it is."""
-        if not any(self._parameters[p.name].requires_grad for p in self.graph.parameters):
-            with self._random:
+        discriminator for its generator's update, the model is a function of its inputs alone, and runs as it is; ranks
+        take each other's samples there as in training."""
+        if any(self._parameters[p.name].requires_grad for p in self.graph.parameters):
+            return self.run(bind(self.model, args, kwargs))
+        with self._random:
+            if not (self._gathers and self._group.world_size > 1):
                 return self.model(*args, **kwargs)
-        return self.run(bind(self.model, args, kwargs))
+            inputs = bind(self.model, args, kwargs)
+            batch = flatten(inputs)
+            with gathering(self._group, self._sizes(batch)):
+                return gathered_as_it_is(self.model, batch, self._weight(batch, inputs))
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
@@ -102,17 +108,24 @@ class GradientProgram(DropInProgram):
         that require one."""
         self._unchanged.check()
         batch = flatten(inputs)
-        sizes = sizes_of(batch.size, self._group, self._device) if self._gathers else ()
+        sizes = self._sizes(batch)
         with gathering(self._group, sizes):
             return self._run(batch, inputs, sizes)
 
+    def _weight(self, batch: Batch, inputs: dict[str, Any]) -> float:
+        """How much this rank's batch counts."""
+        samples = 1 if batch.size is None else batch.size
+        return float(one_weight(self.settings.weight, inputs) if self.settings.weight else samples)
+
+    def _sizes(self, batch: Batch) -> tuple[int, ...]:
+        """Of all ranks' batches, where ranks take each other's samples; by all of them together."""
+        return sizes_of(batch.size, self._group, self._device) if self._gathers else ()
+
     def _run(self, batch: Batch, inputs: dict[str, Any], sizes: tuple[int, ...]) -> Any:
         """`sizes`: of all ranks' batches, where ranks gather them."""
-        compiled = self.compile_for(batch, sizes=sizes)
-        samples = 1 if batch.size is None else batch.size
-        weight = one_weight(self.settings.weight, inputs) if self.settings.weight else samples
+        compiled, weight = self.compile_for(batch, sizes=sizes), self._weight(batch, inputs)
         if compiled.eager is not None:
-            return self._run_eagerly(compiled, float(weight), inputs)
+            return self._run_eagerly(compiled, weight, inputs)
         if self._eagerly is not None:
             self._eagerly.call_captured()
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
@@ -128,7 +141,7 @@ class GradientProgram(DropInProgram):
                 self._eagerly.pass_captured(not sends)
             run = self.run_backward if sends else self.run_backward_alone
             self._others.around = around
-            found = run(compiled, saved, tangents, reached, float(weight))
+            found = run(compiled, saved, tangents, reached, weight)
             if self._eagerly is not None:
                 self._eagerly.deliver_captured(
                     {p.name: g for p, g in zip(compiled.graph.parameters, found, strict=False)}
@@ -145,8 +158,8 @@ class GradientProgram(DropInProgram):
             def may_keep(synchronizes: bool) -> bool:
                 return self._group.world_size > 1 and not (synchronizes or self.synchronizes)
 
-            forget = self._others.forget
-            self._eagerly = StandInGradients(c, self._kept, may_keep, self._synchronized, self._guard, forget)
+            kept, forget = self._kept if self._group.world_size > 1 else None, self._others.forget
+            self._eagerly = StandInGradients(c, kept, may_keep, self._synchronized, self._guard, forget)
         with self._random:
             return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
 
@@ -176,6 +189,7 @@ class GradientProgram(DropInProgram):
             if self._tells:
                 has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
             self._others.expect(dict.fromkeys(names), total, sums)
+            self._others.arrived()
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
     def _scalars(

@@ -120,6 +120,10 @@ class OtherGradients:
             if self._parameters[name]._backward_hooks or (self._are_taken and self._is_looked_at):
                 self._listen_early(name)
 
+    def arrived(self) -> None:
+        """Notes that the gradients of the backward pass under way are added to `grad` as it ends, not by autograd."""
+        self._pass.has_arrived = True
+
     def forget(self, names: Collection[str]) -> None:
         """In the backward pass under way, these parameters' gradients are synchronized, wherever they come from."""
         self._pass.found.difference_update(names)

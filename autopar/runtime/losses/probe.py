@@ -103,6 +103,8 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> P
     size = _size(batch, dim)
     if size is None or size < 2:
         return FEW
+    if batch.unseen:
+        return "the batch holds objects that nobody can take apart"
     if not side_by_side(batch, dim):
         return "the batch's tensors are not all of one size, so it cannot be taken apart"
     first = next(k for k in range(max(1, size // 3), 0, -1) if size % k == 0)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.ir.weightless import first_without_values, lacks_values
+from autopar.runtime.model.eager import owners_of
 
 _WRAPPERS = ("FullyShardedDataParallel", "SyncedModule", "DropIn", "DeepSpeedEngine")
 """By their names, as they may not be installed, or import this."""
@@ -48,7 +49,8 @@ def check_unwrapped(model: Any) -> None:
 
 
 def check_has_values(model: nn.Module, loss_fn: Any, example_inputs: Any) -> None:
-    """Raises `CaptureError`, which says what to do, where the model or the batch has no values to train with."""
+    """Raises `CaptureError`, which says what to do, where the model or the batch has no values to train with, or the
+    model is made of tensors that autograd does not take."""
     name = first_without_values(model, loss_fn)
     if name:
         raise CaptureError(
@@ -62,6 +64,13 @@ def check_has_values(model: nn.Module, loss_fn: Any, example_inputs: Any) -> Non
             "example_inputs hold a tensor without values (on the meta device, or fake), with which a model can be "
             "planned for, but not trained: pass a batch as the training loop has it"
         )
+    for prefix, owner in owners_of(model, loss_fn).items():
+        name = next((n for n, t in (*owner.named_parameters(), *owner.named_buffers()) if t.is_inference()), "")
+        if name:
+            raise CaptureError(
+                f"'{prefix}{name}' was made within torch.inference_mode(), so autograd takes no part in it, here or in "
+                "plain PyTorch: make the model outside of it, or within torch.no_grad()"
+            )
 
 
 def _check_lightning_module(model: nn.Module) -> None:

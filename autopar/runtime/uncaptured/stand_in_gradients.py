@@ -33,15 +33,16 @@ class StandInGradients:
     def __init__(
         self,
         c: Compiled,
-        kept: KeptGradients,
+        kept: KeptGradients | None,
         may_keep: Callable[[bool], bool],
         synchronize: Synchronize,
         guard: Callable[[], AbstractContextManager[None]],
         arrived: Callable[[Collection[str]], None],
     ) -> None:
-        """`kept`: the module's. `may_keep`: whether a backward pass is kept to this rank, given whether its forward
-        pass was to be sent. `guard`: as of `EagerGradients`. `arrived`: is told the parameters all of whose
-        gradients of a backward pass are synchronized here."""
+        """`kept`: the module's; `None` with one rank, where what lies in `grad` is nobody's but autograd's. `may_keep`:
+        whether a backward pass is kept to this rank, given whether its forward pass was to be sent. `guard`: as of
+        `EagerGradients`. `arrived`: is told the parameters all of whose gradients of a backward pass are synchronized
+        here."""
         assert c.eager is not None
         self._kept = kept
         self._may_keep = may_keep
@@ -98,7 +99,7 @@ class StandInGradients:
         keeps = self._may_keep(synchronizes)
         if self._captured_task == torch._C._current_graph_task_id():
             self._check_apart(keeps)
-        self._taken = None if keeps else self._kept.take(weight, self._parameters)
+        self._taken = None if keeps else Kept() if self._kept is None else self._kept.take(weight, self._parameters)
 
     def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
         captured = {}
@@ -110,6 +111,7 @@ class StandInGradients:
             counted = {}
         taken, self._taken = self._taken, None
         if taken is None:
+            assert self._kept is not None, "one rank keeps nothing back"
             self._kept.add(counted, weight)
             return {}
         self._arrived(own)
