@@ -13,6 +13,7 @@ from torch import nn
 from autopar.ir.batch import call_model
 from autopar.ir.model_output import find_loss
 from autopar.runtime.model.generators import generators, set_generators
+from autopar.runtime.model.held_modules import held_modules
 from autopar.runtime.model.held_state import held_within, methods_of, parts, unmoved
 from autopar.runtime.model.shared_memory import once
 
@@ -22,12 +23,13 @@ Take = Callable[[str, torch.Tensor], None]
 
 class _PlainLoss(nn.Module):
     """Stands for a loss that is no module: it has no parameters and no buffers; the state that its code names is kept
-    and put back."""
+    and put back, that of modules, too."""
 
     def __init__(self, loss_fn: Any) -> None:
         super().__init__()
         called = getattr(loss_fn, "__call__", None)  # noqa: B004
         self.held = called if isinstance(called, MethodType) else loss_fn  # of an object, its method
+        self.reached = tuple(held_modules(loss_fn))
 
 
 def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
@@ -39,9 +41,13 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     """Keeps the attributes of modules and of all within, what containers, other objects and generators of random
-    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; what is
-    returned puts that back."""
-    modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
+    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; of modules
+    that a plain loss reaches, buffers, too. What is returned puts that back."""
+    owners = list(owners)
+    stepped = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
+    losses = [loss for loss in owners if isinstance(loss, _PlainLoss)]
+    reached = {m for loss in losses for one in loss.reached for m in one.modules()}.difference(stepped)
+    modules = [*stepped, *reached]
     attributes = [(m, {k: unmoved(v) for k, v in vars(m).items()}) for m in modules]
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
     # TorchScript's tables are no dicts, and what they hold cannot be replaced.
@@ -49,12 +55,14 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     own = [dict(t) for t in registered]
     held = [v for m in modules for v in vars(m).values() if id(v) not in tables]
     inside, back = held_within([*held, *methods_of(modules)])
+    inside += [b for m in reached for b in m._buffers.values() if b is not None]
     values = [(t, t._version, once(t).clone()) for t in inside if _is_plain(t)]
 
     def put_back() -> None:
         with torch.no_grad():
             for tensor, version, value in values:
-                if tensor._version != version:
+                # Batch normalization writes its statistics without counting that as a version.
+                if tensor._version != version or not torch.equal(once(tensor), value):
                     once(tensor).copy_(value)
         for module, held in attributes:
             vars(module).clear()
