@@ -88,6 +88,21 @@ def takes_derivatives(module: Any, model: nn.Module, rank: int) -> Iterator[None
     yield
 
 
+def has_different_numbers_of_batches(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    """On the ranks, as where one of them leaves a batch out; in the last pass of the second step, beside another way to
+    the parameters."""
+    for step in range(3):
+        with module.no_sync():
+            for k in range(2 * (step % 2 == rank)):
+                loss(module(batch(k, rank))).backward()
+        total = loss(module(batch(2, rank)))
+        if step:
+            total = total + loss(model(batch(3, rank)))
+        total.backward()
+        yield
+        model.zero_grad()
+
+
 def calls_outside(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
     """The forward pass says whether to synchronize."""
     found = loss(module(batch(0, rank)))
@@ -207,6 +222,7 @@ LOOPS: tuple[Loop, ...] = (
     changes,
     continues,
     takes_derivatives,
+    has_different_numbers_of_batches,
     calls_outside,
     has_other_terms,
     calls_twice,

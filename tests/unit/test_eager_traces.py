@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -217,6 +218,85 @@ def test_of_the_object_of_a_loss_what_the_loss_names_is_put_back() -> None:
     trainer.queue.append(torch.ones(2))  # as another thread does meanwhile
     for one in back:
         one()
-    assert (
-        not tensors and trainer.calls == trainer.named == 0 and not hasattr(trainer, "last") and len(trainer.queue) == 2
-    )
+    assert not tensors and trainer.calls == trainer.named == 0
+    assert not hasattr(trainer, "last") and len(trainer.queue) == 2
+
+
+class Criterion(nn.Module):
+    """A criterion that reads what it writes: a buffer, statistics of batch normalization, and a number of Python's."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+        self.normalized = nn.BatchNorm1d(2, affine=False)
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = F.mse_loss(output - self.center, target) * (1 + 0.1 * self.calls)
+        self.center = 0.9 * self.center + 0.1 * self.normalized(output).detach()[0]
+        return loss + 0 * self.normalized.running_mean.sum()  # type: ignore[union-attr]
+
+
+class OfCriterion:
+    def __init__(self, criterion: nn.Module) -> None:
+        self.of, self.data = {"main": criterion}, [nn.BatchNorm1d(2)]
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.parts(output, target)[0]
+
+    def parts(self, output: torch.Tensor, target: torch.Tensor) -> list[Any]:
+        return [criterion(output, target) for criterion in self.of.values()]
+
+
+def called(criterion: nn.Module, output: torch.Tensor, target: torch.Tensor) -> Any:
+    return criterion(output, target)
+
+
+def around(trainer: OfCriterion) -> Callable[..., Any]:
+    return lambda output, target: trainer.loss(output, target)
+
+
+GLOBAL: list[nn.Module] = []
+
+
+def by_a_global(criterion: nn.Module) -> Callable[..., Any]:
+    GLOBAL[:] = [criterion]
+    return lambda output, target: GLOBAL[0](output, target)
+
+
+REACHES: dict[str, Callable[[Any], Any]] = {
+    "closure": lambda one: lambda output, target: one(output, target),
+    "partial": lambda one: partial(called, one),
+    "method": lambda one: OfCriterion(one).loss,
+    "a method that a closure names": lambda one: around(OfCriterion(one)),
+    "its own method": lambda one: one.forward,
+    "global": by_a_global,
+}
+
+
+@pytest.mark.parametrize("reaches", REACHES)
+def test_a_module_that_a_loss_function_reaches_is_put_back(reaches: str) -> None:
+    model, other, criterion, others = nn.Linear(4, 2), nn.Linear(4, 2), Criterion(), Criterion()
+    other.load_state_dict(model.state_dict())
+    optimizer, alone = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)]
+    loss = REACHES[reaches](criterion)
+    with pytest.warns(autopar.AutoparWarning, match="runs eagerly"):
+        program = autopar.optimize(model, optimizer=optimizer, example_inputs=batches[0], loss_fn=loss, strategy="ddp")
+    for x, y in batches:
+        alone.zero_grad()
+        expected = others(other(x), y)
+        expected.backward()
+        alone.step()
+        torch.testing.assert_close(program.step((x, y)), expected.detach())
+    torch.testing.assert_close(dict(criterion.state_dict()), dict(others.state_dict()))
+    assert criterion.calls == others.calls == 3
+
+
+def test_of_what_a_loss_function_reaches_only_what_it_names_is_kept() -> None:
+    criterion = Criterion()
+    tensors, _ = held_within([OfCriterion(criterion).loss], ())
+    assert {id(t) for t in tensors} == {id(b) for b in criterion.buffers()}

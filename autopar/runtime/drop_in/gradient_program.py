@@ -42,9 +42,9 @@ from autopar.runtime.uncaptured.stand_in_gradients import StandInGradients, run_
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
-_BEHIND_WEIGHTS = 2
-"""Where a message that begins a backward pass says which gradients a rank has: behind its weight, and behind a 1 by
-which it asks for what `OtherGradients` exchanges."""
+_BEHIND_WEIGHTS = 3
+"""Where a message that begins a backward pass says which gradients a rank has: behind the weight and the number of its
+micro-batches, and behind a 1 by which it asks for what `OtherGradients` exchanges."""
 _BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
     "backward": lambda writer: writer.write(),
     "backward after accumulation": lambda writer: writer.write(accumulated=True),
@@ -188,7 +188,7 @@ class GradientProgram(DropInProgram):
             sums = gradients[-1]
             if self._tells:
                 has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
-            self._others.expect(dict.fromkeys(names), total, sums)
+            self._others.expect(dict.fromkeys(names), total / count, sums)
             self._others.arrived()
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
@@ -199,7 +199,7 @@ class GradientProgram(DropInProgram):
         alone, and ranks do not tell each other to which."""
         if not self._tells and any(has) and not all(has):
             raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
-        numbers = [weight, [total, asks, *(has if self._tells else ())], count]
+        numbers = [weight, [total, count, asks, *(has if self._tells else ())]]
         return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
 
     def _new_proof(self, c: Compiled) -> SynchronizedOnce:
@@ -250,7 +250,7 @@ class GradientProgram(DropInProgram):
         found = tuple(gradients)
         if self._tells and not all(has):
             found = only(found, [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()])
-        self._others.expect(dict(zip(names, found, strict=False)), total, sums)
+        self._others.expect(dict(zip(names, found, strict=False)), total / count, sums)
         return found
 
     def run_backward_alone(

@@ -77,16 +77,14 @@ class BackwardWriter(_Half):
         self.delivered: dict[str, list[tuple[int, int, torch.fx.Node]]] = {}
 
     def write(self, accumulated: bool = False) -> torch.fx.GraphModule:
-        """Synchronized gradients, and behind them, with several ranks, the sums of `total_weight` over them. After the
-        saved values and tangents come, with several ranks, `weight`, `total_weight` and `count` (of micro-batches since
-        the last synchronization), float64; with `accumulated`, the weighted sums of the gradients that were not
-        synchronized yet. `total_weight` has one element, which others may follow that are summed with it. Of a model
-        that runs eagerly, it is a number, whose sum is not handed out."""
+        """Synchronized gradients, and behind them, with several ranks, the sums of `totals` over them. After the saved
+        values and tangents come, with several ranks, `weight` and `totals`, float64; with `accumulated`, the weighted
+        sums of the gradients that were not synchronized yet. `totals`: how much this rank's micro-batches since the
+        last synchronization count, and how many they are; others may follow that are summed with these. The sums are
+        not handed out of a model that runs eagerly."""
         self._begin()
         if self.target.world_size > 1:
-            self.weight, self.total_weight, self.count = (
-                self.graph.placeholder(n) for n in ("weight", "total_weight", "count")
-            )
+            self.weight, self.totals = self.graph.placeholder("weight"), self.graph.placeholder("totals")
         if accumulated:
             self.earlier = {
                 p.name: self.graph.placeholder(f"earlier_{i}") for i, p in enumerate(self.training.parameters)
@@ -136,17 +134,19 @@ class BackwardWriter(_Half):
         return self.call(torch.addcmul, (node, self.earlier[name], self.per_weight))
 
     def begin_step_sum(self, of: str) -> torch.fx.Node:
-        return self.call(collectives.all_reduce_copy, (self.total_weight, self.channel()))
+        return self.call(collectives.all_reduce_copy, (self.totals, self.channel()))
 
     def end_step_sum(self, of: str, value: torch.fx.Node) -> None:
-        total = self.call(collectives.wait, (value,))
+        sums = self.call(collectives.wait, (value,))
         if not self.training.eager or isinstance(self.joint, StandIn):
-            self.sums, total = total, self.call(operator.getitem, (total, 0))
+            self.sums = sums
+        total = self.call(operator.getitem, (sums, 0))
+        count = self.call(torch.div, (self.call(operator.getitem, (sums, 1)), self.target.world_size))
         dtypes = {t.meta["val"].dtype for t in self.tangents}
-        counted = self.call(torch.mul, (self.weight, self.count))
+        counted = self.call(torch.mul, (self.weight, count))
         if dtypes & set(NARROW) or self.training.eager:  # an eager backward pass has begun, at the user's own loss
             scaled, wide = (
-                self.count if self.earlier else counted,
+                count if self.earlier else counted,
                 torch.float64 if self.training.eager else torch.float32,
             )
             self.scale = self.call(batch_share, (scaled, total, wide, self.target.world_size))
@@ -157,7 +157,7 @@ class BackwardWriter(_Half):
             share = self.call(batch_share, (counted, total, tangent.meta["val"].dtype, self.target.world_size))
             self.copies[tangent] = self.call(torch.mul, (self.copies[tangent], share))
             self.copies[tangent].meta["val"] = tangent.meta["val"]
-        self.per_weight = self.call(batch_share, (self.count, total, next(iter(dtypes))))
+        self.per_weight = self.call(batch_share, (count, total, next(iter(dtypes))))
 
     def deliver(self, call: Call, value: Any) -> None:
         offset = 0

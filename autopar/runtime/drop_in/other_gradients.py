@@ -29,6 +29,8 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import AutoparWarning, CaptureError
 from autopar.runtime.job.process_group import Group
 
+_ASKS = 2
+"""Where ranks ask each other, in the message that begins a backward pass: behind weights and numbers of batches."""
 _TELLS = 2.0**20
 """What says, in the place where ranks ask for it with a 1, that a message tells of gradients instead."""
 _NEVER = "pass capture='never' to autopar.optimize"
@@ -43,7 +45,8 @@ class _Pass:
     inner: int = -1
     """The number of the backward pass that has come through the module last, which a checkpoint may have begun."""
     weights: list[tuple[float, torch.Tensor]] = field(default_factory=list)
-    """Of each call of the module: how much this rank's batch counts, and the sums over the ranks, weights first."""
+    """Of each call of the module: how much this rank's batches count on average, and the sums over the ranks of how
+    much they count, and of how many they are."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     """The module's gradients that autograd has not brought to the parameters yet."""
     added_up: set[str] = field(default_factory=set)
@@ -94,8 +97,8 @@ class OtherGradients:
 
     def expect(self, gradients: Mapping[str, torch.Tensor | None], weight: float, sums: torch.Tensor) -> None:
         """Within a backward pass, whose gradients autograd is about to add to `grad`: what the module delivers.
-        `weight`: how much this rank's batch counts. `sums`: what the message that has begun this backward pass adds up
-        to over the ranks, weights first."""
+        `weight`: how much this rank's batches count on average, of this pass and those that were kept back. `sums`:
+        what the message that has begun this backward pass adds up to over the ranks: weights, numbers of batches."""
         inner = torch._C._current_graph_task_id()
         task = inner if self.around == -1 else self.around
         if task != self._pass.task:
@@ -206,9 +209,9 @@ class OtherGradients:
     def _tell(self, sums: torch.Tensor, name: str) -> None:
         """Tells the other ranks that this one has found some. Raises `CaptureError` where another rank has not."""
         message = torch.zeros_like(sums)
-        message[1] = _TELLS
+        message[_ASKS] = _TELLS
         self._sum(message)
-        if float(message[1]) != _TELLS * self._group.world_size:
+        if float(message[_ASKS]) != _TELLS * self._group.world_size:
             raise CaptureError(
                 f"parameter '{name}' gets a gradient in the module's backward pass that the module has not computed: "
                 "from module.module, or from a term of the loss that reads the parameter. On another rank, there is "
@@ -225,7 +228,8 @@ class OtherGradients:
         return [n for n, ranks in zip(names, flags.tolist(), strict=True) if ranks]
 
     def _average(self, names: Sequence[str], weights: Sequence[tuple[float, torch.Tensor]]) -> None:
-        shares = [torch.where(of[0] == 0, 1 / self._group.world_size, weight / of[0]) for weight, of in weights]
+        n = self._group.world_size
+        shares = [torch.where(of[0] == 0, 1 / n, weight * of[1] / n / of[0]) for weight, of in weights]
         share = torch.stack(shares).mean()
         parameters = [self._parameters[n] for n in names]
         for dtype in dict.fromkeys(p.dtype for p in parameters):
@@ -265,7 +269,7 @@ class OtherGradients:
 def _is_asked_for(sums: torch.Tensor) -> bool:
     """Whether a rank has asked, in the message that has begun a backward pass, that ranks tell each other after it. On
     GPUs nobody looks, as the host would wait for the backward pass."""
-    return sums.device.type == "cpu" and bool(sums[1])
+    return sums.device.type == "cpu" and bool(sums[_ASKS])
 
 
 def _dense(p: nn.Parameter) -> torch.Tensor:

@@ -22,7 +22,7 @@ Take = Callable[[str, torch.Tensor], None]
 
 class _PlainLoss(nn.Module):
     """Stands for a loss that is no module: it has no parameters and no buffers; the state that its code names is kept
-    and put back."""
+    and put back, that of modules, too."""
 
     def __init__(self, loss_fn: Any) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
     space = function.__globals__
     for name in function.__code__.co_names:
         value = space.get(name)
-        if isinstance(value, (int, float, torch.Tensor, *_CONTAINERS)) or is_iterator(value):
+        if isinstance(value, (int, float, torch.Tensor, nn.Module, *_CONTAINERS)) or is_iterator(value):
             back += _kept_in(partial(space.__setitem__, name), value)
             found.append(space[name])
         elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
@@ -157,7 +157,7 @@ def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
     these attributes back. The rest of the object is passed over: a trainer's loss leads to its data."""
     owner, own = method.__self__, getattr(method.__self__, "__dict__", None)
     if isinstance(owner, (*_PLAIN, nn.Module)) or type(own) is not dict:
-        return [method.__func__], []
+        return [method.__func__, owner], []
     waiting: list[Any] = [method.__func__]
     functions: list[Any] = []
     named: set[str] = set()

@@ -75,14 +75,15 @@ class SynchronizedOnce:
         count: int,
         total: float,
     ) -> dict[str, Seen]:
-        """What gradients are to be: of this backward pass, and weighted already of those before; `total`: the weight of
-        all that this rank has. By all ranks together."""
+        """What gradients are to be: of this backward pass, and weighted already of those before; `total`, `count`: the
+        weight of all that this rank has, and how many backward passes that is. By all ranks together."""
         flats = []
         for (n, probe), gradient in zip(self._probes.items(), local, strict=True):
             flat = weight * probe.see(gradient).flat()
-            flats.append(count * (flat + probe.see(earlier[n]).flat() if n in earlier else flat))
-        whole = summed(torch.cat([torch.tensor([total], dtype=torch.float64), *flats]), self._group)
-        pieces = torch.split(whole[1:] / whole[0], [p.width for p in self._probes.values()])
+            flats.append(flat + probe.see(earlier[n]).flat() if n in earlier else flat)
+        whole = summed(torch.cat([torch.tensor([total, count], dtype=torch.float64), *flats]), self._group)
+        mean_count = whole[1] / self._group.world_size
+        pieces = torch.split(mean_count * whole[2:] / whole[0], [p.width for p in self._probes.values()])
         return {n: probe.read(piece) for (n, probe), piece in zip(self._probes.items(), pieces, strict=True)}
 
     def compare(self, expected: Mapping[str, Seen], found: Iterable[torch.Tensor]) -> bool:

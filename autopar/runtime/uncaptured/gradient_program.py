@@ -74,8 +74,8 @@ class EagerGradientProgram(DropInProgram):
         if not (synchronizes or self.synchronizes):
             return None
         kept = self._taken = self._kept.take(weight, model.parameters)
-        numbers = [weight, weight + kept.weight, 1 + kept.passes]
-        arguments += [torch.tensor(float(x), dtype=torch.float64, device=self._device) for x in numbers]
+        numbers = [weight, [weight + kept.weight, 1 + kept.passes]]
+        arguments += [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
         if not kept.sums:
             return Run(self.written(c, "backward"), arguments)
         for name in kept.sums:
