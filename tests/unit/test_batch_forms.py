@@ -189,3 +189,24 @@ def ranks(rank: int, n: int) -> list[float]:
 def test_ranks_have_the_gradient_of_one_process() -> None:
     for found in run_ranks(2, ranks):
         assert max(found) < 1e-12
+
+
+class _SetsEntries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        batch["hidden"]["last"] = self.layer(batch["x"])
+        batch["all"].append(batch["hidden"]["last"])
+        return batch["hidden"]["last"].sum()  # type: ignore[no-any-return]
+
+
+def test_what_a_captured_module_does_not_set_in_its_batch_is_said() -> None:
+    module = autopar.optimize(_SetsEntries(), example_inputs=({"x": torch.ones(2, 4), "hidden": {}, "all": []},))
+    given: dict[str, Any] = {"x": torch.ones(2, 4), "hidden": {}, "all": []}
+    with pytest.warns(autopar.AutoparWarning, match=r"sets batch\['hidden'\]\['last'\] in what it is given") as said:
+        for _ in range(2):
+            module(given).backward()
+    assert len([w for w in said if "in what it is given" in str(w.message)]) == 1
+    assert given["hidden"] == {}

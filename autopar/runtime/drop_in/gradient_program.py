@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from autopar.errors import CaptureError
 from autopar.ir.arrivals import Reached
 from autopar.ir.batch import Batch, bind, flatten
+from autopar.ir.given_containers import kept_containers, warn_of_set
 from autopar.ir.model_output import output_tensors
 from autopar.ir.sizes import shape_for
 from autopar.ir.symbols import StaticOnlyError
@@ -306,8 +307,11 @@ class GradientProgram(DropInProgram):
             return _numbered(outputs), dict(zip(names, dense, strict=True))
 
         def eagerly(how: How) -> Ran:
+            inputs = own.rebuild(own.copied())
+            kept = [one for name, value in inputs.items() for one in kept_containers(value, name)]
             with self._random, without_trace({"": self.model}) as buffers, torch.enable_grad():
-                found = ran(list(output_tensors(how(self.model.__call__)(**own.rebuild(own.copied())))))
+                found = ran(list(output_tensors(how(self.model.__call__)(**inputs))))
+            warn_of_set(kept)
             return Ran(*found, _called({n: b for n, b in buffers.items() if n in self._buffers}))  # filled by now
 
         def by_graph() -> Ran:
