@@ -104,6 +104,11 @@ class _Step(nn.Module):
 
 def _module_at(module: Any, path: tuple[str, ...]) -> Any:
     for name in path:
+        if not hasattr(module, name):
+            raise CaptureError(
+                f"the model or the loss sets buffers of a module that is no part of either (in {'.'.join(path)}): make "
+                "it an attribute of the model, or pass it as loss_fn itself"
+            )
         module = getattr(module, name)
     return module
 
