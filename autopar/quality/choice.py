@@ -59,7 +59,7 @@ def choose(job: Job, plans: Plans, budget: QualityBudget, learned: Map | None = 
 
 
 @dataclass(frozen=True)
-class _Hopeful:
+class Hopeful:
     """A candidate that is not expected to lose more than the budget."""
 
     candidate: Candidate
@@ -67,6 +67,20 @@ class _Hopeful:
     lag_steps: float
     """How many steps it was behind exact training at the end of its probe: what it keeps is sent later, and is missing
     at the end of a pilot, which is short, and not at the end of a training."""
+
+
+def worth_a_pilot(kept: Sequence[Hopeful], otherwise: Candidate, budget: float) -> list[Hopeful]:
+    """Those of some plans that are worth a pilot, in the same order: the fastest first. `otherwise`: what is taken
+    where none is shown to keep to the budget."""
+    vouched = [one for one in kept if one.loss.bound <= budget][:MOST_VOUCHED]
+    limit_s = (vouched[0].candidate if vouched else otherwise).training_step_s
+
+    def saved_s(one: Hopeful) -> float:
+        return one.loss.chance_within(budget) * (limit_s - one.candidate.training_step_s)
+
+    faster = [one for one in kept if one not in vouched and one.candidate.training_step_s < limit_s]
+    hoped = sorted(faster, key=saved_s, reverse=True)[:MOST_HOPED]
+    return [one for one in kept if one in hoped or one in vouched]
 
 
 class _Chooser:
@@ -143,14 +157,14 @@ class _Chooser:
         self._batches = self._batches[count:]
         return base
 
-    def _within(self, probe: Probe, lossy: Sequence[Candidate]) -> list[_Hopeful]:
+    def _within(self, probe: Probe, lossy: Sequence[Candidate]) -> list[Hopeful]:
         """Those that are not expected to lose more than the budget."""
         kept = []
         for candidate in lossy:
             probed = self._probed(probe, candidate)
             loss = self._learned.of(probed, method_of(candidate.plan.groups, self._job.context))
             if loss.expected <= self._budget.loss:
-                kept.append(_Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS))
+                kept.append(Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS))
             else:
                 self._say(candidate, loss, TOO_MUCH)
         return kept
@@ -159,21 +173,9 @@ class _Chooser:
         self._trained += PROBE_STEPS
         return probe.of(candidate.plan)
 
-    def _tried(self, kept: Sequence[_Hopeful], otherwise: Candidate) -> list[_Hopeful]:
-        """Those that are piloted, of plans with the fastest first. `otherwise`: what is taken where none is shown."""
-        vouched = [one for one in kept if one.loss.bound <= self._budget.loss][:MOST_VOUCHED]
-        limit_s = (vouched[0].candidate if vouched else otherwise).training_step_s
-
-        def saved_s(one: _Hopeful) -> float:
-            return one.loss.chance_within(self._budget.loss) * (limit_s - one.candidate.training_step_s)
-
-        faster = [one for one in kept if one not in vouched and one.candidate.training_step_s < limit_s]
-        hoped = sorted(faster, key=saved_s, reverse=True)[:MOST_HOPED]
-        return [one for one in kept if one in hoped or one in vouched]
-
-    def _piloted(self, base: Job, plain: Plan, kept: Sequence[_Hopeful], otherwise: Candidate) -> Candidate | None:
+    def _piloted(self, base: Job, plain: Plan, kept: Sequence[Hopeful], otherwise: Candidate) -> Candidate | None:
         """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
-        budget, tried = self._budget, self._tried(kept, otherwise)
+        budget, tried = self._budget, worth_a_pilot(kept, otherwise, self._budget.loss)
         steps = self._left // (2 + len(tried))
         self._trained += 2 * steps
         pilots = Pilots(base, plain, self._batches, steps, budget.metric, budget.higher_is_better)

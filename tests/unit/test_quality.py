@@ -15,8 +15,9 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparWarning, SpecError
 from autopar.quality.budget import QualityBudget
-from autopar.quality.candidates import Plans, begun_exactly, candidates, fastest, loses, predicted_s
-from autopar.quality.degradation import Lesson, Map, learn, shipped
+from autopar.quality.candidates import Candidate, Plans, begun_exactly, candidates, fastest, loses, predicted_s
+from autopar.quality.choice import Hopeful, worth_a_pilot
+from autopar.quality.degradation import Lesson, Loss, Map, learn, shipped
 from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
 from autopar.quality.methods import method_of
 from autopar.quality.probe import Probed
@@ -299,3 +300,19 @@ def test_the_report_has_a_row_for_each_plan_that_was_looked_at(tmp_path: Path) -
     assert section.count("<tr") == 3 and "0.80%" in section and "may lose more" in section
     without = build_report(planned("ddp"), tmp_path / "other.html").read_text()
     assert 'id="quality"' not in without
+
+
+def test_pilots_are_given_to_plans_that_save_most_in_the_mean() -> None:
+    def hopeful(name: str, step_s: float, bound: float, likely: tuple[float, ...]) -> Hopeful:
+        return Hopeful(Candidate(name, planned("ddp"), step_s), Loss(likely[2], bound, likely), 0.0)
+
+    bold = hopeful("bold", 0.1, 1.0, (0.02, 0.03, 0.05, 0.1, 0.5))
+    even = hopeful("even", 0.3, 1.0, (0.001, 0.004, 0.009, 0.02, 0.1))
+    mild = hopeful("mild", 0.4, 0.05, (0.0, 0.001, 0.002, 0.005, 0.009))
+    sure = hopeful("sure", 0.6, 0.009, (0.0, 0.0, 0.001, 0.002, 0.005))
+    slow = hopeful("slow", 0.7, 1.0, (0.0, 0.0, 0.001, 0.002, 0.5))
+    exact = Candidate("exact", planned("ddp"), 1.0)
+    assert worth_a_pilot([bold, even, mild, sure, slow], exact, 0.01) == [even, mild, sure], (
+        "the boldest never kept to it"
+    )
+    assert worth_a_pilot([bold, even, mild, slow], exact, 0.01) == [even, mild]
