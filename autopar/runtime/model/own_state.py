@@ -33,6 +33,9 @@ _SCALE, _SHIFT = 0.75, 1 / 64
 """What parameters and floating-point inputs are multiplied by to be others: ranges that models ask of probabilities,
 images and angles hold what is nearer to zero, too. Parameters are shifted as well, since zeros hide errors."""
 
+_ELEMENTS = 65_536
+"""That are changed of a parameter."""
+
 
 def check_own_state(
     guards: Guards | None,
@@ -58,10 +61,11 @@ def check_own_state(
         again()
         same = _are_alike(_as_given(run, given, draws), first, tolerance)
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(parameters)):
-            put_back = copies(parameters)
+            changed = [_first_rows(p) for p in parameters]
+            put_back = copies(changed)
             try:
                 if same:
-                    _change(parameters)
+                    _change(changed)
                     again()
                     behind = _on_others(run, given, draws)
                     as_begun()
@@ -93,10 +97,16 @@ def _same_start(owners: Mapping[str, nn.Module]) -> Callable[[], None]:
     return put_back
 
 
-def _change(parameters: Iterable[nn.Parameter]) -> None:
+def _first_rows(p: nn.Parameter) -> torch.Tensor:
+    """Enough of a parameter to compute something else: a copy of all would take the memory of a second model."""
+    held = once(p)
+    return held if held.dim() == 0 else held[: max(1, _ELEMENTS // max(1, held[:1].numel()))]
+
+
+def _change(tensors: Iterable[torch.Tensor]) -> None:
     with torch.no_grad():
-        for p in parameters:
-            once(p).mul_(_SCALE).add_(_SHIFT)
+        for tensor in tensors:
+            tensor.mul_(_SCALE).add_(_SHIFT)
 
 
 def _as_given(run: Run, given: Sequence[torch.Tensor], draws: Draws) -> list[torch.Tensor]:
