@@ -286,6 +286,31 @@ def dropout_that_is_kept(rank: int, n: int) -> float:
     return abs(float(program.step((x, y)) - expected / n))
 
 
+class Level(nn.Module):
+    """All classes have one score, so that their gradients, each of some size, add up to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = torch.tanh(self.layer(x)).expand(-1, 3)
+        return scores
+
+
+def gradients_that_are_nothing(rank: int, n: int) -> float:
+    """How far a step moves a parameter whose gradient is nothing, but for rounding."""
+    net = Level().double()
+    before = net.layer.weight.detach().clone()
+    x, y = batch(rank, 3 + 2 * rank)
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    given = x, y.argmax(1)
+    autopar.optimize(net, optimizer=optimizer, loss_fn=weighted, example_inputs=given).step(given)
+    return float((net.layer.weight - before).abs().max())
+
+
 def everything(rank: int, n: int) -> dict[str, Any]:
     """All of the above, on this rank."""
     return {
@@ -293,6 +318,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "gradients in one memory": gradients_in_one_memory(rank, n),
         "no elements first": no_elements_first(rank, n),
         "gradients of inputs": gradients_of_inputs(rank, n),
+        "gradients that are nothing": gradients_that_are_nothing(rank, n),
         "dropout that is kept": dropout_that_is_kept(rank, n),
         "nothing saved": nothing_saved(rank, n),
         "shared buffers": shared_buffers(rank, n),

@@ -22,6 +22,7 @@ def ranks() -> list[dict[str, Any]]:
         "gradients in one memory",
         "no elements first",
         "gradients of inputs",
+        "gradients that are nothing",
         "dropout that is kept",
         "nothing saved",
         "a sum over uneven micro-batches",

@@ -44,6 +44,8 @@ _LOWERED, _MOST_LOWERED = 1 / 16, 8
 """By what the scale of the loss is lowered in a trial, and how often at most."""
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
+_OTHERWISE = 0.75
+"""A number near 1 that rounds what it multiplies."""
 ROUNDING = 16.0
 """How many times as much as rounding moves the eager result a difference may be."""
 
@@ -175,8 +177,9 @@ class Proof:
         seen = {n: self.of.probes[n].read(piece) for n, piece in pieces.items()}
         return Expected(float(whole[0]), seen, buffers, sorted(strangers))
 
-    def _eagerly(self) -> Expected:
-        """The model on this rank's batches; losses and gradients are summed over ranks."""
+    def _eagerly(self, begun_at: float = 1.0) -> Expected:
+        """The model on this rank's batches; losses and gradients are summed over ranks. `begun_at`: what the backward
+        pass begins with, by which gradients are divided again."""
         of = self.of
         flats, own = self._probed()
         trained = set(map(id, of.parameters.values()))
@@ -190,7 +193,7 @@ class Proof:
         watched = {**of.parameters, **others}
         strangers: set[str] = set()
         loss = torch.zeros(1, dtype=torch.float64)
-        factor = 1.0 if of.scale is None else float(of.scale.scaler.get_scale())
+        factor = begun_at * (1.0 if of.scale is None else float(of.scale.scaler.get_scale()))
         joined = of.graph.joint is not None and of.graph.joint.sums_over_ranks
         with of.lasting.random, without_trace(of.lasting.owners) as buffers, torch.enable_grad():
             for batch, share in zip(self.batches, self.shares, strict=True):
@@ -297,12 +300,13 @@ class Proof:
         return dict(zip(most, whole.tolist(), strict=True))
 
     def _rounding(self, comparison: Comparison) -> dict[str, float]:
-        """How far the eager results move, in what is allowed, where each parameter moves by a rounding."""
+        """How far the eager results move, in what is allowed, where each parameter moves by a rounding, and all that is
+        passed back is rounded otherwise: gradients that add up to nothing show how large their terms are."""
         of, expected = self.of, comparison.expected
         put_back = of.lasting.snapshot()
         with of.lasting.gathered():
             perturb(of.parameters, rounding=True)
-            again = self._eagerly()
+            again = self._eagerly(_OTHERWISE)
         put_back()
         found = {}
         for n in of.probes:
