@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.runtime.model.eager import kept_attributes
 from autopar.runtime.model.held_state import held_within
 
 RUNS = 0
@@ -47,6 +50,7 @@ class Counts(nn.Module):
         self.total, self.window = torch.zeros(()), torch.zeros(3)[:1]
         self.cycle, self.listed = itertools.cycle([1.0, 2.0, 3.0]), iter([0.5 * k for k in range(1, 90)])
         self.count = counter()
+        self.counted: Counter[str] = Counter()
         self.generated, self.mapped = (0.5 * k for k in range(1, 90)), [map(float, range(1, 90))]
         self.endless = itertools.cycle(k for k in (1.0, 2.0, 3.0))
 
@@ -63,6 +67,9 @@ class Counts(nn.Module):
             return next(self.listed)
         if self.how in ("generated", "endless"):
             return next(getattr(self, self.how))  # type: ignore[no-any-return]
+        if self.how == "counted":
+            self.counted["runs"] += 1
+            return self.counted["runs"]
         if self.how == "mapped":
             return next(self.mapped[0])
         return self.count() if self.how == "closure" else outside()
@@ -85,6 +92,7 @@ class Counts(nn.Module):
         "generated",
         "endless",
         "mapped",
+        "counted",
         "closure",
         "global",
         "function",
@@ -300,3 +308,14 @@ def test_of_what_a_loss_function_reaches_only_what_it_names_is_kept() -> None:
     criterion = Criterion()
     tensors, _ = held_within([OfCriterion(criterion).loss], ())
     assert {id(t) for t in tensors} == {id(b) for b in criterion.buffers()}
+
+
+def test_an_iterator_that_can_be_copied_still_can() -> None:
+    model = nn.Linear(4, 3)
+    model.pairs = zip([1.0, 2.0, 3.0], itertools.count())  # type: ignore[assignment]
+    put_back = kept_attributes([model])
+    assert next(model.pairs) == (1.0, 0)  # type: ignore[call-overload]
+    put_back()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(copied.pairs) == [(1.0, 0), (2.0, 1), (3.0, 2)]  # type: ignore[arg-type]
+    assert next(model.pairs) == (1.0, 0)  # type: ignore[call-overload]

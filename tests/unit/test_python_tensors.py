@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,16 @@ def _caches(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _trained(keep: Callable[[Any, torch.Tensor], torch.Tensor], entry: str, capture: Any = "auto") -> _Keeps:
+def _trained(
+    keep: Callable[[Any, torch.Tensor], torch.Tensor],
+    entry: str,
+    capture: Any = "auto",
+    register: Mapping[str, nn.Parameter] = MappingProxyType({}),
+) -> _Keeps:
     torch.manual_seed(0)
     net, x, y = _Keeps(keep), X.float(), Y.float()
+    for name, parameter in register.items():
+        net.register_parameter(name, parameter)
     if entry == "module":
         autopar.optimize(net, example_inputs=x, capture=capture)(x).sum().backward()
     else:
@@ -196,6 +204,19 @@ def test_what_forward_keeps_to_compute_the_same_faster_is_not(entry: str) -> Non
     with pytest.warns(autopar.AutoparWarning, match="sets or changes 'model.last'"):
         net = _trained(_caches, entry)
     assert net.last is None and not net.by_name, "nothing is left behind, fake tensors least of all"
+
+
+@pytest.mark.parametrize("entry", ["step", "module"])
+def test_weights_of_8_bits_do_not_stop_the_look_at_what_is_left_behind(entry: str) -> None:
+    weight = nn.Parameter(torch.eye(2).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def keeps(net: _Keeps, h: torch.Tensor) -> torch.Tensor:
+        net.last = h.detach()
+        return h @ net.get_parameter("weight").float()
+
+    with pytest.warns(autopar.AutoparWarning, match="sets or changes 'model.last'"):
+        net = _trained(keeps, entry, register={"weight": weight})
+    assert net.last is None
 
 
 @pytest.mark.parametrize("capture", ["auto", "always"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -26,7 +26,8 @@ class KeptByProgram:
 MOST = 20_000
 """Objects that are looked at, at most: a module may hold on to a data set."""
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_CONTAINERS = (OrderedDict, dict, list, deque, set)
+"""With their subclasses, as `Counter`; the first that one is an instance of says how it is filled."""
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
 _WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
 """Where modules come from that synchronize another one: what they count themselves goes on."""
@@ -73,24 +74,25 @@ def held_within(
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif (of_generator := _generator(value)) is not None:
             back.append(of_generator)
-        elif type(value) is set:
-            back.append(partial(_refill, value, set(value)))
-            waiting += value
-        elif type(value) in _CONTAINERS:
-            back += kept_within(value)
-            waiting += parts(value)
-        elif isinstance(value, tuple):
-            waiting += value
-        elif type(getattr(value, "__dict__", None)) is dict:
-            back += kept_within(vars(value))
-            waiting += vars(value).values()
+        else:
+            if isinstance(value, _CONTAINERS):
+                back += kept_within(value)
+                waiting += parts(value)
+            elif isinstance(value, tuple):
+                waiting += value
+            if type(getattr(value, "__dict__", None)) is dict:
+                back += kept_within(vars(value))
+                waiting += vars(value).values()
     return tensors, back
 
 
 def kept_within(holder: Any) -> list[_Back]:
-    """What puts back what a dict, list or deque holds, and where the iterators among that are."""
-    content, back = copy.copy(holder), []
-    for key, value in [*holder.items()] if isinstance(holder, dict) else [*enumerate(holder)]:
+    """What puts back what a container holds, and where the iterators among that are."""
+    if isinstance(holder, set):
+        return [partial(_refill, holder, set(holder))]
+    content: Any = dict(holder) if isinstance(holder, dict) else list(holder)
+    back: list[_Back] = []
+    for key, value in [*content.items()] if isinstance(holder, dict) else [*enumerate(content)]:
         live, later, rewind = rewound(value)
         if live is not value:
             holder[key] = live
@@ -195,8 +197,9 @@ def parts(container: Any) -> list[Any]:
 def _refill(container: Any, content: Any) -> None:
     """Has a container hold again what it held; untouched where it does."""
     if list(map(id, parts(container))) != list(map(id, parts(content))):
-        container.clear()
-        container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+        kind: Any = next(k for k in _CONTAINERS if isinstance(container, k))
+        kind.clear(container)
+        kind.extend(container, content) if kind in (list, deque) else kind.update(container, content)
 
 
 def _set(generator: torch.Generator, state: torch.Tensor) -> None:

@@ -66,6 +66,10 @@ class Rewindable(Iterator[Any]):
             raise AttributeError(name)
         return getattr(self._source, name)
 
+    def __reduce__(self) -> Any:
+        """A copy goes on from here, of what can be copied."""
+        return _going_on, (self._source, [*self._tape][self._at :])
+
     def mark(self) -> Callable[[], None]:
         """What is returned goes back to where the iterator is now."""
         mark = _Mark(self._at)
@@ -75,6 +79,12 @@ class Rewindable(Iterator[Any]):
             self._at = mark.at
 
         return back
+
+
+def _going_on(source: Iterator[Any], ahead: list[Any]) -> Rewindable:
+    made = Rewindable(source)
+    made._tape.extend(ahead)
+    return made
 
 
 def is_iterator(value: Any) -> bool:

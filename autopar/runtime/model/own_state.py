@@ -54,7 +54,7 @@ def check_own_state(
     """
     if guards is None or not guards.lost:
         return
-    parameters = {p: None for owner in owners.values() for p in owner.parameters() if p.is_floating_point()}
+    parameters = {p: None for owner in owners.values() for p in owner.parameters() if _is_computed_in(p)}
     with without_trace(owners), torch.enable_grad():
         as_begun, again = kept_attributes(owners.values()), _same_start(owners)
         first = _as_given(run, given, draws)
@@ -97,6 +97,11 @@ def _same_start(owners: Mapping[str, nn.Module]) -> Callable[[], None]:
     return put_back
 
 
+def _is_computed_in(t: torch.Tensor) -> bool:
+    """Whether PyTorch multiplies and adds in its dtype, as it does not in those of 8 bits."""
+    return t.is_floating_point() and t.element_size() > 1
+
+
 def _first_rows(p: nn.Parameter) -> torch.Tensor:
     """Enough of a parameter to compute something else: a copy of all would take the memory of a second model."""
     held = once(p)
@@ -116,7 +121,7 @@ def _as_given(run: Run, given: Sequence[torch.Tensor], draws: Draws) -> list[tor
 
 def _on_others(run: Run, given: Sequence[torch.Tensor], draws: Draws) -> list[torch.Tensor] | None:
     """What the model computes of smaller inputs with other random numbers; `None` where it takes none such."""
-    others = [t.detach() * _SCALE if t.is_floating_point() or t.is_complex() else t.clone() for t in given]
+    others = [t.detach() * _SCALE if _is_computed_in(t) or t.is_complex() else t.clone() for t in given]
     for t, g in zip(others, given, strict=True):
         t.requires_grad_(g.requires_grad)
     with draws():
