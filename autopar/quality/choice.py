@@ -3,7 +3,8 @@
 1. Candidates: plans that are predicted to be faster than the fastest one that loses nothing but bits (`candidates`).
 2. Each is probed on copies of the job, for some tens of steps (`probe`); a map that was learned from other tasks says
    what a whole training will lose (`degradation`). Plans that are expected to lose more than the budget are left out.
-3. The fastest few of the rest are piloted: they train copies for longer, and the user's own metric judges (`pilots`).
+3. A few of the rest are piloted (`worth_a_pilot`): they train copies for longer, and the user's own metric judges
+   (`pilots`).
 4. The fastest is taken that either of the two vouches for, and neither speaks against. None is an answer, too.
 
 Pilots take at most a tenth of the steps that the training will have, and probes about a minute.

@@ -1,12 +1,12 @@
 """From a probe to what a whole training will lose: a map that was learned from trainings of other tasks.
 
 What is lost is a part of what exact training gains over the best prediction that looks at no input; all of it at most.
-The map has, for a row of divergences, the median of what trainings lost whose probes diverged about as much, and a high
-quantile of it, both made to rise with the divergence. The quantile is that of split conformal prediction (Vovk,
-Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005): of n trainings, the ceil((n + 1) c)-th least, so
-that of few, the worst counts. Of a method that many tasks were trained with, what they lost by it is another such
-bound, as some lose little wherever they are tried: the lower one holds. Both hold as far as a new task is like those
-that were learned from, which `python -m benchmarks.budget` trains; with `--learn`, it writes the map.
+The map has, for a row of divergences, quantiles of what trainings lost whose probes diverged about as much, the median
+and a high one among them, all made to rise with the divergence. The high one is that of split conformal prediction
+(Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005): of n trainings, the ceil((n + 1) c)-th
+least, so that of few, the worst counts. Of a method that many tasks were trained with, what they lost by it is another
+such bound, as some lose little wherever they are tried: the lower one holds. Both hold as far as a new task is like
+those that were learned from, which `python -m benchmarks.budget` trains; with `--learn`, it writes the map.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEWEST = 8
 FEWEST_OF_METHOD = 16
 """Trainings with one method, of which a bound can be said."""
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Parts of trainings, of which the map says how much they lost at most."""
+"""For each of these parts of trainings, the map says how much they lost at most."""
 _MEDIAN = LEVELS.index(0.5)
 
 

@@ -15,11 +15,13 @@ UNLIKE = ("exchange",)
 
 def method_of(groups: Iterable[SyncGroup], context: Context) -> str:
     """The strategy of groups that lose something, with what was chosen for it, as `quantized(bits=4)` or
-    `all_reduce+every=4`; `rounded` where bits alone are lost, and empty where groups lose by several methods."""
+    `all_reduce+every=4`; where bits alone are lost, the format that is sent, as `wire=bfloat16`. Empty where groups
+    lose by several methods."""
     groups = tuple(groups)
     found = {_method(g) for g in groups if loses(g, context)}
-    if not found and fidelity_of(groups, context) == "rounded":
-        return "rounded"
+    if not found:
+        rounded = [g for g in groups if fidelity_of((g,), context) == "rounded"]
+        found = {f"wire={g.options.get('wire', '')}" for g in rounded}
     return found.pop() if len(found) == 1 else ""
 
 

@@ -70,7 +70,8 @@ def test_a_method_that_lost_little_everywhere_is_vouched_for_where_it_diverges_a
     ("name", "method"),
     [
         ("ddp", ""),
-        ("ddp+bf16", "rounded"),
+        ("ddp+bf16", "wire=bfloat16"),
+        ("all_reduce(wire=float16)", "wire=float16"),
         ("quantized(bits=4,exchange=gather)+from_step=8", "quantized(bits=4)"),
         ("ddp+every=4", "all_reduce+every=4"),
         ("ddp+delay=1", "all_reduce+delay=1"),

@@ -30,11 +30,10 @@ Draws = Callable[[], AbstractContextManager[object]]
 _ROUNDINGS = 16
 """Of a dtype, which two runs on one CPU may differ by; elsewhere they add in any order, and `tolerance` holds."""
 _SCALE, _SHIFT = 0.75, 1 / 64
-"""What parameters and floating-point inputs are multiplied by to be others: ranges that models ask of probabilities,
-images and angles hold what is nearer to zero, too. Parameters are shifted as well, since zeros hide errors."""
-
+"""Parameters and floating-point inputs are multiplied by the first, as ranges that models ask of probabilities, images
+and angles hold what is nearer to zero, too. The second is added to parameters, since zeros hide errors."""
 _ELEMENTS = 65_536
-"""That are changed of a parameter."""
+"""How many elements of a parameter are changed, in whole rows and at least one row."""
 
 
 def check_own_state(
