@@ -16,8 +16,8 @@ Kept = tuple[str, Any, Any]
 def kept_containers(value: Any, at: str) -> Iterator[Kept]:
     """The dicts and lists within a value, which lies `at` a place."""
     if isinstance(value, dict):
-        yield at, value, dict(value)
-        for key, inner in value.items():
+        yield at, value, dict(dict.items(value))  # a subclass may make something new of what it is asked for
+        for key, inner in dict.items(value):
             yield from kept_containers(inner, f"{at}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         if isinstance(value, list):
@@ -30,7 +30,7 @@ def warn_of_set(kept: Iterable[Kept]) -> None:
     """Warns where one of the containers holds something else now, or something that was not there."""
     for at, container, before in kept:
         if isinstance(container, dict):
-            others = [k for k, v in container.items() if k not in before or before[k] is not v]
+            others = [k for k, v in dict.items(container) if k not in before or before[k] is not v]
         else:
             others = [i for i, v in enumerate(container) if i >= len(before) or before[i] is not v]
         if others and is_rank_0():

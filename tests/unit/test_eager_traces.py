@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import BertConfig, BertModel
 
 import autopar
 from autopar.runtime.model.eager import kept_attributes
@@ -319,3 +320,51 @@ def test_an_iterator_that_can_be_copied_still_can() -> None:
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert list(copied.pairs) == [(1.0, 0), (2.0, 1), (3.0, 2)]  # type: ignore[arg-type]
     assert next(model.pairs) == (1.0, 0)  # type: ignore[call-overload]
+
+
+class Overrides(OrderedDict[str, Any]):
+    """Holds kinds of modules, and gives modules, as `ACT2FN` of Transformers does; it takes strings for keys alone."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key.lower(), value)
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+
+class OfStars(list[Any]):
+    def __iter__(self) -> Any:
+        return (f"*{value}" for value in super().__iter__())
+
+
+def test_containers_that_give_something_else_than_they_hold_hold_what_they_held() -> None:
+    model = nn.Linear(4, 3)
+    table, stars = Overrides(relu=nn.ReLU, gelu=nn.GELU), OfStars(["a", "b"])
+    table.move_to_end("relu")
+    model.table, model.stars = table, stars  # type: ignore[assignment]
+    put_back = kept_attributes([model])
+    table["tanh"] = nn.Tanh
+    stars.append("c")
+    for _ in range(2):  # once changed, once as it was
+        put_back()
+        assert list(OrderedDict.items(table)) == [("gelu", nn.GELU), ("relu", nn.ReLU)]
+        assert list(list.__iter__(stars)) == ["a", "b"]
+
+
+def test_the_table_of_activations_still_makes_them_behind_a_plan() -> None:
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16)
+    ids = torch.arange(8).reshape(2, 4)
+    for _ in range(2):  # the first leaves the table behind
+        model = BertModel(config, add_pooling_layer=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        program = autopar.optimize(
+            model, optimizer=optimizer, example_inputs=(ids, ids), loss_fn=of_hidden_states, strategy="ddp"
+        )
+        assert torch.isfinite(program.step((ids, ids)))
+
+
+def of_hidden_states(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return output.last_hidden_state.square().mean()  # type: ignore[no-any-return]

@@ -27,7 +27,8 @@ MOST = 20_000
 """Objects that are looked at, at most: a module may hold on to a data set."""
 
 _CONTAINERS = (OrderedDict, dict, list, deque, set)
-"""With their subclasses, as `Counter`; the first that one is an instance of says how it is filled."""
+"""With their subclasses, as `Counter`; the first that one is an instance of reads and fills it, as what a subclass
+overrides may do anything: `ACT2FN[name]` of Transformers makes a new module of what is held there."""
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
 _WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
 """Where modules come from that synchronize another one: what they count themselves goes on."""
@@ -88,14 +89,15 @@ def held_within(
 
 def kept_within(holder: Any) -> list[_Back]:
     """What puts back what a container holds, and where the iterators among that are."""
-    if isinstance(holder, set):
-        return [partial(_refill, holder, set(holder))]
-    content: Any = dict(holder) if isinstance(holder, dict) else list(holder)
+    kind = _kind(holder)
+    content: Any = _content(holder)
+    if kind is set:
+        return [partial(_refill, holder, content)]
     back: list[_Back] = []
-    for key, value in [*content.items()] if isinstance(holder, dict) else [*enumerate(content)]:
+    for key, value in [*content.items()] if isinstance(content, dict) else [*enumerate(content)]:
         live, later, rewind = rewound(value)
         if live is not value:
-            holder[key] = live
+            kind.__setitem__(holder, key, live)
         content[key] = later
         if rewind is not None:
             back.append(rewind)
@@ -191,15 +193,33 @@ def _names(code: CodeType) -> set[str]:
 
 def parts(container: Any) -> list[Any]:
     """What a container holds; keys and values of a dict."""
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+    content = _content(container)
+    return [*content, *content.values()] if isinstance(content, dict) else [*content]
+
+
+def _kind(container: Any) -> Any:
+    """The container of Python that this is one of."""
+    return next(k for k in _CONTAINERS if isinstance(container, k))
+
+
+def _content(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
+    """What a container holds, in order, as a container of its own."""
+    kind = _kind(container)
+    if isinstance(container, dict):
+        return dict(kind.items(container))
+    return set(set.__iter__(container)) if kind is set else list(kind.__iter__(container))
 
 
 def _refill(container: Any, content: Any) -> None:
     """Has a container hold again what it held; untouched where it does."""
     if list(map(id, parts(container))) != list(map(id, parts(content))):
-        kind: Any = next(k for k in _CONTAINERS if isinstance(container, k))
+        kind = _kind(container)
         kind.clear(container)
-        kind.extend(container, content) if kind in (list, deque) else kind.update(container, content)
+        if isinstance(content, dict):
+            for key, value in content.items():
+                kind.__setitem__(container, key, value)
+        else:
+            kind.update(container, content) if kind is set else kind.extend(container, content)
 
 
 def _set(generator: torch.Generator, state: torch.Tensor) -> None:
