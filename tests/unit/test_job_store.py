@@ -197,6 +197,28 @@ def test_a_rank_that_is_silent_throughout_is_gone_though_the_store_answers_late(
         raise CommunicationFailure("broken")
 
 
+@pytest.mark.parametrize("further", [1, 2])
+def test_a_rank_whose_last_sign_was_on_its_way_is_gone(monkeypatch: pytest.MonkeyPatch, further: int) -> None:
+    """It was killed as its sign went to the store, which came to it behind the first look: that is no sign of life."""
+    monkeypatch.setattr("autopar.runtime.job.presence.SILENCE_S", 2.5)
+    plain = HashStore()
+    told = PrefixStore("autopar/presence/sign", plain)
+    told.set("beat/1", "7 0")
+    presence = Presence(Connection(plain), "sign", 0, 2, TORCHRUN)
+
+    def on_its_way() -> None:
+        for count in range(further):
+            time.sleep(0.5)
+            told.set("beat/1", f"{8 + count} 0")
+
+    thread = threading.Thread(target=on_its_way)
+    thread.start()
+    said = "rank 1 is gone" if further == 1 else "rank 1 is late"
+    with pytest.raises(CollectiveError, match=said), presence.guard("a step"):
+        raise CommunicationFailure("broken")
+    thread.join()
+
+
 def test_a_server_goes_on_after_garbage() -> None:
     store, said, stop = HashStore(), list[str](), threading.Event()
     good = {"ranks": 2, "servers": ["other"], "timeout_s": 5.0}

@@ -231,20 +231,19 @@ class Presence:
         """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
         else the one that is awaited."""
         watch, place, begun = watch or _Watch(self, self._others()), self._pulse.place, time.monotonic()
-        at_first = {r: self.beat(r)[0] for r in self._others()}
-
-        def is_over() -> bool:  # nobody's silence says anything before the store last answered in time
-            limit = max(begun, self.store.silent_until) + SILENCE_S + BEAT_S
-            return watch.is_done() or time.monotonic() > limit
-
-        _until(is_over, LONGEST_CALL_S)
+        at_first, found = watch.counts(), watch.look()
+        while not watch.knows_all(found, at_first) and time.monotonic() - begun < LONGEST_CALL_S:
+            time.sleep(0.1)
+            found = watch.look()
+        # A store that has answered late again and again excuses no silence as long as that. What follows asks nothing
+        # about silence anew: an answer that is late just now would excuse a rank that is gone.
+        silent = [r for r, count in watch.counts().items() if count and count == at_first[r]]
+        found = found or {r: _GONE for r in silent if time.monotonic() - begun >= LONGEST_CALL_S}
+        if found:
+            return found
         beats = {r: self.beat(r) for r in self._others()}
-        # A store that has answered late again and again excuses no silence as long as that.
-        silent = [r for r, (count, _) in beats.items() if count and count == at_first[r]]
         return (
-            watch.look()
-            or {r: _GONE for r in silent if time.monotonic() - begun >= LONGEST_CALL_S}
-            or {r: _ABSENT for r, (count, _) in beats.items() if not count}
+            {r: _ABSENT for r, (count, _) in beats.items() if not count}
             or {r: _LEFT for r in beats if self._has_left(r)}
             or {r: _LATE for r, (_, at) in beats.items() if at < place}
             or {r: _LATE for r in awaited if len(awaited) == 1}
@@ -302,13 +301,23 @@ class _Watch:
                 found[r] = _GONE
         return found
 
-    def is_done(self) -> bool:
-        """Whether it is known of every rank which it is; a rank that had not come when this began has not come."""
-        found, recently = self.look(), time.monotonic() - 2 * BEAT_S
+    def counts(self) -> dict[int, str]:
+        """What each rank's count was when it was last looked at."""
+        return {r: count for r, (count, _) in self._last.items()}
+
+    def knows_all(self, found: Mapping[int, str], at_first: Mapping[int, str]) -> bool:
+        """Whether every rank has been `found` not to live, or lives: its count has gone on by two from `at_first`, as
+        one may have been on its way to the store when the rank was killed, and lately. One that had not come when this
+        began has not come."""
+        recently = time.monotonic() - 2 * BEAT_S
         return all(
-            not first or r in found or (self._last[r][0] != first and self._last[r][1] > recently)
+            not first or r in found or (_lies_behind(self._last[r][0], at_first[r]) and self._last[r][1] > recently)
             for r, first in self._first.items()
         )
+
+
+def _lies_behind(count: str, first: str) -> bool:
+    return count.isdigit() and int(count) >= int(first or 0) + 2
 
 
 def _until(condition: Callable[[], bool], limit_s: float) -> None:
