@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import pickle
+import queue
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -338,6 +340,23 @@ class Overrides(OrderedDict[str, Any]):
 class OfStars(list[Any]):
     def __iter__(self) -> Any:
         return (f"*{value}" for value in super().__iter__())
+
+
+class Feed(queue.Queue[float]):
+    """One of a user's own."""
+
+
+def test_what_threads_change_meanwhile_is_not_put_back() -> None:
+    model = nn.Linear(4, 3)
+    feed, log = Feed(), logging.getLogger(__name__)
+    model.feed, model.log = feed, log  # type: ignore[assignment]
+    put_back = kept_attributes([model])
+    feed.put(1.0)
+    name = f"{__name__}.{id(model)}"
+    child = logging.getLogger(name)
+    put_back()
+    assert feed.get(timeout=0) == 1.0
+    assert logging.getLogger(name) is child
 
 
 def test_containers_that_give_something_else_than_they_hold_hold_what_they_held() -> None:

@@ -32,6 +32,9 @@ overrides may do anything: `ACT2FN[name]` of Transformers makes a new module of 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
 _WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
 """Where modules come from that synchronize another one: what they count themselves goes on."""
+_OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "socket", "subprocess", "threading"}
+"""Modules of Python whose objects, with those of their subclasses, other threads and processes change meanwhile: to put
+these back would take away what has come into a queue."""
 _Back = Callable[[], None]
 
 
@@ -39,7 +42,8 @@ def held_within(
     values: Iterable[Any], kept: Collection[nn.Module] | None = None
 ) -> tuple[list[torch.Tensor], list[_Back]]:
     """The tensors that values hold, in containers and in attributes of objects; and what puts back, of each container,
-    object and generator of random numbers, what it holds now. What programs keep is passed over, and so are modules.
+    object and generator of random numbers, what it holds now. What programs keep is passed over, and so are modules and
+    what threads share: queues, loggers, locks.
 
     `kept`: modules that are kept otherwise. Where it is given, others are not passed over: their buffers are among the
     tensors, and the gradients of their parameters are put back.
@@ -76,6 +80,8 @@ def held_within(
         elif (of_generator := _generator(value)) is not None:
             back.append(of_generator)
         else:
+            if _is_of_threads(value):
+                continue
             if isinstance(value, _CONTAINERS):
                 back += kept_within(value)
                 waiting += parts(value)
@@ -85,6 +91,10 @@ def held_within(
                 back += kept_within(vars(value))
                 waiting += vars(value).values()
     return tensors, back
+
+
+def _is_of_threads(value: Any) -> bool:
+    return any(c.__module__.partition(".")[0] in _OF_THREADS for c in type(value).__mro__)
 
 
 def kept_within(holder: Any) -> list[_Back]:
