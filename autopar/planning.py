@@ -229,7 +229,7 @@ class Planner:
         """The plan that is given, priced; or one that keeps all activations; where none fits, one that computes some of
         them again, or most. Warns where it keeps less memory free than is asked. Raises `InfeasibleError` where none of
         these fits, `PlanError` where a constraint cannot be kept to, and `SpecError` where a model without values is to
-        be timed."""
+        be timed, or a global batch cannot be shared out."""
         if self.measure_compute and training.without_values:
             raise SpecError(
                 f"measure_compute times the model's passes, and '{training.without_values}' has no values (it is on "
@@ -238,6 +238,8 @@ class Planner:
             )
         rewrites = training.mode == "step" and not training.eager
         levels: tuple[Recompute, ...] = ("none", "selective", "full") if rewrites else ("none",)
+        if self.searching.global_batch is not None:
+            cluster = self._shared_out(training, cluster, self.searching.global_batch)
         if self.given is not None:
             plan = self._plan(training, cluster, self.given.recompute)
         elif self.strategy is not None:
@@ -249,6 +251,14 @@ class Planner:
         if cluster.batches:
             _say_batches(training.graph(plan.recompute), cluster)
         return plan
+
+    def _shared_out(self, training: Training, cluster: ClusterSpec, samples: int) -> ClusterSpec:
+        """The cluster with a batch on each device, `samples` together."""
+        from autopar.search import with_shares
+
+        graph = training.graph()
+        context, cost_model = self.setting(training, cluster, graph)
+        return with_shares(samples, graph, cluster, context, cost_model, self.constraints)
 
     def _searched(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
         """The first level's plan that keeps as much memory free as is asked; else the one that keeps most free."""

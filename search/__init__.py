@@ -6,6 +6,7 @@ if __name__ != "autopar.search":
     raise ImportError("import autopar.search, not search: this folder ships as a subpackage of autopar")
 
 from autopar.search.base import Budget, Candidate, Problem, SearchResult
+from autopar.search.batch_shares import with_shares
 from autopar.search.builders import AUTODIST, BUILDERS
 from autopar.search.constraints import Constraints, Pin
 from autopar.search.evaluate import Evaluator
@@ -47,4 +48,5 @@ __all__ = [
     "search_result",
     "searcher_named",
     "training_step_s",
+    "with_shares",
 ]

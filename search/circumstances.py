@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,7 +13,7 @@ from autopar.formatting import number_of
 from autopar.ir.scaled_batch import ASSUMPTION, scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.cluster_parts import DuplexSpec, InterconnectSpec
+from autopar.spec.cluster_parts import DeviceSpec, DuplexSpec, InterconnectSpec
 from autopar.spec.cluster_resolve import port_rate
 from autopar.spec.units import Figure
 from autopar.spec.validation import explain
@@ -121,14 +122,24 @@ def with_bandwidth(cluster: ClusterSpec, factor: Fraction) -> ClusterSpec:
 def with_batches(cluster: ClusterSpec, factor: Fraction) -> ClusterSpec:
     """The cluster with `factor` times the batch on each device that says its own. Raises `ClusterSpecError` where one
     cannot be divided."""
+
+    def times(device: DeviceSpec, host: int, place: int) -> int | None:
+        if device.batch is None:
+            return None
+        batch = device.batch * factor
+        if batch.denominator != 1:
+            raise ClusterSpecError(f"a batch of {device.batch} on {device.kind} cannot be multiplied by {factor}")
+        return int(batch)
+
+    return with_batch_of(cluster, times)
+
+
+def with_batch_of(cluster: ClusterSpec, batch_of: Callable[[DeviceSpec, int, int], int | None]) -> ClusterSpec:
+    """The cluster with a batch on each device, from its entry in the description, the place of the host's entry, and
+    its place there."""
     hosts = []
-    for entry in cluster.hosts:
-        devices = []
-        for device in entry.devices:
-            batch = None if device.batch is None else device.batch * factor
-            if batch is not None and batch.denominator != 1:
-                raise ClusterSpecError(f"a batch of {device.batch} on {device.kind} cannot be multiplied by {factor}")
-            devices.append(device.model_copy(update={"batch": batch if batch is None else int(batch)}))
+    for i, entry in enumerate(cluster.hosts):
+        devices = [d.model_copy(update={"batch": batch_of(d, i, j)}) for j, d in enumerate(entry.devices)]
         hosts.append(entry.model_copy(update={"devices": tuple(devices)}))
     return _made(cluster, hosts=tuple(hosts))
 

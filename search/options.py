@@ -29,5 +29,8 @@ class SearchOptions:
     chooses: Callable[[SearchResult, str], Plan] | None = None
     """From the fastest exact plan, and the optimizer's kind, to the plan that is taken under a quality budget:
     `autopar.quality.on_evidence.OnEvidence`."""
+    global_batch: int | None = None
+    """Samples of all ranks together, which are shared out so that unequal devices compute equally long. The plan's
+    cluster says each rank's: `plan.cluster.cluster.ranks[rank].device.batch`."""
     stop: Event = field(default_factory=Event, compare=False)
     """Ends the search when it is set; the best plan so far is taken."""

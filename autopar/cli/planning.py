@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -48,6 +48,7 @@ class Asked:
     calibration: str | None
     measure_compute: bool
     weights: bool | None
+    global_batch: int | None
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Asked:
@@ -97,7 +98,7 @@ class Asked:
                 measure_compute=self.measure_compute,
                 time_budget_s=time_budget_s,
                 seed=seed,
-                search=search or SearchOptions(),
+                search=replace(search or SearchOptions(), global_batch=self.global_batch),
                 plan=given,
                 trials=trials,
                 progress=tell,
@@ -138,6 +139,13 @@ def planning_options(function: F) -> F:
             help="Time the model's passes on this machine, which stands for the cluster's devices of its kind.",
         ),
         weights_option,
+        click.option(
+            "--global-batch",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Share N samples out so that unequal devices compute equally long. Default: as many on each rank as "
+            "the model's example has, or as the cluster description says.",
+        ),
         json_option,
         standard_options,
     )

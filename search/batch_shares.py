@@ -1,0 +1,198 @@
+"""How many samples of a global batch each rank is given, so that ranks on unequal devices compute equally long.
+
+A synchronous step takes as long as its slowest rank. What a rank computes takes a + b times its samples, as priced for
+two sizes of the batch; ranks that end together have the least longest time. Whole samples, and ranks of one entry of
+the description having as many each, allow that only nearly: among what is near, the best is found by dynamic
+programming over the entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.base import CostModel
+from autopar.errors import PlanError, SpecError
+from autopar.formatting import number_of
+from autopar.ir.scaled_batch import why_not
+from autopar.ir.training_graph import TrainingGraph
+from autopar.search.base import Problem
+from autopar.search.builders import builder_named
+from autopar.search.circumstances import with_batch_of
+from autopar.search.constraints import NONE, Constraints
+from autopar.spec.cluster import ClusterSpec
+from autopar.spec.topology import topology_of
+from autopar.strategies import Context
+from autopar.strategies.lowering import lower_plan
+
+WINDOW = 12
+"""Samples below and above the equal time that are tried on each rank."""
+UNBOUNDED = 1 << 30
+"""Samples, where a batch takes no memory that counts."""
+PLANS = ("ddp", "sharded")
+"""Whose memory limits a rank's batch: the first of them that leaves every rank a sample."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Equal devices of one host, or of equal hosts, and what their ranks take. Seconds and bytes grow with samples."""
+
+    host: int
+    place: int
+    """Among the devices of the host's entry in the description."""
+    ranks: int
+    kind: str
+    start_s: float
+    sample_s: float
+    most: int
+    """Samples of a rank at most, for its memory; 1 where it holds none, of which the search says more."""
+
+    def seconds(self, samples: int) -> float:
+        return self.start_s + self.sample_s * samples
+
+
+def with_shares(
+    samples: int,
+    graph: TrainingGraph,
+    cluster: ClusterSpec,
+    context: Context,
+    cost_model: CostModel,
+    constraints: Constraints = NONE,
+) -> ClusterSpec:
+    """The cluster with a batch on each device, `samples` on all ranks together; what the description says of a batch
+    stays.
+
+    Raises `SpecError` where that cannot be done: with why, and with the nearest numbers that can be shared out."""
+    problem = Problem(graph, cluster, topology_of(cluster), context.on(cluster), cost_model, constraints=constraints)
+    why = why_not(graph, Fraction(2))
+    if why is not None:
+        raise SpecError(
+            f"a global batch of {samples} cannot be shared out by what ranks compute, as batches of other sizes cannot "
+            f"be priced: {why}. Give the devices of the cluster description a batch each"
+        )
+    said = [place.device.batch for place in cluster.ranks]
+    rest, ranks = samples - sum(n for n in said if n is not None), said.count(None)
+    if not ranks:
+        raise SpecError(
+            f"every device of the cluster has a batch in its description, {samples - rest} together: leave out a "
+            f"batch, or the global batch of {samples}"
+        )
+    if rest < ranks:
+        raise SpecError(
+            f"a global batch of {samples} leaves {max(0, rest)} samples for {number_of(ranks, 'rank')}: expected one "
+            "for each at least"
+        )
+    entries = _entries(problem, rest, ranks)
+    room = sum(e.ranks * e.most for e in entries)
+    if rest > room:
+        raise SpecError(
+            f"a global batch of {samples} does not fit the devices: about {samples - rest + room} samples do. Take "
+            "micro-batches (program.step of several), or more devices"
+        )
+    shares = _shared(entries, rest)
+    if shares is None:
+        raise SpecError(_no_such_shares(entries, rest, samples))
+    of = {(e.host, e.place): n for e, n in zip(entries, shares, strict=True)}
+    return with_batch_of(cluster, lambda device, i, j: of.get((i, j), device.batch))
+
+
+def _entries(problem: Problem, rest: int, ranks: int) -> list[Entry]:
+    """The entries of the description that say no batch. What a sample takes is the difference between two sizes: of
+    time, near the mean of `rest` samples on so many ranks; of memory, as many as one rank may have at all, since with
+    few samples the fullest moment is one without activations."""
+    few, many = max(1, rest // ranks), max(1, rest // 2)
+    few_s, twice_s = (_pricer(problem, n).graph_s(frozenset()) for n in (few, 2 * few))
+    peaks, twice_peaks = _peaks(problem, many)
+    found, rank = [], 0
+    for i, host in enumerate(problem.cluster.hosts):
+        first = rank  # of its first host: the others have ranks like that one's
+        for j, device in enumerate(host.devices):
+            if device.batch is None:
+                sample_s = max(0.0, float(twice_s[first] - few_s[first]) / few)
+                start_s = max(0.0, float(few_s[first]) - few * sample_s)
+                most = max(1, _most(peaks[first], twice_peaks[first], many, problem.memory_limits[first]))
+                found.append(Entry(i, j, host.count * device.count, device.kind, start_s, sample_s, most))
+            first += device.count
+        rank += host.count * sum(d.count for d in host.devices)
+    return found
+
+
+def _pricer(problem: Problem, batch: int) -> StepPricer:
+    """Prices steps in which every rank has as large a batch."""
+    topology = topology_of(with_batch_of(problem.cluster, lambda device, i, j: batch))
+    return replace(problem, topology=topology).pricer or StepPricer(problem.graph, topology)
+
+
+def _peaks(problem: Problem, batch: int) -> list[tuple[int, ...]]:
+    """Peak bytes of each rank with as large a batch, and with twice as large a one, under the first of `PLANS` that
+    leaves all a sample."""
+    pricers = [_pricer(problem, n) for n in (batch, 2 * batch)]
+    found = []
+    for name in PLANS:
+        try:
+            groups = builder_named(name)(problem.graph.parameters, problem.context, problem.cluster)
+            program = lower_plan(groups, problem.graph, problem.context)
+        except PlanError:
+            continue
+        found = [pricer.estimate(program).peak_memory_bytes for pricer in pricers]
+        if all(_most(a, b, batch, limit) >= 1 for a, b, limit in zip(*found, problem.memory_limits, strict=True)):
+            break
+    return found
+
+
+def _most(one: int, two: int, batch: int, limit: int) -> int:
+    """Samples that leave a rank within its limit, from its peak bytes with a batch, and with twice as large a one;
+    below 1 where none do."""
+    of_sample = (two - one) / batch
+    if of_sample <= 0:
+        return UNBOUNDED
+    return int((limit - (one - batch * of_sample)) / of_sample)
+
+
+def _shared(entries: Sequence[Entry], rest: int) -> list[int] | None:
+    """Samples of each rank of an entry, `rest` together, with the least longest time; of those, with the least sum of
+    times. `None` where there are none near the equal time."""
+    at = [_within(e, _equal_s(entries, rest)) for e in entries]
+    ways: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # by the samples that are given
+    for entry, near in zip(entries, at, strict=True):
+        further: dict[int, tuple[float, float, list[int]]] = {}
+        for given, (longest, total, shares) in ways.items():
+            for n in range(max(1, near - WINDOW), min(entry.most, near + WINDOW) + 1):
+                sum_, seconds = given + entry.ranks * n, entry.seconds(n)
+                way = (max(longest, seconds), total + entry.ranks * seconds, [*shares, n])
+                if sum_ <= rest and (sum_ not in further or way < further[sum_]):
+                    further[sum_] = way
+        ways = further
+    return ways[rest][2] if rest in ways else None
+
+
+def _equal_s(entries: Sequence[Entry], rest: int) -> float:
+    """Seconds after which ranks that all end then have computed `rest` samples, by bisection."""
+    low, high = 0.0, max(e.seconds(rest) for e in entries)
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = sum(e.ranks * _within(e, middle) for e in entries) >= rest
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+def _within(entry: Entry, seconds: float) -> int:
+    """Samples that a rank computes in so many seconds, one at least."""
+    if entry.sample_s <= 0:
+        return entry.most
+    return max(1, min(entry.most, math.floor((seconds - entry.start_s) / entry.sample_s)))
+
+
+def _no_such_shares(entries: Sequence[Entry], rest: int, samples: int) -> str:
+    near = range(1, 1 + 2 * max(e.ranks for e in entries))
+    fewer = next((rest - k for k in near if _shared(entries, rest - k) is not None), None)
+    more = next((rest + k for k in near if _shared(entries, rest + k) is not None), None)
+    nearest = " or ".join(str(samples - rest + n) for n in (fewer, more) if n is not None)
+    ranks = ", ".join(f"{e.ranks} x {e.kind}" for e in entries)
+    return (
+        f"a global batch of {samples} cannot be shared out in whole samples with equal batches on equal devices "
+        f"({ranks}): take {nearest or 'another number'}, or give hosts an entry each"
+    )
