@@ -7,7 +7,7 @@ of one host it stays there. All messages between two hosts take one way through 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import permutations
@@ -82,10 +82,13 @@ class Ways:
         ends = [(topology.leave(r), topology.enter(r)) if apart else ((), ()) for r in range(topology.world_size)]
         for way in (way for both in ends for way in both):
             self._add(way, found)
-        for one, other in permutations(self._on, 2):
+        for one, other in topology.pairs(self._on):
             leave = max((ends[r][0] for r in self._on[one]), key=_latency_s)
             enter = max((ends[r][1] for r in self._on[other]), key=_latency_s)
             self._add((*leave, *topology.through(one, other), *enter), found)
+        for host in self._on if apart else ():  # that the pairs above stand for
+            if topology.switch_of(host) is not None:
+                self._add(topology.cables(host), found)
         self.of_ranks = len(found)
         """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
         for server in topology.servers:
@@ -149,12 +152,13 @@ class Ways:
                 on.setdefault(self._host_of[rank], []).append(rank)
             for a, b in ((a, b) for ranks in on.values() for a, b in permutations(ranks, 2)):
                 entries.update((number, a if of_sender else b) for number in self.between(a, b))
-            between = Counter[tuple[int, str]]()
-            for one, other in permutations(on, 2):
-                for number in self._numbers(self._topology.through(one, other)):
-                    between[number, one if of_sender else other] += len(on[other if of_sender else one])
-            for (number, host), messages in between.items():
+            for (number, host), messages in self._between_hosts(on, of_sender).items():
                 entries.update({(number, rank): messages for rank in on[host]})
+            for host, ranks in on.items():
+                if len(on) > 1 and self._topology.switch_of(host) is not None:
+                    near, distant = self._numbers(self._topology.cables(host))[:: 1 if of_sender else -1]
+                    entries.update({(near, rank): len(subgroup) - len(ranks) for rank in ranks})
+                    far += [(distant, rank) for rank in ranks]
             for ranks in on.values():
                 subgroup_of[ranks], here[ranks] = group_number, places
                 places += 1
@@ -164,6 +168,33 @@ class Ways:
                     far += [(number, rank) for number in others]
         links, ends = np.array(far, np.int64).reshape(-1, 2).T
         return self._traffic(entries, FromOthers(links, ends, subgroup_of, here))
+
+    def _between_hosts(self, on: Mapping[str, Sequence[int]], of_sender: bool) -> Counter[tuple[int, str]]:
+        """How often each rank of a host, as the sender or as the receiver, crosses each link between hosts; cables to
+        their switches left out, of hosts that have one. `on`: the ranks of a subgroup, by host."""
+        found = Counter[tuple[int, str]]()
+        topology, behind = self._topology, dict[str, int]()
+        switches = {host: topology.switch_of(host) for host in on}
+        for host, switch in switches.items():
+            if switch is not None:
+                behind[switch] = behind.get(switch, 0) + len(on[host])
+        first = {switch: host for host, switch in reversed(switches.items()) if switch is not None}
+        middle: dict[str, list[tuple[int, int]]] = {}
+        for one, other in permutations(first, 2):
+            ends = (first[one], first[other]) if of_sender else (first[other], first[one])
+            way = topology.through(*ends)[1:-1]
+            middle.setdefault(one, []).extend((number, behind[other]) for number in self._numbers(way))
+        for host, switch in switches.items():
+            if switch is not None:
+                for number, messages in middle.get(switch, ()):
+                    found[number, host] += messages
+        loose = {host for host, switch in switches.items() if switch is None}
+        for one, other in permutations(on, 2) if loose else ():
+            if one in loose or other in loose:
+                way = topology.through(one, other)[one not in loose :]
+                for number in self._numbers(way if other in loose else way[:-1]):
+                    found[number, one if of_sender else other] += len(on[other if of_sender else one])
+        return found
 
     def _traffic(self, entries: Counter[tuple[int, int]], others: FromOthers | None = None) -> Traffic:
         """`entries`: how often a rank's number crosses a link, by link and rank."""

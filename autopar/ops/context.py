@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -90,13 +91,24 @@ def _hosts(cluster: ClusterSpec) -> tuple[tuple[int, ...], tuple[float, ...], tu
 def _rates(topology: Topology, hosts: Sequence[int]) -> tuple[float, ...]:
     """What each rank can send to other hosts and receive from them: by the best way there and back, the slower
     direction, divided by the ranks that share the host's card. Where all ranks are on one host, the others serve."""
-    first = {host: hosts.index(host) for host in hosts}
-    shares = {}
-    for host, a in first.items():
-        others: Sequence[int | str] = [b for b in first.values() if b != a] or topology.servers
-        ways = [(topology.bandwidth_bytes_per_s(a, b), topology.bandwidth_bytes_per_s(b, a)) for b in others]
-        shares[host] = max(map(min, ways), default=0.0) / hosts.count(host)
-    return tuple(shares[host] for host in hosts)
+    first: dict[str, int] = {}
+    for rank, place in enumerate(topology.ranks):
+        first.setdefault(place.host.name, rank)
+    best: dict[Hashable, float] = {}
+
+    def both_ways(host: str, b: int | str) -> None:
+        a, kind = first[host], topology.kind_of(host)
+        rate = min(topology.bandwidth_bytes_per_s(a, b), topology.bandwidth_bytes_per_s(b, a))
+        best[kind] = max(best.get(kind, 0.0), rate)
+
+    for one, other in topology.pairs(first):
+        both_ways(one, first[other])
+    if len(first) == 1:
+        for server in topology.servers:
+            both_ways(next(iter(first)), server)
+    ranks_on = Counter(hosts)
+    shares = {p.host.name: best.get(topology.kind_of(p.host.name), 0.0) for p in topology.ranks}
+    return tuple(shares[p.host.name] / ranks_on[host] for p, host in zip(topology.ranks, hosts, strict=True))
 
 
 def _card(topology: Topology, server: str) -> float:

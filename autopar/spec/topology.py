@@ -10,9 +10,10 @@ links, with `bandwidth_bytes_per_s` and `latency_s`. Transfers that cross the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import networkx as nx
@@ -98,8 +99,51 @@ class Topology:
 
     def through(self, a: str, b: str) -> tuple[Link, ...]:
         """The links between two hosts, by their names."""
+        one, other = self.switch_of(a), self.switch_of(b)
+        if one is not None and other is not None:
+            return (self.cables(a)[0], *self._between_ends(one, other, (a, b)), self.cables(b)[1])
+        return self._between_ends(a, b, (a, b))
+
+    def switch_of(self, host: str) -> str | None:
+        """The switch by which a host is joined to all others; `None` where it is joined to several things, or to
+        another host."""
+        after, before = self._network.succ[host], self._network.pred[host]
+        if len(after) != 1 or len(before) != 1:
+            return None
+        (switch,) = after
+        return switch if switch in before and switch not in self._hosts else None
+
+    def cables(self, host: str) -> tuple[Link, Link]:
+        """The links to the one switch of a host, and from it."""
+        switch = self.switch_of(host)
+        assert switch is not None, f"{host} is joined to several things"
+        return self._link(host, switch), self._link(switch, host)
+
+    def pairs(self, hosts: Iterable[str]) -> list[tuple[str, str]]:
+        """Pairs of these hosts, both ways round, that stand for all of them: between other two, messages take equally
+        fast links. Hosts are alike that are joined to one switch by equal cables, and have equal devices."""
+        kinds: dict[Hashable, list[str]] = {}
+        for name in hosts:
+            kinds.setdefault(self.kind_of(name), []).append(name)
+        first_two = [each[:2] for each in kinds.values()]
+        return [
+            (one[0], other[-1 if one is other else 0])
+            for one, other in product(first_two, repeat=2)
+            if one is not other or len(one) == 2
+        ]
+
+    def kind_of(self, name: str) -> Hashable:
+        """The same for hosts that are alike, as `pairs` takes them."""
+        switch = self.switch_of(name)
+        if switch is None:
+            return name
+        host, rates = self._hosts[name], [(c.bandwidth_bytes_per_s, c.latency_s) for c in self.cables(name)]
+        return switch, host.devices, host.interconnect, *rates
+
+    def _between_ends(self, a: str, b: str, hosts: tuple[str, str]) -> tuple[Link, ...]:
+        """The links between two ends in the network, as messages between two hosts cross them."""
         if (a, b) not in self._between:
-            self._between[a, b] = self._links(self._nodes_between(a, b))
+            self._between[a, b] = self._links(self._nodes_between(a, b, hosts)) if a != b else ()
         return self._between[a, b]
 
     def bandwidth_bytes_per_s(self, a: int | str, b: int | str) -> float:
@@ -159,8 +203,8 @@ class Topology:
         hub = f"{host}/{link.name}"
         return self._links([a, f"{hub}.in", f"{hub}.out", b] if link.shared else [a, hub, b])
 
-    def _nodes_between(self, a: str, b: str) -> list[str]:
-        """Fewest links first, then the faster; never through another host."""
+    def _nodes_between(self, a: str, b: str, hosts: tuple[str, str]) -> list[str]:
+        """Fewest links first, then the faster; never through another host. `hosts`: whose messages these are."""
         after, before = self._network.succ[a], self._network.pred[b]
         if b in after:
             return [a, b]
@@ -168,16 +212,19 @@ class Topology:
         if len(common) == 1:  # nearly always: one switch, or one a rack
             return [a, common[0], b]
         graph = self._switches
-        graph.add_edges_from((a, node, data) for node, data in after.items() if node not in self._hosts)
-        graph.add_edges_from((node, b, data) for node, data in before.items() if node not in self._hosts)
+        ends = [end for end in (a, b) if end in self._hosts]
+        if a in ends:
+            graph.add_edges_from((a, node, data) for node, data in after.items() if node not in self._hosts)
+        if b in ends:
+            graph.add_edges_from((node, b, data) for node, data in before.items() if node not in self._hosts)
         try:
             return list(nx.shortest_path(graph, a, b, weight=_cost))
         except (nx.NetworkXNoPath, nx.NodeNotFound):
             raise ClusterSpecError(
-                f"host '{a}' cannot reach host '{b}': join their switches in network.links"
+                f"host '{hosts[0]}' cannot reach host '{hosts[1]}': join their switches in network.links"
             ) from None
         finally:
-            graph.remove_nodes_from([a, b])
+            graph.remove_nodes_from(ends)
 
 
 def _cost(_: str, to: str, data: dict[str, Any]) -> float:

@@ -13,6 +13,7 @@ from autopar.cost_models.alike import alike
 from autopar.cost_models.flows import Ways
 from autopar.errors import PlanError
 from autopar.ops.base import Call
+from autopar.ops.context import _rates
 from autopar.ops.gradients import Pack
 from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.ops.values import Setting, Work
@@ -33,6 +34,20 @@ CLUSTERS = {
     "mixed": MIXED,
     "one host": ClusterSpec.loads("hosts: [{name: a, devices: 4 x cpu}]"),
     "hosts of two": cpu_hosts(3, devices="2 x cpu"),
+    "racks in a row": ClusterSpec.loads(
+        "hosts: [{name: a, count: 2, devices: 2 x cpu, switch: r0}, {name: b, devices: 2 x cpu, switch: r1},\n"
+        "        {name: c, count: 2, devices: 1 x cpu, switch: r2, bandwidth: 5 Gbit/s}]\n"
+        "network: {bandwidth: 10 Gbit/s, switches: [r0, r1, r2], links: [{between: [r0, r1], bandwidth: 20 Gbit/s},\n"
+        "          {between: [r1, r2], bandwidth: 8 Gbit/s}]}\n"
+    ),
+    "no switch": ClusterSpec.loads(
+        "hosts: [{name: a, devices: 2 x cpu}, {name: b, devices: 1 x cpu}]\n"
+        "network: {links: [{between: [a, b], bandwidth: 1 Gbit/s}]}\n"
+    ),
+    "a cable besides": ClusterSpec.loads(
+        "hosts: [{name: a, count: 3, devices: 2 x cpu}, {name: b, devices: 1 x cpu}]\n"
+        "network: {bandwidth: 1 Gbit/s, switches: [core], links: [{between: [a-0, b], bandwidth: 40 Gbit/s}]}\n"
+    ),
 }
 ODD = (("table", (1001, 7)), ("0.weight", (13, 5)), ("0.bias", (13,)), ("scale", (1,)), ("1.weight", (3, 64)))
 
@@ -92,6 +107,22 @@ def test_traffic_is_that_of_each_message(name: str, split: bool) -> None:
     paths = [topology.path(a, b) for a, b in permutations([*range(n), *topology.servers], 2)]
     served = [p for p in paths if p]
     assert ways.latency_s == pytest.approx(max(sum(link.latency_s for link in p) for p in served))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_rates_are_those_of_the_best_way_to_another_host(name: str) -> None:
+    topology = Topology(CLUSTERS[name])
+    hosts = [place.host.name for place in topology.ranks]
+    expected = []
+    for host in hosts:
+        others = [b for b, other in enumerate(hosts) if other != host] or topology.servers
+        ways = [
+            min(topology.bandwidth_bytes_per_s(x, y), topology.bandwidth_bytes_per_s(y, x))
+            for x, y in ((hosts.index(host), b if isinstance(b, str) else hosts.index(hosts[b])) for b in others)
+        ]
+        expected.append(max(ways, default=0.0) / hosts.count(host))
+    numbers = [hosts.index(host) for host in hosts]
+    assert _rates(topology, numbers) == tuple(expected)
 
 
 class First(Pack):
