@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
@@ -244,3 +245,33 @@ def test_a_tensor_that_is_replaced_at_every_step_is_named_and_the_model_runs_eag
     else:
         with pytest.warns(autopar.AutoparWarning, match=f"{named}[^$]*So the model runs eagerly on such batches"):
             train()
+
+
+@pytest.mark.parametrize("entry", ["step", "module"])
+def test_a_model_that_is_pruned_further_in_training_is_pruned_by_its_newest_weights(entry: str) -> None:
+    """PyTorch's pruning reads what the last forward pass has set: captured, it pruned by the weights at the start."""
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    pruned: list[nn.Module] = []
+    for trained_by in (entry, "plain"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        prune.l1_unstructured(model, "weight", 0.25)
+        optimizer, run = torch.optim.SGD(model.parameters(), lr=1.0), model
+        if trained_by != "plain":
+            with pytest.warns(autopar.AutoparWarning, match="the model is pruned by torch.nn.utils.prune"):
+                of_step = {"optimizer": optimizer, "loss_fn": F.mse_loss} if entry == "step" else {}
+                inputs = (x, y) if entry == "step" else x
+                run = autopar.optimize(model, example_inputs=inputs, strategy="ddp", **of_step)  # type: ignore[call-overload]
+        for step in range(6):
+            if step == 3:
+                prune.l1_unstructured(model, "weight", 0.5)
+            if trained_by == "step":
+                run.step((x, y))  # type: ignore[operator]
+                continue
+            optimizer.zero_grad()
+            F.mse_loss(run(x), y).backward()
+            optimizer.step()
+        pruned.append(model)
+    found, expected = (m.state_dict() for m in pruned)
+    assert torch.equal(found["weight_mask"], expected["weight_mask"])
+    torch.testing.assert_close(found, expected)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparWarning, CaptureError, SignatureError, UnusedParameterError
@@ -122,7 +123,13 @@ def _why_eager(
                     f"parameter '{name}' has a hook on its gradient, which a captured step would not call, and which "
                     "is given each rank's own gradient, as with DistributedDataParallel"
                 )
-    put_back = kept_attributes(owners_of(model, settings.loss_fn).values())
+    owners = owners_of(model, settings.loss_fn)
+    if settings.capture == "auto" and (pruned := _pruned(owners)):
+        return (
+            f"{pruned} is pruned by torch.nn.utils.prune, which prunes further by the weights that the last forward "
+            "pass has set in it, and a captured step sets none (prune.remove makes the pruning permanent)"
+        )
+    put_back = kept_attributes(owners.values())
     try:
         graph = capture()
         if settings.check != "never" and settings.capture != "always":
@@ -135,6 +142,13 @@ def _why_eager(
         put_back()  # tracing writes to tensors that are plain attributes
         return str(e)
     return ""
+
+
+def _pruned(owners: Mapping[str, nn.Module]) -> str:
+    """The name of the first module that is pruned as it runs; empty for none."""
+    named = [(prefix + name, m) for prefix, owner in owners.items() for name, m in owner.named_modules()]
+    hooked = (n for n, m in named if any(isinstance(h, BasePruningMethod) for h in m._forward_pre_hooks.values()))
+    return next((f"'{name}'" if name else "the model" for name in hooked), "")
 
 
 def _check_own_state(graph: TrainingGraph, model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> None:
