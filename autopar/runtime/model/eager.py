@@ -43,12 +43,10 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     among them, which are registered nowhere, the buffers, too. What is returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
     attributes = [one for m in modules for one in kept_within(vars(m))]
-    tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
     # TorchScript's tables are no dicts, and what they hold cannot be replaced.
     registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
     own = [dict(t) for t in registered]
-    held = [v for m in modules for v in vars(m).values() if id(v) not in tables]
-    inside, back = held_within([*held, *methods_of(modules)], modules)
+    inside, back = held_within(_beside_tables(modules), modules)
     values = [(t, once(t).clone()) for t in inside if _is_plain(t)]
 
     def put_back() -> None:
@@ -64,6 +62,19 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
                 table.update(content)
 
     return put_back
+
+
+def held_by(owners: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The tensors among what modules hold, in attributes and further in, that are neither parameters nor buffers."""
+    modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
+    return held_within(_beside_tables(modules), modules)[0]
+
+
+def _beside_tables(modules: Iterable[nn.Module]) -> list[Any]:
+    """What modules hold beside parameters and buffers, and their classes' methods."""
+    modules = list(modules)
+    tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
+    return [*(v for m in modules for v in vars(m).values() if id(v) not in tables), *methods_of(modules)]
 
 
 def _is_plain(value: Any) -> bool:

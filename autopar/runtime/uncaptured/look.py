@@ -24,6 +24,7 @@ from autopar.ir.weightless import first_without_values, lacks_values
 from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.runtime.model.eager import kept_attributes, owners_of, without_trace
+from autopar.runtime.model.left_behind import check_nothing_flows
 from autopar.runtime.model.own_state import check_own_state
 from autopar.runtime.optimizers.optimizer import updated_by
 from autopar.runtime.proofs.differences import tolerance_of
@@ -153,7 +154,8 @@ def _pruned(owners: Mapping[str, nn.Module]) -> str:
 
 def _check_own_state(graph: TrainingGraph, model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> None:
     """Raises `CaptureError` where what running the model leaves behind makes it compute something else the next time,
-    as a counter that it reads: a captured step would not count. Not looked at where nothing can run on one rank."""
+    as a counter that it reads: a captured step would not count; or where a loss outside of the model may send gradients
+    through it. Not looked at where nothing can run on one rank."""
     joint, owners = graph.joint, owners_of(model, settings.loss_fn)
     unreal = first_without_values(model, settings.loss_fn) or any(map(lacks_values, batch.tensors))
     if joint is None or joint.sums_over_ranks or unreal:
@@ -166,6 +168,8 @@ def _check_own_state(graph: TrainingGraph, model: nn.Module, batch: Batch, setti
         return held_tensors(call_model(model, given, False)[0])
 
     check_own_state(joint.guards, owners, run, batch.tensors, tolerance_of(graph))
+    if mode == "module":
+        check_nothing_flows(joint.guards, owners, lambda: run(batch.copied()))
 
 
 def _said(reason: str, settings: Settings) -> str:
