@@ -109,11 +109,21 @@ def names(context: Context, steps: int) -> Iterator[str]:
 def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:
     """The fastest exact plan; the fastest that rounds, where it is worth it; and those that lose more, and are worth it
     beside both, the fastest of these first."""
-    exact, rounded = plans.searched("exact"), plans.searched("rounded")
+    exact, rounded = plans.searched("exact"), _in_bfloat16(plans.searched("rounded"), plans.price)
     found = [Candidate(EXACT, exact, predicted_s(exact))]
     if predicted_s(rounded) <= WORTH * predicted_s(exact):
         found.append(Candidate(ROUNDED, rounded, predicted_s(rounded)))
     return [*found, *candidates(context, plans, found[-1].plan, steps)]
+
+
+def _in_bfloat16(plan: Plan, price: Callable[[Plan], Plan]) -> Plan:
+    """The plan, which sends bfloat16 where it sent float16, unless that takes longer: what it loses is better known."""
+    groups = [
+        g.model_copy(update={"options": {**g.options, "wire": "bfloat16"}}) if g.options.get("wire") == "float16" else g
+        for g in plan.groups
+    ]
+    changed = price(plan.model_copy(update={"groups": tuple(groups)}))
+    return changed if predicted_s(changed) <= (1 + HIDDEN) * predicted_s(plan) else plan
 
 
 def candidates(context: Context, plans: Plans, exact: Plan, steps: int) -> list[Candidate]:

@@ -68,6 +68,8 @@ class Hopeful:
     lag_steps: float
     """How many steps it was behind exact training at the end of its probe: what it keeps is sent later, and is missing
     at the end of a pilot, which is short, and not at the end of a training."""
+    apart: float
+    """How far its probe ended from the exact one, in what other batches make of that."""
 
 
 def worth_a_pilot(kept: Sequence[Hopeful], otherwise: Candidate, budget: float) -> list[Hopeful]:
@@ -165,7 +167,7 @@ class _Chooser:
             probed = self._probed(probe, candidate)
             loss = self._learned.of(probed, method_of(candidate.plan.groups, self._job.context))
             if loss.expected <= self._budget.loss:
-                kept.append(Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS))
+                kept.append(Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS, probed.noise))
             else:
                 self._say(candidate, loss, TOO_MUCH)
         return kept
@@ -194,14 +196,14 @@ class _Chooser:
                 continue
             piloted = pilots.of(one.candidate.plan)
             self._trained += steps
-            shown = Shown(one.loss, piloted.lost, pilots.chance, one.lag_steps / steps)
+            shown = Shown(one.loss, piloted.lost, pilots.chance, one.lag_steps / steps, one.apart)
             verdict = shown.verdict(budget.loss)
-            self._say(one.candidate, one.loss, verdict, piloted, shown.late)
+            self._say(one.candidate, one.loss, verdict, piloted, shown)
             chosen = one.candidate if verdict == SHOWN else None
         return chosen
 
     def _say(
-        self, candidate: Candidate, loss: Loss, verdict: str, piloted: Piloted | None = None, late: float | None = None
+        self, candidate: Candidate, loss: Loss, verdict: str, piloted: Piloted | None = None, shown: Shown | None = None
     ) -> None:
         steps, context = self._budget.steps, self._job.context
         self._considered.append(
@@ -214,7 +216,8 @@ class _Chooser:
                 bound=_number(loss.bound),
                 lost=None if piloted is None else _number(piloted.lost),
                 metric=None if piloted is None else _number(piloted.metric),
-                late=late,
+                late=None if shown is None else shown.late,
+                apart=None if shown is None else _number(shown.apart),
                 exactly=exactly(candidate.plan, context),
                 verdict=verdict,
             )

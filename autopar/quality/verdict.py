@@ -27,6 +27,9 @@ class Shown:
     """What two exact pilots differ by; infinite where they gained nothing, or there were none."""
     late: float = 0.0
     """Of what the pilot lost, what a training catches up with."""
+    apart: float = 1.0
+    """How far the plan's probe ended from the exact one, in what other batches make of that. Trainings on the same
+    batches that lie closer together differ by less by chance, to first order in proportion."""
 
     @classmethod
     def of(cls, one: Considered, choice: QualityChoice) -> Shown:
@@ -34,7 +37,7 @@ class Shown:
         loss = Loss(_or(one.expected, 1.0), _or(one.bound, 1.0))
         if one.late is None:
             return cls(loss)
-        return cls(loss, _or(one.lost, math.inf), _or(choice.chance, math.inf), one.late)
+        return cls(loss, _or(one.lost, math.inf), _or(choice.chance, math.inf), one.late, _or(one.apart, 1.0))
 
     def verdict(self, budget: float) -> str:
         """One of the four above. `budget`: what may be lost, as a part of what exact training gains."""
@@ -42,7 +45,9 @@ class Shown:
             return TOO_MUCH
         if not self.lost <= budget + self.chance + self.late:
             return REFUTED
-        is_shown = self.loss.bound <= budget or self.lost + self.chance <= budget
+        # A pilot that ends far from the exact one, on either side, says little of a training that is ten times as long.
+        ended_alike = abs(self.lost) + min(1.0, self.apart) * self.chance <= budget
+        is_shown = self.loss.bound <= budget or ended_alike
         return SHOWN if is_shown else NOT_SHOWN
 
 

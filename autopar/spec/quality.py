@@ -33,6 +33,8 @@ class Considered(Record):
     """What the user's metric was behind its pilot; `None` without one."""
     late: Part = None
     """Of what its pilot lost, what a training catches up with, as it was only late; `None` without a pilot."""
+    apart: Part = None
+    """How far its probe ended from the exact one, in what other batches make of that; `None` without a pilot."""
     exactly: tuple[str, ...] | None = None
     """Parameters that it synchronizes exactly; `None` where that was not written down."""
     tried: bool = True

@@ -15,12 +15,22 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparWarning, SpecError
 from autopar.quality.budget import QualityBudget
-from autopar.quality.candidates import Candidate, Plans, begun_exactly, candidates, fastest, loses, predicted_s
+from autopar.quality.candidates import (
+    Candidate,
+    Plans,
+    begun_exactly,
+    candidates,
+    fastest,
+    loses,
+    predicted_s,
+)
+from autopar.quality.candidates import priced as priced_candidates
 from autopar.quality.choice import Hopeful, worth_a_pilot
 from autopar.quality.degradation import Lesson, Loss, Map, learn, shipped
 from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
 from autopar.quality.methods import method_of
 from autopar.quality.probe import Probed
+from autopar.quality.verdict import NOT_SHOWN, REFUTED, SHOWN, Shown
 from autopar.search import build_plan, price, training_step_s
 from autopar.strategies import Context
 from tests.unit.synthetic import cpu_hosts, training_graph
@@ -303,9 +313,33 @@ def test_the_report_has_a_row_for_each_plan_that_was_looked_at(tmp_path: Path) -
     assert 'id="quality"' not in without
 
 
+def test_a_pilot_is_judged_by_what_chance_does_to_trainings_on_the_same_batches() -> None:
+    """Those of other batches differ by a third; one that rounds stays close to exact training."""
+    unsure = Loss(expected=0.001, bound=0.06)
+    assert Shown(unsure, lost=0.001, chance=0.3, apart=0.02).verdict(0.01) == SHOWN
+    assert Shown(unsure, lost=0.001, chance=0.3, apart=0.5).verdict(0.01) == NOT_SHOWN
+    assert Shown(unsure, lost=-0.2, chance=0.1).verdict(0.01) == NOT_SHOWN, "it has gone elsewhere"
+    assert Shown(unsure, lost=0.2, chance=0.1).verdict(0.01) == REFUTED
+    assert Shown(unsure, lost=0.001, chance=math.inf, apart=0.0).verdict(0.01) == NOT_SHOWN
+
+
+def test_what_rounds_sends_bfloat16_where_float16_is_no_faster() -> None:
+    wires = {"exact": "same", "rounded": "float16"}
+
+    def searched(fidelity: str) -> autopar.Plan:
+        plan = planned("ddp")
+        groups = (g.model_copy(update={"options": {"wire": wires[fidelity]}}) for g in plan.groups)
+        return priced(plan.model_copy(update={"groups": tuple(groups)}))
+
+    exact, rounded, *_ = priced_candidates(CONTEXT, replace(PLANS, searched=searched), STEPS)
+    assert {g.options["wire"] for g in exact.plan.groups} == {"same"}
+    assert {g.options["wire"] for g in rounded.plan.groups} == {"bfloat16"}
+    assert method_of(rounded.plan.groups, CONTEXT) == "wire=bfloat16"
+
+
 def test_pilots_are_given_to_plans_that_save_most_in_the_mean() -> None:
     def hopeful(name: str, step_s: float, bound: float, likely: tuple[float, ...]) -> Hopeful:
-        return Hopeful(Candidate(name, planned("ddp"), step_s), Loss(likely[2], bound, likely), 0.0)
+        return Hopeful(Candidate(name, planned("ddp"), step_s), Loss(likely[2], bound, likely), 0.0, 1.0)
 
     bold = hopeful("bold", 0.1, 1.0, (0.02, 0.03, 0.05, 0.1, 0.5))
     even = hopeful("even", 0.3, 1.0, (0.001, 0.004, 0.009, 0.02, 0.1))
