@@ -49,8 +49,8 @@ PROBE_STEPS = 32
 PROBED_S = 45.0
 MOST_PROBED = 16
 MOST_VOUCHED, MOST_HOPED = 2, 2
-"""Plans that are piloted at most: of those that the map's bound vouches for, the fastest; and of faster ones, those
-that save most in the mean, as the map knows how often their like keeps to the budget."""
+"""Plans that are piloted at most: of those that the map's bound vouches for, the fastest; and of faster ones that a
+pilot can vouch for, those that save most in the mean, as the map knows how often their like keeps to the budget."""
 
 
 def choose(job: Job, plans: Plans, budget: QualityBudget, learned: Map | None = None) -> Plan:
@@ -72,9 +72,9 @@ class Hopeful:
     """How far its probe ended from the exact one, in what other batches make of that."""
 
 
-def worth_a_pilot(kept: Sequence[Hopeful], otherwise: Candidate, budget: float) -> list[Hopeful]:
+def worth_a_pilot(kept: Sequence[Hopeful], otherwise: Candidate, budget: float, chance: float) -> list[Hopeful]:
     """Those of some plans that are worth a pilot, in the same order: the fastest first. `otherwise`: what is taken
-    where none is shown to keep to the budget."""
+    where none is shown to keep to the budget; `chance`: what two exact pilots differ by."""
     vouched = [one for one in kept if one.loss.bound <= budget][:MOST_VOUCHED]
     limit_s = (vouched[0].candidate if vouched else otherwise).training_step_s
 
@@ -82,7 +82,8 @@ def worth_a_pilot(kept: Sequence[Hopeful], otherwise: Candidate, budget: float) 
         return one.loss.chance_within(budget) * (limit_s - one.candidate.training_step_s)
 
     faster = [one for one in kept if one not in vouched and one.candidate.training_step_s < limit_s]
-    hoped = sorted(faster, key=saved_s, reverse=True)[:MOST_HOPED]
+    can_be_shown = [one for one in faster if Shown(one.loss, 0.0, chance, 0.0, one.apart).verdict(budget) == SHOWN]
+    hoped = sorted(can_be_shown, key=saved_s, reverse=True)[:MOST_HOPED]
     return [one for one in kept if one in hoped or one in vouched]
 
 
@@ -178,11 +179,12 @@ class _Chooser:
 
     def _piloted(self, base: Job, plain: Plan, kept: Sequence[Hopeful], otherwise: Candidate) -> Candidate | None:
         """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
-        budget, tried = self._budget, worth_a_pilot(kept, otherwise, self._budget.loss)
-        steps = self._left // (2 + len(tried))
+        budget = self._budget
+        steps = self._left // (2 + min(len(kept), MOST_VOUCHED + MOST_HOPED))
         self._trained += 2 * steps
         pilots = Pilots(base, plain, self._batches, steps, budget.metric, budget.higher_is_better)
         self._chance = pilots.chance
+        tried = worth_a_pilot(kept, otherwise, budget.loss, pilots.chance)
         if not pilots.gained:
             self._note = (
                 f"In {steps} steps of a pilot, exact training made the metric no better ({pilots.start:.5g} before, "

@@ -347,7 +347,10 @@ def test_pilots_are_given_to_plans_that_save_most_in_the_mean() -> None:
     sure = hopeful("sure", 0.6, 0.009, (0.0, 0.0, 0.001, 0.002, 0.005))
     slow = hopeful("slow", 0.7, 1.0, (0.0, 0.0, 0.001, 0.002, 0.5))
     exact = Candidate("exact", planned("ddp"), 1.0)
-    assert worth_a_pilot([bold, even, mild, sure, slow], exact, 0.01) == [even, mild, sure], (
+    assert worth_a_pilot([bold, even, mild, sure, slow], exact, 0.01, 0.005) == [even, mild, sure], (
         "the boldest never kept to it"
     )
-    assert worth_a_pilot([bold, even, mild, slow], exact, 0.01) == [even, mild]
+    assert worth_a_pilot([bold, even, mild, slow], exact, 0.01, 0.005) == [even, mild]
+    near = replace(slow, apart=0.01)
+    assert worth_a_pilot([bold, even, mild, near], exact, 0.01, 0.2) == [near], "others are too far off to be shown"
+    assert worth_a_pilot([even, mild, sure], exact, 0.01, math.inf) == [sure]
