@@ -52,8 +52,8 @@ MOST_VOUCHED, MOST_HOPED = 2, 2
 """Plans that are piloted at most: of those that the map's bound vouches for, the fastest; and of faster ones that a
 pilot can vouch for, those that save most in the mean, as the map knows how often their like keeps to the budget."""
 LEAST_CHANCE = 0.02
-"""What two exact pilots are taken to differ by at least. [Empirical: 0.03 to 0.4 on seven tasks of benchmarks/budget; where
-they happen to end alike, chance is no smaller for it.]"""
+"""What two exact pilots are taken to differ by at least, as they may happen to end alike. [Empirical: 0.03 to 0.4 on
+seven tasks of benchmarks/budget]"""
 
 
 def choose(job: Job, plans: Plans, budget: QualityBudget, learned: Map | None = None) -> Plan:

@@ -112,7 +112,7 @@ def chosen(task: Task, seed: int, rank: int, ranks: int, network: str, budget: f
         loss_fn=task.loss_fn,
         optimizer=optimizer,
         budget=autopar.QualityBudget(budget, metric, batches, task.steps, higher_is_better=False),
-        time_budget_s=5.0,
+        time_budget_s=30.0,  # more than these models need, so that a loaded machine finds the same plans
     )
     assert isinstance(program, BudgetedProgram)
     return program
