@@ -13,7 +13,9 @@ from torch import nn
 from autopar.ir.batch import call_model
 from autopar.ir.model_output import find_loss
 from autopar.runtime.model.generators import generators, set_generators
-from autopar.runtime.model.held_state import held_within, kept_within, methods_of, parts
+from autopar.runtime.model.held_state import held_within, kept_within, of_classes, parts
+from autopar.runtime.model.held_values import held_values
+from autopar.runtime.model.iterators import Iterators
 from autopar.runtime.model.shared_memory import once
 
 Take = Callable[[str, torch.Tensor], None]
@@ -39,24 +41,24 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     """Keeps the attributes of modules and of all within, what containers, other objects and generators of random
-    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; of modules
-    among them, which are registered nowhere, the buffers, too. What is returned puts that back."""
+    numbers among them hold, those of their classes, and the values of tensors among these that are neither parameters
+    nor buffers; of modules among them, which are registered nowhere, these, too. What is returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
-    attributes = [one for m in modules for one in kept_within(vars(m))]
+    iterators = Iterators()
+    attributes = [one for m in modules for one in kept_within(vars(m), iterators)]
+    of_kinds, of_classes_back = of_classes(modules, iterators)
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
     # TorchScript's tables are no dicts, and what they hold cannot be replaced.
     registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
     own = [dict(t) for t in registered]
     held = [v for m in modules for v in vars(m).values() if id(v) not in tables]
-    inside, back = held_within([*held, *methods_of(modules)], modules)
-    values = [(t, once(t).clone()) for t in inside if _is_plain(t)]
+    inside, back = held_within([*held, *of_kinds], modules, iterators)
+    trained = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    values = held_values([t for t in inside if id(t) not in trained], [*trained.values()])
 
     def put_back() -> None:
-        with torch.no_grad():
-            for tensor, value in values:  # by their values: batch normalization writes without another version
-                if not tensor.is_meta and not torch.equal(once(tensor), value):
-                    once(tensor).copy_(value)
-        for one in (*attributes, *back):
+        values()
+        for one in (*attributes, *of_classes_back, *back):
             one()
         for table, content in zip(registered, own, strict=True):
             if list(map(id, parts(table))) != list(map(id, parts(content))):
@@ -64,10 +66,6 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
                 table.update(content)
 
     return put_back
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
 
 
 @contextlib.contextmanager

@@ -31,13 +31,14 @@ def output_template(model: nn.Module, batch: Batch, has_loss_fn: bool = False) -
     on its way, to print or check them: it runs."""
     put_back, caches = kept_attributes([model]), _caches()
     try:
-        return _with_fake_tensors(model, batch, has_loss_fn)
+        try:
+            return _with_fake_tensors(model, batch, has_loss_fn)
+        finally:
+            put_back()
+            _forget(caches)
     except Exception:  # what a value that is not there leads to; what is the model's own comes again
-        put_back()
-        _forget(caches)
         return _run(model, batch, has_loss_fn)
     finally:
-        put_back()
         _forget(caches)
 
 
