@@ -179,6 +179,18 @@ class TakesFrom(Counts):
         return 1 + float(next(self.held))
 
 
+class RegistersBuffer(Counts):
+    """Registers a buffer as it first runs, and could be captured without it."""
+
+    runs: torch.Tensor
+
+    def factor(self, x: torch.Tensor) -> Any:
+        if not hasattr(self, "runs"):
+            self.register_buffer("runs", torch.zeros(()))
+        self.runs += 1
+        return self.runs
+
+
 KINDS: dict[str, Callable[[], Counts]] = {
     kind.__name__: kind
     for kind in (
@@ -192,6 +204,7 @@ KINDS: dict[str, Callable[[], Counts]] = {
         BehindData,
         TakesTurns,
         SharesIterator,
+        RegistersBuffer,
     )
 } | {
     "keys": lambda: TakesFrom(iter(dict.fromkeys(range(99)))),
