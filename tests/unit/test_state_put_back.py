@@ -64,6 +64,18 @@ class InSlots(Counts):
         return self.held.runs
 
 
+class InArray(Counts):
+    """Could be captured, were the array not written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = np.zeros(2, np.float32)
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.held[0] += 1
+        return torch.from_numpy(self.held[:1])
+
+
 class InBytes(Counts):
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +207,7 @@ KINDS: dict[str, Callable[[], Counts]] = {
     kind.__name__: kind
     for kind in (
         InSlots,
+        InArray,
         InBytes,
         InClass,
         InGlobals,
