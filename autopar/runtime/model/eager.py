@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.ir.batch import call_model
 from autopar.ir.model_output import find_loss
+from autopar.ir.reachable import has_reentrant_checkpoint
 from autopar.runtime.model.generators import generators, set_generators
 from autopar.runtime.model.held_state import held_within, kept_within, of_classes, parts
 from autopar.runtime.model.held_values import held_values
@@ -125,6 +126,24 @@ def loss_of(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
     """The model's loss on a batch, as its program computes it."""
     output, target = call_model(model, batch, loss_fn is not None)
     return find_loss(output if loss_fn is None else loss_fn(output, target), batch)  # type: ignore[no-any-return]
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """What `torch.autograd.grad` gives of leaves, also through a reentrant checkpoint, which refuses that. What lies on
+    the leaves as gradients stays there."""
+    if not has_reentrant_checkpoint(outputs):
+        return list(torch.autograd.grad(outputs, leaves, tangents, allow_unused=True))
+    before = [t.grad for t in leaves]
+    for t in leaves:
+        t.grad = None
+    try:
+        torch.autograd.backward(list(outputs), list(tangents))
+        return [t.grad for t in leaves]
+    finally:
+        for t, gradient in zip(leaves, before, strict=True):
+            t.grad = gradient
 
 
 def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: Take) -> None:
