@@ -205,3 +205,8 @@ def test_a_model_of_tensors_that_autograd_does_not_take_is_refused_by_name() -> 
         net = nn.Linear(3, 2)
     with pytest.raises(CaptureError, match=r"'weight' was made within torch\.inference_mode\(\).*outside of it"):
         autopar.optimize(net, example_inputs=torch.zeros(5, 3))
+
+
+def test_a_lazy_module_without_shapes_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"'weight' has no shape yet.*run the model once"):
+        autopar.optimize(nn.LazyLinear(2), example_inputs=torch.zeros(5, 3))
