@@ -57,13 +57,13 @@ def _forget(caches: dict[_lru_cache_wrapper[Any], int]) -> None:
 
 def _run(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:
     copies = batch.rebuild(tuple(t.detach().clone() for t in batch.tensors))
-    with without_trace({"": model}), torch.no_grad():
+    with without_trace({"": model}), torch.enable_grad():
         output, _ = call_model(model, copies, has_loss_fn)
     return fill(output, (torch.empty_like(t, device="meta") for t in output_tensors(output)))
 
 
 def _with_fake_tensors(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), cumulative_averages(model):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), cumulative_averages(model):
         state: dict[str, torch.Tensor] = {
             n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]
         }
