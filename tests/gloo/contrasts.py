@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -34,6 +35,14 @@ class Pair(nn.Module):
         return F.cross_entropy(self.scale * a @ others.T, index)
 
 
+class Counts(Pair):
+    """Counts by itself where its pairs stand among those of all ranks, which have equally many."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        first = len(a) * dist.get_rank() if dist.is_initialized() else 0
+        return super().forward(a, b, first + torch.arange(len(a)))
+
+
 class Plain(Pair):
     """The same on a global batch in one process."""
 
@@ -58,9 +67,11 @@ def batch(step: int, rank: int, n: int, of_ranks: tuple[int, ...] = SIZES) -> di
     }
 
 
-def train(rank: int, n: int, strategy: str, whole: bool, sizes: tuple[int, ...] = SIZES) -> float:
+def train(
+    rank: int, n: int, strategy: str, whole: bool, sizes: tuple[int, ...] = SIZES, kind: type[Pair] = Pair
+) -> float:
     """How far losses and parameters are from one process's, over steps of two sizes; warnings are errors."""
-    mine, eager = model(Pair, whole), model(Plain, whole)
+    mine, eager = model(kind, whole), model(Plain, whole)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (mine, eager)]
     worst = 0.0
     with warnings.catch_warnings():
@@ -146,7 +157,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         3: (("sharded", False), ("zero1", True)),
     }
     trained = {str(case): train(rank, n, *case) for case in cases[n]}
-    trained["of one size"] = train(rank, n, "ddp", True, (2, 2, 2))  # ranks compare what they compute
+    for kind in (Pair, Counts):  # ranks with batches of one size compare what they compute
+        trained[f"of one size, {kind.__name__}"] = train(rank, n, "ddp", kind is Pair, (2, 2, 2), kind)
     modules = [train_module(rank, n, whole) for whole in (False, True)] if n > 1 else []
     if n > 1:
         modules += [frozen(rank, n, whole) for whole in (False, True)]
