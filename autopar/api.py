@@ -31,6 +31,7 @@ from autopar.runtime.job.process_group import Group, join, take_from_rank_0
 from autopar.runtime.job.same_call import check_same_call, job_cluster, plan_on_rank_0
 from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.model.eager import owners_of
+from autopar.runtime.model.frequencies import say_frequencies
 from autopar.runtime.model.padding import Pad, Padding
 from autopar.runtime.model.wrapped import check_has_values, check_unwrapped
 from autopar.runtime.optimizers.joint_optimizer import joined
@@ -361,6 +362,7 @@ def optimize(
         example_inputs = example_inputs if example_inputs is None else padding.padded(example_inputs)
     training = Training(model, example_inputs, settings, optimizer, mode, optimizer_acts_on)
     _make_equal(model, loss_fn, group)
+    say_frequencies(model, loss_fn, group)
     is_joined = synchronize_batch_norm(model, group, sync_batch_norm)
     if is_joined and measure_compute:
         raise SpecError(

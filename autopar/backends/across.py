@@ -51,25 +51,42 @@ sum_over_ranks.register_autograd(_backward, setup_context=_keep)
 
 
 @torch.library.custom_op("autopar::gather_rows", mutates_args=())
-def gather_rows(x: torch.Tensor, sizes: list[int], rank: int, group: str) -> torch.Tensor:
-    """The rows of all ranks, `sizes[r]` of rank r, one after the other; `rank`: this one."""
+def gather_rows(x: torch.Tensor, sizes: list[int], group: str) -> torch.Tensor:
+    """The rows of all ranks, `sizes[r]` of rank r, one after the other. Which rank this one is stands in no graph, as
+    ranks compare theirs."""
     whole = x.new_zeros(sum(sizes), *x.shape[1:])
-    whole.narrow(0, sum(sizes[:rank]), sizes[rank]).copy_(x)
+    _own(whole, sizes, group).copy_(x)
     return collectives.wait(collectives.all_reduce(whole, channel_of(group)))
 
 
 @gather_rows.register_fake
-def _gathered_shape(x: torch.Tensor, sizes: list[int], rank: int, group: str) -> torch.Tensor:
+def _gathered_shape(x: torch.Tensor, sizes: list[int], group: str) -> torch.Tensor:
     return x.new_empty(sum(sizes), *x.shape[1:])
 
 
-def _keep_sizes(ctx: Any, inputs: tuple[torch.Tensor, list[int], int, str], output: torch.Tensor) -> None:
-    _, ctx.sizes, ctx.rank, ctx.group = inputs
+@torch.library.custom_op("autopar::own_rows", mutates_args=())
+def own_rows(whole: torch.Tensor, sizes: list[int], count: int, group: str) -> torch.Tensor:
+    """Of the rows of all ranks, those of this one, `count` of them."""
+    return _own(whole, sizes, group).clone()
 
 
-def _own_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    summed = sum_over_ranks(gradient, ctx.group)
-    return summed.narrow(0, sum(ctx.sizes[: ctx.rank]), ctx.sizes[ctx.rank]), None, None, None
+@own_rows.register_fake
+def _own_shape(whole: torch.Tensor, sizes: list[int], count: int, group: str) -> torch.Tensor:
+    return whole.new_empty(count, *whole.shape[1:])
 
 
-gather_rows.register_autograd(_own_rows, setup_context=_keep_sizes)
+def _own(whole: torch.Tensor, sizes: list[int], group: str) -> torch.Tensor:
+    rank = collectives.rank_in(group)
+    return whole.narrow(0, sum(sizes[:rank]), sizes[rank])
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[torch.Tensor, list[int], str], output: torch.Tensor) -> None:
+    x, ctx.sizes, ctx.group = inputs
+    ctx.count = x.shape[0]
+
+
+def _own_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return own_rows(sum_over_ranks(gradient, ctx.group), ctx.sizes, ctx.count, ctx.group), None, None
+
+
+gather_rows.register_autograd(_own_gradient, setup_context=_keep_sizes)

@@ -149,3 +149,8 @@ def registered(x: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
     assert work is not None, "an asynchronous collective returns its work"
     torch._C._distributed_c10d._register_work(x, work)
     return x
+
+
+def rank_in(group: str) -> int:
+    """This process's rank in a process group."""
+    return int(_resolve_process_group(group).rank())  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.form import Held, check_as_given
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
+from autopar.ir.held_writes import refuse_writes_to_held
 from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.kept_results import refuse_kept_draws, seen_kept_results
 from autopar.ir.model_output import find_loss, output_tensors
@@ -215,6 +216,7 @@ def _traced(
     ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
     refuse_writes(graph)
+    refuse_writes_to_held(graph)
     with_dense_gradients(graph)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():

@@ -33,7 +33,7 @@ def refuse_writes(graph: torch.fx.GraphModule) -> None:
                 raise CaptureError(
                     "a part of the model under torch.utils.checkpoint writes to buffers, as batch normalization does: "
                     "eager PyTorch runs it twice a step, and writes twice, which a captured step would not"
-                    f"{_line(writes)}"
+                    f"{line_of(writes)}"
                 )
 
 
@@ -66,7 +66,8 @@ def _is_buffer(value: object) -> bool:
     return isinstance(value, torch.fx.Node) and "_buffers_" in str(value.target)
 
 
-def _line(node: torch.fx.Node) -> str:
+def line_of(node: torch.fx.Node) -> str:
+    """The innermost of the user's lines that a node comes from, as messages end with it; empty where none is known."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [f"\n  at {file}:{line}" for file, line in frames if "/torch/" not in file and "/autopar/" not in file]
     return own[-1] if own else ""

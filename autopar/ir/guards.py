@@ -232,9 +232,17 @@ def _effects(side_effects: Any) -> list[Effect]:
             constant = value.is_python_constant()
             before, after = (held, value.as_python_constant()) if constant else (None, None)
             found.append(Effect(f"{_plain(name)}.{attribute}", before, after, changed.value if constant else None))
+        if name.endswith("._buffers"):
+            found += [Effect(f"{_plain(name.removesuffix('._buffers'))}.{b}", None, None) for b in _registered(changed)]
         if not attributes:
             found.append(Effect(_plain(name), None, None))
     return found
+
+
+def _registered(buffers: Any) -> list[str]:
+    """Of a module's table of buffers, the names that the code has added, or taken away."""
+    before = {key.as_python_constant() for key in buffers.original_items}
+    return sorted(before ^ {key.vt.as_python_constant() for key in buffers.items})
 
 
 def _name(changed: Any) -> str | None:

@@ -56,7 +56,7 @@ def gather(x: torch.Tensor) -> torch.Tensor:
             f"autopar.gather takes a tensor with a row for each of the batch's {ranks.sizes[ranks.rank]} samples, got "
             f"shape {tuple(x.shape)}"
         )
-    found: torch.Tensor = gather_rows(x, list(ranks.sizes), ranks.rank, ranks.group)
+    found: torch.Tensor = gather_rows(x, list(ranks.sizes), ranks.group)
     return found
 
 

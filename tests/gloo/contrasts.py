@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -34,6 +35,14 @@ class Pair(nn.Module):
         return F.cross_entropy(self.scale * a @ others.T, index)
 
 
+class Counts(Pair):
+    """Counts by itself where its pairs stand among those of all ranks, which have equally many."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        first = len(a) * dist.get_rank() if dist.is_initialized() else 0
+        return super().forward(a, b, first + torch.arange(len(a)))
+
+
 class Plain(Pair):
     """The same on a global batch in one process."""
 
@@ -47,8 +56,8 @@ def model(kind: type[Pair], whole: bool) -> Pair:
     return kind(whole).double()
 
 
-def batch(step: int, rank: int, n: int) -> dict[str, torch.Tensor]:
-    sizes = [s + (step == 2) for s in SIZES[:n]]
+def batch(step: int, rank: int, n: int, of_ranks: tuple[int, ...] = SIZES) -> dict[str, torch.Tensor]:
+    sizes = [s + (step == 2) for s in of_ranks[:n]]
     draw = torch.Generator().manual_seed(10 * step + rank)
     first = sum(sizes[:rank])
     return {
@@ -58,18 +67,22 @@ def batch(step: int, rank: int, n: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train(rank: int, n: int, strategy: str, whole: bool) -> float:
+def train(
+    rank: int, n: int, strategy: str, whole: bool, sizes: tuple[int, ...] = SIZES, kind: type[Pair] = Pair
+) -> float:
     """How far losses and parameters are from one process's, over steps of two sizes; warnings are errors."""
-    mine, eager = model(Pair, whole), model(Plain, whole)
+    mine, eager = model(kind, whole), model(Plain, whole)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (mine, eager)]
     worst = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", autopar.AutoparWarning)
-        program = autopar.optimize(mine, example_inputs=batch(0, rank, n), optimizer=optimizers[0], strategy=strategy)
+        program = autopar.optimize(
+            mine, example_inputs=batch(0, rank, n, sizes), optimizer=optimizers[0], strategy=strategy
+        )
         for step in range(4):
-            loss = program.step(batch(step, rank, n))
+            loss = program.step(batch(step, rank, n, sizes))
             optimizers[1].zero_grad()
-            every = [batch(step, r, n) for r in range(n)]
+            every = [batch(step, r, n, sizes) for r in range(n)]
             expected = eager(**{k: torch.cat([b[k] for b in every]) for k in every[0]})
             expected.backward()
             optimizers[1].step()
@@ -144,6 +157,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         3: (("sharded", False), ("zero1", True)),
     }
     trained = {str(case): train(rank, n, *case) for case in cases[n]}
+    for kind in (Pair, Counts):  # ranks with batches of one size compare what they compute
+        trained[f"of one size, {kind.__name__}"] = train(rank, n, "ddp", kind is Pair, (2, 2, 2), kind)
     modules = [train_module(rank, n, whole) for whole in (False, True)] if n > 1 else []
     if n > 1:
         modules += [frozen(rank, n, whole) for whole in (False, True)]

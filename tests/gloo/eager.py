@@ -135,6 +135,19 @@ def refused(rank: int) -> str:
     return ""
 
 
+def told() -> list[str]:
+    """What is said of drop-in modules whose ranks would drift apart, or count for themselves, as with DDP."""
+    scaled = nn.EmbeddingBag(4, 3, scale_grad_by_freq=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for model, ids in ((Renorms(), torch.tensor([0, 1])), (scaled, torch.tensor([[0, 1], [1, 1]]))):
+            module = autopar.optimize(model, example_inputs=ids)
+            for _ in range(2):
+                module(ids).sum().backward()
+    words = [str(w.message) for w in said]
+    return [w for w in words if "drift apart" in w or "scale_grad_by_freq" in w]
+
+
 class Meets(Chooses):
     """Has ranks communicate in its forward pass, as normalization over all ranks does. Of its buffers, one is there on
     some ranks only, and one has another size on each."""
@@ -338,6 +351,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         torch.distributed.broadcast_object_list(folder)
     found["resumed"] = resumed(rank, n, str(Path(str(folder[0])) / "checkpoint"))
     found["refused"] = refused(rank)
+    found["told"] = told()
     found["alone"] = local_without_own_gradient(rank, n) if n > 1 else []
     found["receives"] = receives(rank, n) if n > 1 else {}
     found["compiles"] = [compiles(rank, n, strategy) for strategy in ("zero1+late", "PS+late")]

@@ -40,6 +40,15 @@ def test_a_model_that_writes_to_its_parameters_is_refused_where_ranks_would_drif
         assert "drift apart" in found["refused"]
 
 
+def test_where_a_drop_in_is_not_one_process_as_ddp_is_not_that_is_said_once(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    for n, ranks in worlds.items():
+        for rank, found in enumerate(ranks):
+            assert len(found["told"]) == (0 if n == 1 else 2 if rank == 0 else 1), found["told"]
+            assert sum("'table.weight'" in words for words in found["told"]) == (n > 1)
+
+
 def test_parameters_without_a_gradient_hold_nothing_up_and_are_not_sent_where_no_rank_has_one() -> None:
     ranks = run_ranks(2, unused.everything)
     for found in ranks:

@@ -79,3 +79,15 @@ def test_trains_as_eager_pytorch_does_which_runs_a_part_twice(name: str, reentra
         optimizers[1].step()
     for (key, value), expected in zip(mine.state_dict().items(), eager.state_dict().values(), strict=True):
         torch.testing.assert_close(value, expected, msg=lambda text, key=key: f"{key}: {text}")  # type: ignore[misc]
+
+
+def test_a_drop_in_module_holds_reentrant_checkpoints() -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(PARTS["layer normalization"](), reentrant=True)
+    eager = copy.deepcopy(model)
+    x, y = batch(0)
+    module = autopar.optimize(model, example_inputs=(x,), capture="always")
+    for one in (module, eager):
+        nn.functional.mse_loss(one(x), y).backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

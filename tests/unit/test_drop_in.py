@@ -205,3 +205,38 @@ def test_a_model_of_tensors_that_autograd_does_not_take_is_refused_by_name() -> 
         net = nn.Linear(3, 2)
     with pytest.raises(CaptureError, match=r"'weight' was made within torch\.inference_mode\(\).*outside of it"):
         autopar.optimize(net, example_inputs=torch.zeros(5, 3))
+
+
+def test_a_lazy_module_without_shapes_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"'weight' has no shape yet.*run the model once"):
+        autopar.optimize(nn.LazyLinear(2), example_inputs=torch.zeros(5, 3))
+
+
+class Adapts(nn.Linear):
+    """Takes gradients in its forward pass, as one that adapts its weights to the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(super().forward(x).square().mean(), self.weight, create_graph=True)
+        return x @ (self.weight - 0.1 * slope).T
+
+
+def test_a_model_that_takes_gradients_in_its_forward_pass_is_captured() -> None:
+    net = Adapts(3, 2, bias=False)
+    eager, x = copy.deepcopy(net), torch.randn(5, 3)
+    module = autopar.optimize(net, example_inputs=x, capture="always")
+    for model in (module, eager):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(net.weight.grad, eager.weight.grad)
+
+
+class Tells(nn.Linear):
+    """Gives more where gradients are recorded."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return {"scores": found, "penalty": found.square()} if found.requires_grad else found
+
+
+def test_an_output_has_the_form_that_it_has_where_gradients_are_recorded() -> None:
+    net, x = Tells(3, 2), torch.randn(5, 3)
+    assert {*autopar.optimize(net, example_inputs=x, capture="always")(x)} == {"scores", "penalty"}

@@ -31,7 +31,7 @@ from autopar.runtime.gathering import gathered_as_it_is, gathering, sizes_of
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
 from autopar.runtime.model.copies import all_of, copies
-from autopar.runtime.model.eager import without_hooks, without_trace
+from autopar.runtime.model.eager import gradients_of, without_hooks, without_trace
 from autopar.runtime.model.outputs import fill, holds_numbers, output_template
 from autopar.runtime.model.own_state import check_own_state
 from autopar.runtime.proofs.differences import tolerance_of
@@ -302,7 +302,7 @@ class GradientProgram(DropInProgram):
         def ran(outputs: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
             begun = [i for i, o in enumerate(outputs) if o.requires_grad]
             of, by = [outputs[i] for i in begun], [tangents[i] for i in begun]
-            found = torch.autograd.grad(of, into, by, allow_unused=True) if begun else [None] * len(into)
+            found = gradients_of(of, into, by) if begun else [None] * len(into)
             dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
             return _numbered(outputs), dict(zip(names, dense, strict=True))
 

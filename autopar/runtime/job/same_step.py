@@ -1,7 +1,8 @@
 """Whether all ranks compute the same in a step, which they compare once, before the first one.
 
-On batches of the same shapes, the captured graphs are compared operator by operator, with every constant. On batches of
-other shapes, views, counts and sizes differ rightly. There, graphs are compared by what depends on shapes rarely: which
+On batches of the same shapes, the captured graphs are compared operator by operator, with every constant, but for whole
+numbers where ranks take each other's samples: labels may follow from a rank's place among all. On batches of other
+shapes, views, counts and sizes differ rightly. There, graphs are compared by what depends on shapes rarely: which
 operators they have, with which factors. Where these differ, each rank captures the model once more, on its batch cut or
 repeated to the shapes of rank 0's, and what it then computes is compared whole.
 """
@@ -105,27 +106,34 @@ def _described(graph: TrainingGraph, batch: Batch) -> Described:
     nodes = graph.joint.module.graph.nodes
     place = {node: i for i, node in enumerate(nodes)}
     shapes, texts, loose = [], [], set()
+    gathers = graph.joint.gathers  # then a rank's samples have a place among all, as labels that follow from its number
+
+    def told(x: Any) -> Any:
+        if isinstance(x, torch.fx.Node):
+            return place[x]
+        return "whole" if gathers and type(x) is int else x
+
     for node in nodes:
         if node.op == "placeholder":
             value = node.meta["val"]
             shapes.append(f"{tuple(value.shape)} {value.dtype}")
         elif node.op == "call_function":
-            constants = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: place[n])
+            constants = torch.fx.node.map_aggregate((node.args, node.kwargs), told)
             texts.append(f"{_name(node.target)} {constants}")
             if not is_view(node):
-                loose.add(f"{_name(node.target)} {_factors(node)}".rstrip())
+                loose.add(f"{_name(node.target)} {_factors(node, not gathers)}".rstrip())
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     tensors = [f"{t.dtype} {t.dim()} {t.is_contiguous()}" for t in batch.tensors]
     form = [batch.signature.structure, tensors, [repr(c) for c in batch.constants]]
     return Described(shapes, digest, sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
 
 
-def _factors(node: torch.fx.Node) -> str:
+def _factors(node: torch.fx.Node, with_numbers: bool) -> str:
     """The constants of an operator that are no sizes: fractions, flags and words; whole numbers only where elements are
-    computed with them, other than by a division, as by a count."""
+    computed with them, other than by a division, as by a count, and `with_numbers`."""
     target: Any = node.target
     counts = torch.Tag.pointwise in getattr(target, "tags", ()) and "div" not in _name(target)
-    kinds = (float, bool, str, complex) + ((int,) if counts else ())
+    kinds = (float, bool, str, complex) + ((int,) if counts and with_numbers else ())
     constants = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, kinds)]
     return ", ".join(map(repr, constants))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,8 +12,11 @@ from torch import nn
 
 from autopar.ir.batch import call_model
 from autopar.ir.model_output import find_loss
+from autopar.ir.reachable import has_reentrant_checkpoint
 from autopar.runtime.model.generators import generators, set_generators
-from autopar.runtime.model.held_state import held_within, kept_within, methods_of, parts
+from autopar.runtime.model.held_state import held_within, kept_within, of_classes, parts
+from autopar.runtime.model.held_values import held_values
+from autopar.runtime.model.iterators import Iterators
 from autopar.runtime.model.shared_memory import once
 
 Take = Callable[[str, torch.Tensor], None]
@@ -39,22 +42,22 @@ def owners_of(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
     """Keeps the attributes of modules and of all within, what containers, other objects and generators of random
-    numbers among them hold, and the values of tensors among these that are neither parameters nor buffers; of modules
-    among them, which are registered nowhere, the buffers, too. What is returned puts that back."""
+    numbers among them hold, those of their classes, and the values of tensors among these that are neither parameters
+    nor buffers; of modules among them, which are registered nowhere, these, too. What is returned puts that back."""
     modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
-    attributes = [one for m in modules for one in kept_within(vars(m))]
+    iterators = Iterators()
+    attributes = [one for m in modules for one in kept_within(vars(m), iterators)]
+    of_kinds, of_classes_back = of_classes(modules, iterators)
     # TorchScript's tables are no dicts, and what they hold cannot be replaced.
     registered: list[Any] = [t for m in modules for t in (m._parameters, m._buffers) if isinstance(t, dict)]
     own = [dict(t) for t in registered]
-    inside, back = held_within(_beside_tables(modules), modules)
-    values = [(t, once(t).clone()) for t in inside if _is_plain(t)]
+    inside, back = held_within([*_beside_tables(modules), *of_kinds], modules, iterators)
+    trained = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    values = held_values([t for t in inside if id(t) not in trained], [*trained.values()])
 
     def put_back() -> None:
-        with torch.no_grad():
-            for tensor, value in values:  # by their values: batch normalization writes without another version
-                if not tensor.is_meta and not torch.equal(once(tensor), value):
-                    once(tensor).copy_(value)
-        for one in (*attributes, *back):
+        values()
+        for one in (*attributes, *of_classes_back, *back):
             one()
         for table, content in zip(registered, own, strict=True):
             if list(map(id, parts(table))) != list(map(id, parts(content))):
@@ -65,20 +68,17 @@ def kept_attributes(owners: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def held_by(owners: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The tensors among what modules hold, in attributes and further in, that are neither parameters nor buffers."""
-    modules = list(dict.fromkeys(m for owner in owners for m in owner.modules()))
-    return held_within(_beside_tables(modules), modules)[0]
+    """The tensors among what modules and their classes hold, in attributes and further in, that are neither parameters
+    nor buffers."""
+    modules, iterators = list(dict.fromkeys(m for owner in owners for m in owner.modules())), Iterators()
+    of_kinds, _ = of_classes(modules, iterators)
+    return held_within([*_beside_tables(modules), *of_kinds], modules, iterators)[0]
 
 
-def _beside_tables(modules: Iterable[nn.Module]) -> list[Any]:
-    """What modules hold beside parameters and buffers, and their classes' methods."""
-    modules = list(modules)
+def _beside_tables(modules: Sequence[nn.Module]) -> list[Any]:
+    """What modules hold beside their parameters and buffers."""
     tables = {id(t) for m in modules for t in (m._parameters, m._buffers)}
-    return [*(v for m in modules for v in vars(m).values() if id(v) not in tables), *methods_of(modules)]
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+    return [v for m in modules for v in vars(m).values() if id(v) not in tables]
 
 
 @contextlib.contextmanager
@@ -138,6 +138,24 @@ def loss_of(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
     """The model's loss on a batch, as its program computes it."""
     output, target = call_model(model, batch, loss_fn is not None)
     return find_loss(output if loss_fn is None else loss_fn(output, target), batch)  # type: ignore[no-any-return]
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """What `torch.autograd.grad` gives of leaves, also through a reentrant checkpoint, which refuses that. What lies on
+    the leaves as gradients stays there."""
+    if not has_reentrant_checkpoint(outputs):
+        return list(torch.autograd.grad(outputs, leaves, tangents, allow_unused=True))
+    before = [t.grad for t in leaves]
+    for t in leaves:
+        t.grad = None
+    try:
+        torch.autograd.backward(list(outputs), list(tangents))
+        return [t.grad for t in leaves]
+    finally:
+        for t, gradient in zip(leaves, before, strict=True):
+            t.grad = gradient
 
 
 def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: Take) -> None:

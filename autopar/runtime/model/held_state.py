@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -15,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.runtime.model.iterators import is_iterator, rewound
+from autopar.runtime.model.in_place import generator_back, memory_back, slots_of
+from autopar.runtime.model.iterators import Iterators, Rewindable, is_iterator
 
 
 class KeptByProgram:
@@ -39,23 +38,29 @@ _Back = Callable[[], None]
 
 
 def held_within(
-    values: Iterable[Any], kept: Collection[nn.Module] | None = None
+    values: Iterable[Any], kept: Collection[nn.Module] | None = None, iterators: Iterators | None = None
 ) -> tuple[list[torch.Tensor], list[_Back]]:
     """The tensors that values hold, in containers and in attributes of objects; and what puts back, of each container,
     object and generator of random numbers, what it holds now. What programs keep is passed over, and so are modules and
     what threads share: queues, loggers, locks.
 
-    `kept`: modules that are kept otherwise. Where it is given, others are not passed over: their buffers are among the
-    tensors, and the gradients of their parameters are put back.
+    `kept`: modules that are kept otherwise. Where it is given, others are not passed over: their buffers and parameters
+    are among the tensors, and the gradients of these are put back.
+    `iterators`: those that are kept already.
     """
-    waiting = list(values)
+    waiting = deque(values)  # what is near first, as it is no data set
+    iterators = Iterators() if iterators is None else iterators
     known = set(map(id, kept or ()))
     tensors: list[torch.Tensor] = []
     back: list[_Back] = []
     held: list[Any] = []  # so that no other object gets an id that is known
     while waiting and len(known) < MOST:
-        value = waiting.pop()
-        if isinstance(value, _PLAIN) or id(value) in known or (kept is None and isinstance(value, nn.Module)):
+        value = waiting.popleft()
+        if (
+            isinstance(value, (*_PLAIN, Rewindable))
+            or id(value) in known
+            or (kept is None and isinstance(value, nn.Module))
+        ):
             continue
         known.add(id(value))
         held.append(value)
@@ -64,32 +69,35 @@ def held_within(
         elif isinstance(value, nn.Module) and type(value).__module__.startswith(_WRAPPERS):
             waiting.append(getattr(value, "module", None))
         elif isinstance(value, nn.Module):
-            inside, own_back = _of_module(value)
+            inside, own_back = _of_module(value, iterators)
             waiting += inside
             back += own_back
         elif isinstance(value, FunctionType):
-            inside, names = _of_function(value)
+            inside, names = _of_function(value, iterators)
             waiting += inside
             back += names
         elif isinstance(value, MethodType):
-            inside, names = _of_method(value)
+            inside, names = _of_method(value, iterators)
             waiting += inside
             back += names
         elif isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
-        elif (of_generator := _generator(value)) is not None:
-            back.append(of_generator)
+        elif (in_place := generator_back(value) or memory_back(value)) is not None:
+            back.append(in_place)
         else:
             if _is_of_threads(value):
                 continue
             if isinstance(value, _CONTAINERS):
-                back += kept_within(value)
+                back += kept_within(value, iterators)
                 waiting += parts(value)
             elif isinstance(value, tuple):
                 waiting += value
             if type(getattr(value, "__dict__", None)) is dict:
-                back += kept_within(vars(value))
+                back += kept_within(vars(value), iterators)
                 waiting += vars(value).values()
+            for slot in slots_of(value):
+                back += _kept_in(partial(slot.__set__, value), slot.__get__(value), iterators)
+                waiting.append(slot.__get__(value))
     return tensors, back
 
 
@@ -97,7 +105,7 @@ def _is_of_threads(value: Any) -> bool:
     return any(c.__module__.partition(".")[0] in _OF_THREADS for c in type(value).__mro__)
 
 
-def kept_within(holder: Any) -> list[_Back]:
+def kept_within(holder: Any, iterators: Iterators) -> list[_Back]:
     """What puts back what a container holds, and where the iterators among that are."""
     kind = _kind(holder)
     content: Any = _content(holder)
@@ -105,7 +113,7 @@ def kept_within(holder: Any) -> list[_Back]:
         return [partial(_refill, holder, content)]
     back: list[_Back] = []
     for key, value in [*content.items()] if isinstance(content, dict) else [*enumerate(content)]:
-        live, later, rewind = rewound(value)
+        live, later, rewind = iterators.rewound(value)
         if live is not value:
             kind.__setitem__(holder, key, live)
         content[key] = later
@@ -114,17 +122,46 @@ def kept_within(holder: Any) -> list[_Back]:
     return [partial(_refill, holder, content), *back]
 
 
-def methods_of(modules: Iterable[nn.Module]) -> list[FunctionType]:
-    """The methods of modules' classes, but those that PyTorch has."""
+def of_classes(modules: Iterable[nn.Module], iterators: Iterators) -> tuple[list[Any], list[_Back]]:
+    """The methods of modules' classes, but those that PyTorch has, and what else these classes hold; what puts their
+    attributes back."""
     classes = dict.fromkeys(c for kind in dict.fromkeys(map(type, modules)) for c in kind.__mro__)
-    own = [c for c in classes if c is not object and c.__module__.partition(".")[0] != "torch"]
-    return [f for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
+    found: list[Any] = []
+    back: list[_Back] = []
+    for of in classes:
+        if of is object or of.__module__.partition(".")[0] == "torch":
+            continue
+        own = {n: v for n, v in vars(of).items() if not n.startswith("__")}
+        kept = {n: v for n, v in own.items() if _is_state(v)}
+        back.append(partial(_leave_out, of, own.keys()))
+        for name, value in kept.items():
+            back += _kept_in(partial(_set_of_class, of, name), value, iterators)
+        found += [f for f in vars(of).values() if isinstance(f, FunctionType)]
+        found += [vars(of)[name] for name in kept]
+    return found, back
 
 
-def _of_module(module: nn.Module) -> tuple[list[Any], list[_Back]]:
-    """What a module holds but its parameters and hooks; what puts back its attributes and its parameters' gradients."""
-    back = kept_within(vars(module))
-    inside = [v for n, v in vars(module).items() if n != "_parameters" and not n.endswith("_hooks")]
+def _is_state(value: Any) -> bool:
+    """Whether a value that stands under a name counts or collects something, or may come to."""
+    kinds = (int, float, str, type(None), torch.Tensor, np.ndarray, nn.Module, *_CONTAINERS)
+    return isinstance(value, kinds) or is_iterator(value)
+
+
+def _set_of_class(of: type, name: str, value: Any) -> None:
+    if vars(of).get(name) is not value:  # PyTorch knows classes by what they hold, and looks anew where that is set
+        type.__setattr__(of, name, value)
+
+
+def _leave_out(of: type, names: Collection[str]) -> None:
+    for name, value in [*vars(of).items()]:
+        if name not in names and not name.startswith("__") and _is_state(value):
+            type.__delattr__(of, name)
+
+
+def _of_module(module: nn.Module, iterators: Iterators) -> tuple[list[Any], list[_Back]]:
+    """What a module holds but its hooks; what puts back its attributes and its parameters' gradients."""
+    back = kept_within(vars(module), iterators)
+    inside = [v for n, v in vars(module).items() if not n.endswith("_hooks")]
     for p in module.parameters(recurse=False):
         back.append(partial(_set_gradient, p, p.grad, None if p.grad is None else p.grad.clone()))
     return inside, back
@@ -136,37 +173,46 @@ def _set_gradient(p: nn.Parameter, gradient: torch.Tensor | None, value: torch.T
     p.grad = gradient
 
 
-def _of_function(function: FunctionType) -> tuple[list[Any], list[_Back]]:
+def _of_function(function: FunctionType, iterators: Iterators) -> tuple[list[Any], list[_Back]]:
     """What a function finds beside its arguments: what its closure, its defaults and its attributes hold, and the
-    numbers, containers, tensors, iterators and functions of its own file among the globals that it names; and what puts
-    these names back."""
+    numbers, containers, tensors, arrays, iterators, objects of its own package and functions of its own file among the
+    globals that it names; and what puts these names back."""
     own = vars(function)
-    back = kept_within(own)
+    back = kept_within(own, iterators)
     found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *own.values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not filled yet
-            back += _kept_in(partial(setattr, cell, "cell_contents"), cell.cell_contents)
+            back += _kept_in(partial(setattr, cell, "cell_contents"), cell.cell_contents, iterators)
             found.append(cell.cell_contents)
     space = function.__globals__
     for name in function.__code__.co_names:
-        value = space.get(name)
-        if isinstance(value, (int, float, torch.Tensor, nn.Module, *_CONTAINERS)) or is_iterator(value):
-            back += _kept_in(partial(space.__setitem__, name), value)
+        if name not in space:
+            continue
+        value = space[name]
+        if _is_state(value) or _is_of_package(value, function):
+            back += _kept_in(partial(space.__setitem__, name), value, iterators)
             found.append(space[name])
         elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found.append(value)
     return found, back
 
 
-def _kept_in(hold: Callable[[Any], None], value: Any) -> list[_Back]:
+def _is_of_package(value: Any, function: FunctionType) -> bool:
+    """Whether a global is an object of the function's own package: what others hand out may be anybody's."""
+    package = str(function.__module__).partition(".")[0]
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == package and not isinstance(value, (type, FunctionType))
+
+
+def _kept_in(hold: Callable[[Any], None], value: Any, iterators: Iterators) -> list[_Back]:
     """What puts a value back where `hold` puts one."""
-    live, later, rewind = rewound(value)
+    live, later, rewind = iterators.rewound(value)
     if live is not value:
         hold(live)
     return [partial(hold, later), *([] if rewind is None else [rewind])]
 
 
-def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
+def _of_method(method: MethodType, iterators: Iterators) -> tuple[list[Any], list[_Back]]:
     """The attributes of a method's object that the method names, or that methods name which it names; and what puts
     these attributes back. The rest of the object is passed over: a trainer's loss leads to its data."""
     owner, own = method.__self__, getattr(method.__self__, "__dict__", None)
@@ -174,6 +220,7 @@ def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
         return [method.__func__, owner], []
     waiting: list[Any] = [method.__func__]
     functions: list[Any] = []
+    found: list[Any] = []  # in its classes
     named: set[str] = set()
     while waiting:
         function = waiting.pop()
@@ -182,16 +229,18 @@ def _of_method(method: MethodType) -> tuple[list[Any], list[_Back]]:
             continue
         functions.append(function)
         names = _names(function.__code__)
-        waiting += [vars(c)[n] for c in type(owner).__mro__ for n in names if n in vars(c)]
+        of_class = [vars(c)[n] for c in type(owner).__mro__ for n in names if n in vars(c)]
+        waiting += of_class
+        found += filter(_is_state, of_class)
         named |= names
     kept = named & own.keys()
-    back = [one for name in kept for one in _kept_in(partial(own.__setitem__, name), own[name])]
+    back = [one for name in kept for one in _kept_in(partial(own.__setitem__, name), own[name], iterators)]
 
     def leave_out() -> None:
         for name in named & own.keys() - kept:
             del own[name]
 
-    return [*functions, *(own[name] for name in kept)], [leave_out, *back]
+    return [*functions, *found, *(own[name] for name in kept)], [leave_out, *back]
 
 
 def _names(code: CodeType) -> set[str]:
@@ -230,25 +279,3 @@ def _refill(container: Any, content: Any) -> None:
                 kind.__setitem__(container, key, value)
         else:
             kind.update(container, content) if kind is set else kind.extend(container, content)
-
-
-def _set(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
-def _generator(value: Any) -> _Back | None:
-    """What puts a generator of random numbers back to where it is; `None` for anything else."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: _set(value, state)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        at = copy.deepcopy(bits.state)
-        return lambda: setattr(bits, "state", at)
-    if isinstance(value, np.random.RandomState):
-        of_numpy = copy.deepcopy(value.get_state(legacy=True))
-        return lambda: value.set_state(of_numpy)
-    if isinstance(value, random.Random) and type(value) is not random.SystemRandom:
-        of_python = value.getstate()
-        return lambda: value.setstate(of_python)
-    return None

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import GeneratorType
 from typing import Any
 
 import torch
@@ -19,15 +18,13 @@ _COPIED: tuple[type, ...] = (
     type(iter([])),
     type(iter(())),
     type(iter(range(1))),
-    itertools.chain,
     itertools.count,
-    itertools.cycle,
-    itertools.islice,
     itertools.repeat,
 )
-"""Iterators that can be copied, unless they read one that cannot."""
-_READ_ONCE: tuple[type, ...] = (GeneratorType, map, zip, filter, enumerate, _BaseDataLoaderIter)
-"""Iterators that cannot."""
+"""Iterators of which a copy gives the same objects, and takes nothing from another iterator."""
+_READ_ONCE: tuple[type, ...] = (map, zip, filter, enumerate, _BaseDataLoaderIter)
+"""Other iterators of which there may be subclasses, and those that are Python's own, by where they come from."""
+_OF_PYTHON = ("builtins", "itertools")
 
 
 class _Mark:
@@ -89,16 +86,34 @@ def _going_on(source: Iterator[Any], ahead: list[Any]) -> Rewindable:
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is one that runs move on, and that is put back here."""
-    return isinstance(value, (Rewindable, *_COPIED, *_READ_ONCE))
+    kind = type(value)
+    return isinstance(value, (Rewindable, *_READ_ONCE)) or (kind.__module__ in _OF_PYTHON and hasattr(kind, "__next__"))
 
 
-def rewound(value: Any) -> tuple[Any, Any, Callable[[], None] | None]:
-    """Of an iterator: what is to be held in its place, what to hold when it is put back, and what else is to be done
-    then. Anything else is held before and behind."""
+class Iterators:
+    """Those that are kept at one time: what is held in several places is one and the same there when it is put back."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[Any, Any, Any]] = {}
+        """By its id an iterator, so that no other gets that, what is held in its place, and what is put back."""
+
+    def rewound(self, value: Any) -> tuple[Any, Any, Callable[[], None] | None]:
+        """Of an iterator: what is to be held in its place, what to hold when it is put back, and what else is to be
+        done then. Anything else is held before and behind."""
+        if not is_iterator(value):
+            return value, value, None
+        if id(value) not in self._met:
+            self._met[id(value)] = value, *_kept(value)
+        _, live, later = self._met[id(value)]
+        return live, later, live.mark() if isinstance(live, Rewindable) else None
+
+
+def _kept(value: Any) -> tuple[Any, Any]:
+    """What is held in an iterator's place, and what is put back: a copy, or, for good, what can go back."""
     if isinstance(value, _COPIED):
         with warnings.catch_warnings(), contextlib.suppress(TypeError):
             warnings.simplefilter("ignore", DeprecationWarning)
-            return value, copy.deepcopy(value), None
-    if is_iterator(value) and not isinstance(value, Rewindable):  # from Python 3.14 on itertools are not copied either
+            return value, copy.copy(value)
+    if not isinstance(value, Rewindable):  # from Python 3.14 on those of itertools are not copied either
         value = Rewindable(value)
-    return value, value, value.mark() if isinstance(value, Rewindable) else None
+    return value, value

@@ -31,13 +31,14 @@ def output_template(model: nn.Module, batch: Batch, has_loss_fn: bool = False) -
     on its way, to print or check them: it runs."""
     put_back, caches = kept_attributes([model]), _caches()
     try:
-        return _with_fake_tensors(model, batch, has_loss_fn)
+        try:
+            return _with_fake_tensors(model, batch, has_loss_fn)
+        finally:
+            put_back()
+            _forget(caches)
     except Exception:  # what a value that is not there leads to; what is the model's own comes again
-        put_back()
-        _forget(caches)
         return _run(model, batch, has_loss_fn)
     finally:
-        put_back()
         _forget(caches)
 
 
@@ -56,13 +57,13 @@ def _forget(caches: dict[_lru_cache_wrapper[Any], int]) -> None:
 
 def _run(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:
     copies = batch.rebuild(tuple(t.detach().clone() for t in batch.tensors))
-    with without_trace({"": model}), torch.no_grad():
+    with without_trace({"": model}), torch.enable_grad():
         output, _ = call_model(model, copies, has_loss_fn)
     return fill(output, (torch.empty_like(t, device="meta") for t in output_tensors(output)))
 
 
 def _with_fake_tensors(model: nn.Module, batch: Batch, has_loss_fn: bool) -> Any:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), cumulative_averages(model):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), cumulative_averages(model):
         state: dict[str, torch.Tensor] = {
             n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]
         }

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
@@ -51,6 +52,13 @@ def check_unwrapped(model: Any) -> None:
 def check_has_values(model: nn.Module, loss_fn: Any, example_inputs: Any) -> None:
     """Raises `CaptureError`, which says what to do, where the model or the batch has no values to train with, or the
     model is made of tensors that autograd does not take."""
+    for prefix, owner in owners_of(model, loss_fn).items():
+        name = next((n for n, t in (*owner.named_parameters(), *owner.named_buffers()) if is_lazy(t)), "")
+        if name:
+            raise CaptureError(
+                f"'{prefix}{name}' has no shape yet, as it is that of a lazy module: run the model once on a batch, "
+                "under torch.no_grad(), make the optimizer behind that, and then call optimize()"
+            )
     name = first_without_values(model, loss_fn)
     if name:
         raise CaptureError(

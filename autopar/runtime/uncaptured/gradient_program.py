@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.errors import AutoparWarning
 from autopar.ir.batch import flatten
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
@@ -41,6 +43,7 @@ class EagerGradientProgram(DropInProgram):
         self._taken = Kept()
         """What was kept back, of the backward pass under way."""
         self._gradients: EagerGradients | None = None
+        self._said_written = False
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()
@@ -55,9 +58,25 @@ class EagerGradientProgram(DropInProgram):
         """The model's output."""
         assert self._gradients is not None
         self._unchanged.check()
+        _, model = self._parts()
+        before = model.versions()
         with self._random:
             weight = self._weight(args, kwargs)
-            return self._gradients.forward(weight, self.synchronizes, lambda: self.model(*args, **kwargs))
+            output = self._gradients.forward(weight, self.synchronizes, lambda: self.model(*args, **kwargs))
+        if not self._said_written and self._group.world_size > 1:
+            self._say_written([n for n, version in model.versions().items() if version != before[n]])
+        return output
+
+    def _say_written(self, names: list[str]) -> None:
+        if names:
+            self._said_written = True
+            warnings.warn(
+                f"the model writes to its parameter '{names[0]}' in its forward pass, as Embedding(max_norm=...) does: "
+                "where each rank writes something else, for its own batch, ranks drift apart, as with "
+                "DistributedDataParallel. Change the parameter between steps, under torch.no_grad()",
+                AutoparWarning,
+                stacklevel=2,
+            )
 
     def _weight(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         if self.settings.weight is None:

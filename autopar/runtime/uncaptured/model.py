@@ -154,7 +154,7 @@ class EagerModel:
         """The forward pass, for gradients to begin from. `first_uses`: by parameter, what is called before it is first
         read. Raises `SignatureError` where its loss is no scalar, and `CaptureError` where it writes to parameters that
         other ranks have, too."""
-        self._versions = {n: p._version for n, p in self.parameters.items()}
+        self._versions = self.versions()
         self._strays.clear()
         self._is_forward = True
         try:
@@ -182,10 +182,14 @@ class EagerModel:
             self._losses.append(loss.detach())
         return loss
 
+    def versions(self) -> dict[str, int]:
+        """Of each parameter, how often it was written to."""
+        return {n: p._version for n, p in self.parameters.items()}
+
     @contextmanager
     def receives(self) -> Iterator[None]:
         """While it is open, within a forward pass, it is not the model that writes to parameters."""
-        before = {n: p._version for n, p in self.parameters.items()}
+        before = self.versions()
         yield
         for n, p in self.parameters.items():
             self._versions[n] += p._version - before[n]

@@ -1,0 +1,55 @@
+"""Tensors that a model holds for itself: their memory and their values, kept and put back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparWarning
+from autopar.runtime.model.shared_memory import once
+
+
+def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Keeps tensors where they are and what they are; what is returned puts that back.
+
+    `trained`: the model's own parameters. Those of networks that are registered nowhere are copied where they take no
+    more memory than these; where they do, and have been written to when they are put back, that is said.
+    """
+    kept = [t for t in tensors if _is_kept(t)]
+    hidden = [t for t in kept if isinstance(t, nn.Parameter)]
+    large = sum(p.nbytes for p in hidden) > sum(p.nbytes for p in trained)
+    left = hidden if large else []
+    apart = set(map(id, left))
+    homes = [(t, t.detach()) for t in kept]
+    values = [(t, once(t).clone()) for t in kept if id(t) not in apart]
+    versions = [p._version for p in left]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for tensor, home in homes:
+                if _place(tensor) != _place(home):
+                    tensor.data = home
+            for tensor, value in values:  # by their values: batch normalization writes without another version
+                if not tensor.is_meta and not torch.equal(once(tensor), value):
+                    once(tensor).copy_(value)
+        if any(p._version != version for p, version in zip(left, versions, strict=True)):
+            warnings.warn(
+                "running the model writes to parameters of a network that is registered nowhere, as a moving average "
+                "of weights does, and autopar has run it more often than there are steps. They are larger than the "
+                "model's own, so no copy was kept: update them between steps, or load them again",
+                AutoparWarning,
+                stacklevel=2,
+            )
+
+    return put_back
+
+
+def _is_kept(t: torch.Tensor) -> bool:
+    return type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.is_leaf and not t.is_inference()
+
+
+def _place(t: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return t.data_ptr(), tuple(t.shape), t.stride(), t.dtype
