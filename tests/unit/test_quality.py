@@ -331,9 +331,12 @@ def test_what_rounds_sends_bfloat16_where_float16_is_no_faster() -> None:
         groups = (g.model_copy(update={"options": {"wire": wires[fidelity]}}) for g in plan.groups)
         return priced(plan.model_copy(update={"groups": tuple(groups)}))
 
-    exact, rounded, *_ = priced_candidates(CONTEXT, replace(PLANS, searched=searched), STEPS)
+    found = priced_candidates(CONTEXT, replace(PLANS, searched=searched), STEPS)
+    exact, rounded, as_found, *_ = found
+    assert [c.name for c in found[:3]] == ["exact", "rounded", "rounded, float16"]
     assert {g.options["wire"] for g in exact.plan.groups} == {"same"}
     assert {g.options["wire"] for g in rounded.plan.groups} == {"bfloat16"}
+    assert {g.options["wire"] for g in as_found.plan.groups} == {"float16"}
     assert method_of(rounded.plan.groups, CONTEXT) == "wire=bfloat16"
 
 
