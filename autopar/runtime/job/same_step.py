@@ -55,12 +55,12 @@ def compare_steps(rendezvous: Rendezvous, graph: TrainingGraph, batch: Batch, ca
         return
     mine = _described(graph, batch)
     everyone = [Described(**json.loads(t)) for t in rendezvous.exchange("step", json.dumps(asdict(mine)))]
-    for other, theirs in enumerate(everyone):
-        if theirs.shapes == mine.shapes and theirs.nodes != mine.nodes:
-            raise PlanMismatchError(
-                f"rank {rank} and rank {other} compute different things on batches of the same shapes; they differ in "
-                f"{_differences(mine, theirs)}. {_HOW}"
-            )
+    if (unlike := unlike_ranks(everyone, rank)) is not None:  # on all ranks, as others would wait for these two
+        one, other = unlike
+        raise PlanMismatchError(
+            f"rank {one} and rank {other} compute different things on batches of the same shapes; they differ in "
+            f"{_differences(everyone[one], everyone[other])}. {_HOW}"
+        )
     if all(theirs.loose == mine.loose for theirs in everyone):
         return
     again = mine if mine.shapes == everyone[0].shapes else _on_shapes_of(everyone[0], mine, batch, capture)
@@ -76,6 +76,19 @@ def compare_steps(rendezvous: Rendezvous, graph: TrainingGraph, batch: Batch, ca
                 stacklevel=4,
             )
             return
+
+
+def unlike_ranks(everyone: Sequence[Described], rank: int) -> tuple[int, int] | None:
+    """Two ranks that compute different things on batches of the same shapes, `rank` with another one where it is one of
+    them; `None` where there are none."""
+    first: dict[tuple[str, ...], dict[str, int]] = {}  # by shapes, then by what is computed: the first such rank
+    for r, described in enumerate(everyone):
+        first.setdefault(tuple(described.shapes), {}).setdefault(described.nodes, r)
+    mine = everyone[rank]
+    for nodes, other in first[tuple(mine.shapes)].items():
+        if nodes != mine.nodes:
+            return rank, other
+    return next(((a, b) for a, b, *_ in (of.values() for of in first.values() if len(of) > 1)), None)
 
 
 def _on_shapes_of(first: Described, mine: Described, batch: Batch, capture: Capture) -> Described | None:
