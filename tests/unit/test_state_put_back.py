@@ -276,6 +276,19 @@ def test_a_large_array_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert large.tolist() == [1, 1] and small.tolist() == [0]
 
 
+def test_a_large_tensor_is_not_copied_and_said_to_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.runtime.model.held_values.LARGEST", 15)
+    model = Holds(4, 3)
+    large, small = model.held = torch.zeros(4), torch.zeros(3)
+    put_back = kept_attributes([model])
+    small += 1
+    put_back()
+    assert small.tolist() == [0, 0, 0]
+    large += 1
+    with pytest.warns(autopar.AutoparWarning, match="writes to a tensor of 16 B that is registered nowhere"):
+        put_back()
+
+
 class LooksAtValues(Holds):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * float(next(self.held) * x.sum().item())

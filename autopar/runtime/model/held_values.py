@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparWarning
+from autopar.formatting import size
+from autopar.runtime.model.in_place import LARGEST
 from autopar.runtime.model.shared_memory import once
 
 
@@ -16,16 +18,17 @@ def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]
     """Keeps tensors where they are and what they are; what is returned puts that back.
 
     `trained`: the model's own parameters. Those of networks that are registered nowhere are copied where they take no
-    more memory than these; where they do, and have been written to when they are put back, that is said.
+    more memory than these, and other tensors of up to `LARGEST` bytes; where one that was not copied has been written
+    to when it is put back, that is said.
     """
     kept = [t for t in tensors if _is_kept(t)]
     hidden = [t for t in kept if isinstance(t, nn.Parameter)]
-    large = sum(p.nbytes for p in hidden) > sum(p.nbytes for p in trained)
-    left = hidden if large else []
+    too_large = sum(p.nbytes for p in hidden) > sum(p.nbytes for p in trained)
+    left = [t for t in kept if (too_large if isinstance(t, nn.Parameter) else once(t).nbytes > LARGEST)]
     apart = set(map(id, left))
     homes = [(t, t.detach()) for t in kept]
     values = [(t, once(t).clone()) for t in kept if id(t) not in apart]
-    versions = [p._version for p in left]
+    versions = [t._version for t in left]
 
     def put_back() -> None:
         with torch.no_grad():
@@ -35,11 +38,13 @@ def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]
             for tensor, value in values:  # by their values: batch normalization writes without another version
                 if not tensor.is_meta and not torch.equal(once(tensor), value):
                     once(tensor).copy_(value)
-        if any(p._version != version for p, version in zip(left, versions, strict=True)):
+        written = [t for t, version in zip(left, versions, strict=True) if t._version != version]
+        if written:
+            what = "parameters of a network" if isinstance(written[0], nn.Parameter) else "a tensor"
             warnings.warn(
-                "running the model writes to parameters of a network that is registered nowhere, as a moving average "
-                "of weights does, and autopar has run it more often than there are steps. They are larger than the "
-                "model's own, so no copy was kept: update them between steps, or load them again",
+                f"running the model writes to {what} of {size(written[0].nbytes)} that is registered nowhere, as a "
+                "moving average of weights or a memory of samples does, and autopar has run it more often than there "
+                "are steps. For its size, no copy was kept: update it between steps, or fill it again",
                 AutoparWarning,
                 stacklevel=2,
             )
