@@ -194,5 +194,5 @@ def _no_such_shares(entries: Sequence[Entry], rest: int, samples: int) -> str:
     ranks = ", ".join(f"{e.ranks} x {e.kind}" for e in entries)
     return (
         f"a global batch of {samples} cannot be shared out in whole samples with equal batches on equal devices "
-        f"({ranks}): take {nearest or 'another number'}, or give hosts an entry each"
+        f"({ranks}): take {nearest or 'another number'}, or give them an entry each"
     )

@@ -94,7 +94,7 @@ def test_memory_bounds_a_rank() -> None:
         ((FAST % "", SLOW % ""), 1, "leaves 1 samples for 2 ranks"),
         ((FAST % ", batch: 4", SLOW % ""), 4, "leaves 0 samples for 1 rank"),
         ((FAST % ", batch: 4", SLOW % ", batch: 4"), 8, "every device of the cluster has a batch"),
-        ((FAST % ", count: 2", SLOW % ", count: 2"), 33, "take 32 or 34, or give hosts an entry each"),
+        ((FAST % ", count: 2", SLOW % ", count: 2"), 33, "take 32 or 34, or give them an entry each"),
         ((FAST % "", SLOW % ""), 10**8, r"does not fit the devices: about \d+ samples do"),
     ],
 )
