@@ -87,8 +87,8 @@ def run(rank: int, ranks: int, name: str, cells: Sequence[tuple[str, float]], se
     for network, budget in cells:
         program = chosen(task, seed, rank, ranks, network, budget)
         if program.plan.digest not in known:
-            losing = program.guard is not None
-            trained = finished(task, program, seed, rank, ranks) if losing else exact
+            is_exact = program.plan.fidelity == "exact"
+            trained = exact if is_exact else finished(task, program, seed, rank, ranks)
             known[program.plan.digest] = trained, "" if program.guard is None else program.guard.reason
         if rank == 0:
             cell = judged(task, program, (network, budget, seed), known[program.plan.digest], exact, gained)
