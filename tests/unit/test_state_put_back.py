@@ -86,6 +86,18 @@ class InBytes(Counts):
         return len(self.held)
 
 
+class InView(Counts):
+    """In the memory of an object that is reached through a view alone, of numbers of another format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = memoryview(bytearray(16)).cast("d"), memoryview(bytearray())
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.held[0][1] += 1
+        return self.held[0][1]
+
+
 class InClass(Counts):
     later: int
     runs, listed = 0, [0]
@@ -209,6 +221,7 @@ KINDS: dict[str, Callable[[], Counts]] = {
         InSlots,
         InArray,
         InBytes,
+        InView,
         InClass,
         InGlobals,
         InGrownTensor,

@@ -48,6 +48,11 @@ def memory_back(value: Any) -> Back | None:
             return None
         elements = value.copy()
         return lambda: np.copyto(value, elements)
+    if isinstance(value, memoryview):
+        if value.readonly or not value.c_contiguous or not 0 < value.nbytes <= LARGEST:
+            return None
+        flat = value.cast("B")
+        return partial(_refill, flat, bytes(flat))
     if isinstance(value, (bytearray, array.array)):
         return partial(_refill, value, value[:])
     return None
