@@ -16,7 +16,7 @@ from autopar.verification import start_method
 
 def on_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
     """Calls `function(rank, ranks, *args)` in as many processes, which form a group. Raises where one of them does."""
-    with tempfile.TemporaryDirectory(prefix="autopar-budget-") as folder:
+    with tempfile.TemporaryDirectory(prefix="autopar-benchmark-") as folder:
         each = ranks, folder, function, args
         start_processes(_process, each, nprocs=ranks, start_method=start_method())  # type: ignore[no-untyped-call]
 

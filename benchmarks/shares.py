@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.search import SearchOptions
 from autopar.spec.cluster import ClusterSpec
-from benchmarks.budget.processes import on_ranks
 from benchmarks.harness import Report, Target, Timings, interleave, options, publish
+from benchmarks.processes import on_ranks
 
 RANKS, SAMPLES = 3, 48
 BLOCK = 4

@@ -33,7 +33,8 @@ WINDOW = 12
 UNBOUNDED = 1 << 30
 """Samples, where a batch takes no memory that counts."""
 PLANS = ("ddp", "sharded")
-"""Whose memory limits a rank's batch: the first of them that leaves every rank a sample."""
+"""Plans by name. The memory that the first of them takes limits a rank's batch; where it leaves a rank no sample, that
+of the second does."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ def with_shares(
 
 
 def _entries(problem: Problem, rest: int, ranks: int) -> list[Entry]:
-    """The entries of the description that say no batch. What a sample takes is the difference between two sizes: of
-    time, near the mean of `rest` samples on so many ranks; of memory, as many as one rank may have at all, since with
-    few samples the fullest moment is one without activations."""
+    """The entries of the description that say no batch. A sample's seconds and bytes are the difference between two
+    sizes of the batch. For seconds, the smaller size is the mean of `rest` samples on `ranks` ranks. For bytes, it is
+    half of all these samples: with few samples, a step's fullest moment may be one without activations."""
     few, many = max(1, rest // ranks), max(1, rest // 2)
     few_s, twice_s = (_pricer(problem, n).graph_s(frozenset()) for n in (few, 2 * few))
     peaks, twice_peaks = _peaks(problem, many)

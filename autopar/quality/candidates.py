@@ -30,7 +30,8 @@ PLAIN = "all_reduce"
 EXACT, ROUNDED = "exact", "rounded"
 """What the fastest plans are called that lose nothing, or bits alone."""
 FLOAT16 = "rounded, float16"
-"""The latter, as the search has found it with float16, of whose losses less is known than of bfloat16's."""
+"""What the fastest plan that rounds is called where it sends float16: less is known of what float16 loses than of what
+bfloat16 loses."""
 FROM_STEP = "+from_step="
 
 

@@ -120,8 +120,9 @@ class Topology:
         return self._link(host, switch), self._link(switch, host)
 
     def pairs(self, hosts: Iterable[str]) -> list[tuple[str, str]]:
-        """Pairs of these hosts, both ways round, that stand for all of them: between other two, messages take equally
-        fast links. Hosts are alike that are joined to one switch by equal cables, and have equal devices."""
+        """Some pairs of these hosts, in both orders, that stand for all pairs: messages between any two hosts take
+        links as fast as those between one of these pairs. Two hosts are alike where equal cables join them to the same
+        switch, and their devices are equal."""
         kinds: dict[Hashable, list[str]] = {}
         for name in hosts:
             kinds.setdefault(self.kind_of(name), []).append(name)

@@ -21,10 +21,10 @@ from autopar.quality.candidates import predicted_s
 from autopar.quality.program import BudgetedProgram
 from autopar.spec.cluster import ClusterSpec
 from benchmarks.budget.methods import EXACT
-from benchmarks.budget.processes import on_ranks
 from benchmarks.budget.task import Task
 from benchmarks.budget.tasks import TASKS
 from benchmarks.budget.training import Trained, finished, lost_by, train
+from benchmarks.processes import on_ranks
 
 NETWORKS = ("1 Gbit/s", "200 Mbit/s", "50 Mbit/s")
 BUDGETS = (0.005, 0.01, 0.02)

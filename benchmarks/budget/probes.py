@@ -14,8 +14,8 @@ from autopar.quality.probe import Job, Probe, Probed
 from autopar.search import build_plan
 from benchmarks.budget.methods import EXACT, METHODS
 from benchmarks.budget.outcome import Key
-from benchmarks.budget.processes import on_ranks
 from benchmarks.budget.tasks import TASKS
+from benchmarks.processes import on_ranks
 
 EXACT_PART = 0.1
 """Of the steps, those before the probe, which are exact."""

@@ -15,9 +15,9 @@ import autopar
 from autopar.runtime.program import Program
 from benchmarks.budget.methods import EXACT, METHODS, Method
 from benchmarks.budget.outcome import Journal, Outcome
-from benchmarks.budget.processes import on_ranks
 from benchmarks.budget.task import Task
 from benchmarks.budget.tasks import TASKS
+from benchmarks.processes import on_ranks
 
 CURVE_PARTS = 100
 """Points of a curve of training losses."""

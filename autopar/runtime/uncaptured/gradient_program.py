@@ -59,11 +59,11 @@ class EagerGradientProgram(DropInProgram):
         assert self._gradients is not None
         self._unchanged.check()
         _, model = self._parts()
-        before = model.versions()
+        before = None if self._said_written or self._group.world_size == 1 else model.versions()
         with self._random:
             weight = self._weight(args, kwargs)
             output = self._gradients.forward(weight, self.synchronizes, lambda: self.model(*args, **kwargs))
-        if not self._said_written and self._group.world_size > 1:
+        if before is not None:
             self._say_written([n for n, version in model.versions().items() if version != before[n]])
         return output
 
