@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,21 @@ class InGrownTensor(Counts):
         return len(self.held)
 
 
+class InSparse(Counts):
+    """In sparse tensors, of which one gets more elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore"):  # PyTorch calls rows of its own a beta
+            self.held = torch.zeros(3, 3).to_sparse(), torch.eye(3).to_sparse_csr()
+
+    def factor(self, x: torch.Tensor) -> Any:
+        grows, counts = self.held
+        grows.add_(torch.eye(3).to_sparse())
+        counts.values().add_(1)
+        return grows._values().sum().item() + counts.values().sum().item()
+
+
 class InLeaf(Counts):
     """In a tensor that requires a gradient, and is no parameter."""
 
@@ -222,6 +238,7 @@ KINDS: dict[str, Callable[[], Counts]] = {
         InArray,
         InBytes,
         InView,
+        InSparse,
         InClass,
         InGlobals,
         InGrownTensor,

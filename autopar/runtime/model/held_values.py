@@ -13,6 +13,8 @@ from autopar.formatting import size
 from autopar.runtime.model.in_place import LARGEST
 from autopar.runtime.model.shared_memory import once
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]) -> Callable[[], None]:
     """Keeps tensors where they are and what they are; what is returned puts that back.
@@ -29,9 +31,13 @@ def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]
     homes = [(t, t.detach()) for t in kept]
     values = [(t, once(t).clone()) for t in kept if id(t) not in apart]
     versions = [t._version for t in left]
+    sparse = [(t, t.detach().clone()) for t in tensors if _is_kept_sparse(t)]
 
     def put_back() -> None:
         with torch.no_grad():
+            for tensor, value in sparse:
+                if not all(map(torch.equal, _parts(tensor), _parts(value))):
+                    tensor.resize_as_sparse_(value).copy_(value)
             for tensor, home in homes:
                 if _place(tensor) != _place(home):
                     tensor.data = home
@@ -53,7 +59,23 @@ def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]
 
 
 def _is_kept(t: torch.Tensor) -> bool:
-    return type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.is_leaf and not t.is_inference()
+    return _is_own(t) and t.layout is torch.strided
+
+
+def _is_kept_sparse(t: torch.Tensor) -> bool:
+    return _is_own(t) and t.layout in _SPARSE and sum(p.nbytes for p in _parts(t)) <= LARGEST
+
+
+def _is_own(t: torch.Tensor) -> bool:
+    return type(t) in (torch.Tensor, nn.Parameter) and t.is_leaf and not t.is_inference()
+
+
+def _parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The indices and the values of a sparse tensor, in its own memory."""
+    if t.layout is torch.sparse_coo:
+        return [t._indices(), t._values()]
+    in_rows = t.layout in (torch.sparse_csr, torch.sparse_bsr)
+    return [*((t.crow_indices(), t.col_indices()) if in_rows else (t.ccol_indices(), t.row_indices())), t.values()]
 
 
 def _place(t: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
