@@ -84,9 +84,9 @@ class Strategy(ABC):
         """What becomes of what is not sent, where the strategy compresses with these options."""
         return "kept"
 
-    def exact_steps(self, steps: int, context: Context) -> int | None:
-        """How many of a training's steps are to be exact before it begins, where it loses something; `None` where the
-        training is too short for it."""
+    def exact_steps(self, options: Options, steps: int, context: Context) -> int | None:
+        """How many of a training's steps are to be exact before it begins, where it loses something with these options;
+        `None` where the training is too short for it."""
         return int(WARM_UP * steps)
 
     def stages(self, options: Options) -> tuple[int, ...]:

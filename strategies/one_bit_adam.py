@@ -61,7 +61,7 @@ class OneBitAdam(Compressed):
             )
         return super().applies(member, context)
 
-    def exact_steps(self, steps: int, context: Context) -> int | None:
+    def exact_steps(self, options: Options, steps: int, context: Context) -> int | None:
         exact = max(int(WARM_UP * steps), context.variance_steps, self.first_step)
         return exact if exact <= MOST * steps else None
 

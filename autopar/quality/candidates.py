@@ -16,7 +16,7 @@ from autopar.search.constraints import Constraints
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
 from autopar.strategies import STRATEGIES, Context, strategy_named
-from autopar.strategies.lowering import fidelity_of
+from autopar.strategies.lowering import check_options, fidelity_of
 
 PERIODS = (4, 16)
 """Steps from one average of parameters to the next."""
@@ -97,11 +97,9 @@ def names(context: Context, steps: int) -> Iterator[str]:
     do without, unless the training's `steps` are too few for it; all-reduces from time to time; and all-reduces that
     are late."""
     for name, strategy in STRATEGIES.items():
-        if strategy.exact_steps(steps, context) is None:
-            continue
         begins = f"{FROM_STEP}{strategy.first_step}" if strategy.first_step else ""
         for options in strategy.options(context):
-            if strategy.fidelity(options) == "compressed":
+            if strategy.fidelity(options) == "compressed" and strategy.exact_steps(options, steps, context) is not None:
                 said = ",".join(f"{k}={v}" for k, v in options.model_dump(exclude_defaults=True).items())
                 yield (f"{name}({said})" if said else name) + begins
     for bucket in ("ddp", "all_reduce_one_bucket"):
@@ -184,7 +182,10 @@ def first_lossy(plan: Plan, steps: int, context: Context) -> int:
 
 
 def _begins(group: SyncGroup, steps: int, context: Context) -> int:
-    return (strategy_named(group.strategy).exact_steps(steps, context) or 0) if loses(group, context) else 0
+    if not loses(group, context):
+        return 0
+    strategy = strategy_named(group.strategy)
+    return strategy.exact_steps(check_options(strategy, group, context), steps, context) or 0
 
 
 def exactly(plan: Plan, context: Context) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 It looks at what costs nothing more: the loss, which is the same number on every rank, and, every `LOOK_STEPS` steps,
 the norm of what ranks have not sent yet, for which they exchange one number. It steps in where
 
-- the smoothed loss has risen from where the lossy steps began by a quarter of what it had fallen by until then;
+- the smoothed loss has risen by a quarter of what it had fallen by until the lossy steps began, or in the first
+  `SETTLED_LOSSES` where these were lossy already;
 - the loss is no number in three steps running, and was one before;
 - residuals are ten times as large as in their first looks: what is kept is added faster than it is sent.
 """
@@ -22,8 +23,10 @@ SETTLING_LOOKS = 5
 """Looks at residuals that the later ones are compared with: they fill up first."""
 MOST_GROWN = 10.0
 MOST_RISEN = 0.25
-"""Part of what the loss had fallen by before the lossy steps."""
+"""Part of what the loss had fallen by."""
 SMOOTHING = 0.98
+SETTLED_LOSSES = 50
+"""Losses that are smoothed before they are a measure: a batch's own says little."""
 LOST_STEPS = 3
 
 
@@ -42,6 +45,7 @@ class Guard:
     _first: float | None = None
     _smoothed: float | None = None
     _limit: float = math.inf
+    _losses: int = 0
     _lost: int = 0
     _norms: list[float] = field(default_factory=list)
 
@@ -55,11 +59,13 @@ class Guard:
                 self._end(step, f"the loss was no number in {LOST_STEPS} steps running")
             return
         self._lost = 0
+        self._losses += 1
         self._first = loss if self._first is None else self._first
-        self._smoothed = loss if self._smoothed is None else SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
+        before = loss if self._smoothed is None else self._smoothed
+        self._smoothed = before + max(1 - SMOOTHING, 1 / self._losses) * (loss - before)
         if step < self.begins:
             return
-        if math.isinf(self._limit):
+        if math.isinf(self._limit) and self._losses >= SETTLED_LOSSES:
             self._limit = self._smoothed + MOST_RISEN * max(self._first - self._smoothed, abs(self._first) / 10)
         if self._smoothed > self._limit:
             self._end(step, f"the smoothed loss rose to {self._smoothed:.5g}, above {self._limit:.5g}")

@@ -23,6 +23,8 @@ class Method:
     fidelity: Fidelity
     warm_up: float = 0.0
     """Part of the steps before it, which are exact."""
+    of_moments: bool = False
+    """Whether that is so under optimizers with moments alone: under others, it begins with the first step."""
     own_momentum: bool = False
     """Whether it takes over SGD's momentum, and needs an optimizer without."""
     other_batches: bool = False
@@ -42,9 +44,10 @@ class Method:
         """The name of the plan that is probed, which begins as early as it can."""
         return self.strategy + "+from_step=1" * self.of_adam
 
-    def plan(self, steps: int) -> str:
+    def plan(self, steps: int, optimizer: Optimizer) -> str:
         """The plan's name for so many steps."""
-        first = round(self.warm_up * steps)
+        at_once = self.of_moments and isinstance(optimizer, torch.optim.SGD)
+        first = 0 if at_once else round(self.warm_up * steps)
         return self.strategy + (f"+from_step={first}" if first else "")
 
     def takes(self, optimizer: Optimizer) -> bool:
@@ -77,9 +80,9 @@ METHODS: dict[str, Method] = {
         *(_compressed(f"top_k {density:.0%}", f"top_k(density={density},chunk=8)") for density in (0.01, 0.1)),
         _compressed("random_k 10%", "random_k(density=0.1,chunk=8)"),
         _compressed("dgc 1%", "dgc(density=0.01,chunk=8)", own_momentum=True),
-        _compressed("quantized 8", "quantized(bits=8)"),
-        _compressed("quantized 4", "quantized(bits=4)"),
-        _compressed("quantized 4 rotated", "quantized(bits=4,rotated=true)"),
+        Method("quantized 8", "quantized(bits=8)", "compressed"),
+        Method("quantized 4", "quantized(bits=4)", "compressed", WARM_UP, of_moments=True),
+        Method("quantized 4 rotated", "quantized(bits=4,rotated=true)", "compressed", WARM_UP, of_moments=True),
         _compressed("scaled_sign", "scaled_sign"),
         _compressed("qsgd 4", "qsgd(bits=4)"),
         _compressed("terngrad", "terngrad"),

@@ -50,7 +50,7 @@ def train(task: Task, method: Method, seed: int, rank: int, ranks: int) -> Train
         example_inputs=task.rank_batch(data, 0, rank),
         loss_fn=task.loss_fn,
         optimizer=optimizer,
-        strategy=method.plan(task.steps),
+        strategy=method.plan(task.steps, optimizer),
         fidelity=method.fidelity,
     )
     trained = finished(task, program, data, rank, ranks)

@@ -190,6 +190,10 @@ def test_lossy_groups_begin_with_exact_steps_and_others_stay_as_they_are() -> No
     mixed = plan.model_copy(update={"groups": (*plan.groups[:1], *planned("ddp").groups[1:])})
     begun = begun_exactly(mixed, 70, CONTEXT)
     assert [g.from_step for g in begun.groups] == [7] + [0] * (len(begun.groups) - 1)
+    in_few, of_sgd = planned("quantized(bits=4)"), replace(CONTEXT, keeps_moments=False)
+    at_once = [(planned("quantized"), CONTEXT), (in_few, of_sgd)]
+    assert all(begun_exactly(plan, 70, context) == plan for plan, context in at_once)
+    assert {g.from_step for g in begun_exactly(in_few, 70, CONTEXT).groups} == {7}
 
 
 def guard(norms: Any = (), begins: int = 10) -> Guard:
@@ -215,6 +219,17 @@ def test_a_loss_that_rises_ends_what_is_lossy_and_exact_steps_do_not() -> None:
     assert "smoothed loss rose" in late.reason
 
 
+def test_a_lucky_first_batch_of_a_plan_that_is_lossy_at_once_ends_nothing() -> None:
+    lucky = guard([1.0] * 100, begins=0)
+    for step in range(500):
+        lucky.look(step, 1.0 if step == 0 else 2.0 - 0.001 * step)
+    assert lucky.reason == ""
+    risen = guard([1.0] * 100, begins=0)
+    for step in range(500):
+        risen.look(step, 2.0 - 0.01 * step if step < 100 else 1.0 + 0.01 * (step - 100))
+    assert "smoothed loss rose" in risen.reason
+
+
 def test_a_loss_that_is_no_number_ends_it_where_it_was_one_before() -> None:
     lost = guard([1.0] * 10)
     for step in range(20):
@@ -237,11 +252,11 @@ def test_residuals_that_grow_for_ever_end_it() -> None:
 
 
 def test_it_is_said_once() -> None:
-    told = replace(guard(), says=True)
-    told.look(0, 1.0)
-    told.look(10, 1.0)
+    told = replace(guard([1.0] * 20), says=True)
+    for step in range(60):
+        told.look(step, 1.0)
     with pytest.warns(AutoparWarning, match="exact synchronization"):
-        for step in range(11, 300):
+        for step in range(60, 300):
             told.look(step, 3.0)
 
 
