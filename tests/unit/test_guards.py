@@ -61,8 +61,10 @@ class _Pair:
 
     def step(self) -> None:
         """A step of both, which must be equal."""
+        torch.manual_seed(0)
         loss = self.program.step((X, Y))
         self.other.zero_grad()
+        torch.manual_seed(0)
         expected = self.loss(self.eager(X), Y)
         expected.backward()
         self.other.step()
@@ -95,11 +97,9 @@ def test_what_changes_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
             elif what == "buffer":
                 net.shift = torch.full((5,), value, dtype=torch.float64)
             elif what == "probability":
-                net.drop.p = 1.0 - value / 2  # 1: nothing is left, and nothing random about it
+                net.drop.p = value / 4
             elif what == "mode":
                 net.drop.train(value > 1)
-        if what == "probability" and value == 0.5:
-            continue
         pair.step()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -309,11 +310,12 @@ def test_complex_parameters(dtype: torch.dtype) -> None:
     train(Complex(), inputs(), None, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
 
 
-@pytest.mark.parametrize("mode", ["weight_norm", "spectral_norm", "orthogonal"])
+@pytest.mark.parametrize("mode", ["weight_norm", "spectral_norm", "householder", "cayley", "matrix_exp"])
 def test_parametrizations(mode: str) -> None:
     torch.manual_seed(0)
-    arguments = {"orthogonal_map": "householder"} if mode == "orthogonal" else {}
-    layer = getattr(nn.utils.parametrizations, mode)(nn.Linear(6, 6), **arguments)
+    known = nn.utils.parametrizations
+    made = getattr(known, mode, partial(known.orthogonal, orthogonal_map=mode))
+    layer = made(nn.Linear(6, 6))
     train(nn.Sequential(layer, nn.Linear(6, 1), nn.Flatten(0)), [(x, x[:, 0]) for x in inputs()], F.mse_loss)
 
 
