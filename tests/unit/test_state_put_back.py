@@ -17,6 +17,7 @@ from torch import nn
 import autopar
 from autopar.ir.batch import flatten
 from autopar.runtime.model.eager import kept_attributes
+from autopar.runtime.model.held_values import held_values
 from autopar.runtime.model.outputs import output_template
 
 
@@ -329,3 +330,9 @@ def test_an_iterator_is_where_it_was_behind_a_look_at_outputs_that_needs_values(
     model.held = itertools.count()
     output_template(model, flatten((torch.ones(2, 4),)))
     assert next(model.held) == 0
+
+
+def test_sparse_tensors_without_values_have_none_to_put_back() -> None:
+    indices, values = torch.zeros(2, 4, dtype=torch.int64, device="meta"), torch.zeros(4, device="meta")
+    tensor = torch.sparse_coo_tensor(indices, values, (3, 3), device="meta", check_invariants=False)
+    held_values([tensor], [])()

@@ -63,7 +63,7 @@ def _is_kept(t: torch.Tensor) -> bool:
 
 
 def _is_kept_sparse(t: torch.Tensor) -> bool:
-    return _is_own(t) and t.layout in _SPARSE and sum(p.nbytes for p in _parts(t)) <= LARGEST
+    return _is_own(t) and t.layout in _SPARSE and not t.is_meta and sum(p.nbytes for p in _parts(t)) <= LARGEST
 
 
 def _is_own(t: torch.Tensor) -> bool:
