@@ -23,10 +23,10 @@ SETTLING_LOOKS = 5
 """Looks at residuals that the later ones are compared with: they fill up first."""
 MOST_GROWN = 10.0
 MOST_RISEN = 0.25
-"""Part of what the loss had fallen by."""
+"""A part of what the loss had fallen by when it became the measure."""
 SMOOTHING = 0.98
 SETTLED_LOSSES = 50
-"""Losses that are smoothed before they are a measure: a batch's own says little."""
+"""Losses that are averaged before the average is a measure: the loss of one batch says little."""
 LOST_STEPS = 3
 
 
@@ -42,10 +42,11 @@ class Guard:
     """Whether this rank warns."""
     reason: str = ""
     """Why training has to go on exactly; empty as long as it need not."""
-    _first: float | None = None
-    _smoothed: float | None = None
-    _limit: float = math.inf
     _losses: int = 0
+    """How many it has seen that are numbers."""
+    _first: float = 0.0
+    _smoothed: float = 0.0
+    _limit: float = math.inf
     _lost: int = 0
     _norms: list[float] = field(default_factory=list)
 
@@ -55,14 +56,13 @@ class Guard:
             return
         if not math.isfinite(loss):
             self._lost += 1
-            if self._lost >= LOST_STEPS and self._smoothed is not None and step >= self.begins:
+            if self._lost >= LOST_STEPS and self._losses and step >= self.begins:
                 self._end(step, f"the loss was no number in {LOST_STEPS} steps running")
             return
         self._lost = 0
         self._losses += 1
-        self._first = loss if self._first is None else self._first
-        before = loss if self._smoothed is None else self._smoothed
-        self._smoothed = before + max(1 - SMOOTHING, 1 / self._losses) * (loss - before)
+        self._first = loss if self._losses == 1 else self._first
+        self._smoothed += max(1 - SMOOTHING, 1 / self._losses) * (loss - self._smoothed)
         if step < self.begins:
             return
         if math.isinf(self._limit) and self._losses >= SETTLED_LOSSES:

@@ -24,7 +24,7 @@ class Method:
     warm_up: float = 0.0
     """Part of the steps before it, which are exact."""
     of_moments: bool = False
-    """Whether that is so under optimizers with moments alone: under others, it begins with the first step."""
+    """Whether it begins with the first step under SGD, as `Strategy.exact_steps` has it, and warms up under others."""
     own_momentum: bool = False
     """Whether it takes over SGD's momentum, and needs an optimizer without."""
     other_batches: bool = False
