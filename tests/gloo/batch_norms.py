@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import AutoparError
@@ -97,6 +99,47 @@ def train_module(rank: int, n: int, each: int) -> float:
     return worst
 
 
+def freeze_midway(rank: int, n: int) -> dict[str, tuple[float, int]]:
+    """How far parameters and buffers are from `DistributedDataParallel`'s where layers are in evaluation mode from the
+    third step on, and once more train in the fifth; and how many warnings say so."""
+    found = {}
+    for capture in ("always", "never"):
+        for kind in ("step", "module"):
+            model, theirs = net(), net()
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, theirs)]
+            given: dict[str, Any] = {"strategy": "ddp", "capture": capture}
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", autopar.AutoparWarning)
+                if kind == "step":
+                    given |= {"loss_fn": F.cross_entropy, "optimizer": optimizers[0]}
+                    made: Any = autopar.optimize(model, example_inputs=even_batch(0, rank), **given)
+                else:
+                    made = autopar.optimize(model, example_inputs=even_batch(0, rank)[0], **given)
+                wrapped = DistributedDataParallel(theirs)
+                for step in range(7):
+                    for m in (*model.modules(), *theirs.modules()):
+                        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+                            m.train(step < 2 or step == 4)
+                    x, y = even_batch(step, rank)
+                    optimizers[1].zero_grad()
+                    F.cross_entropy(wrapped(x), y).backward()
+                    optimizers[1].step()
+                    if kind == "step":
+                        made.step((x, y))
+                    else:
+                        optimizers[0].zero_grad()
+                        F.cross_entropy(made(x), y).backward()
+                        optimizers[0].step()
+            told = sum("in evaluation mode now" in str(w.message) for w in said)
+            found[f"{kind}, {capture}"] = apart(model.state_dict().values(), theirs.state_dict().values()), told
+    return found
+
+
+def even_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = batch(0, 0)
+    return x + step + 2 * rank * x.roll(rank, 0), (y + step + rank) % 3
+
+
 def apart(a: Any, b: Any) -> float:
     return max(float((x.double() - y.double()).detach().abs().max()) for x, y in zip(a, b, strict=True))
 
@@ -135,5 +178,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     return {
         "trained": {str(case): train(rank, n, *case) for case in cases[n]},
         "modules": [train_module(rank, n, each) for each in (1, 2)] if n > 1 else [],
+        "frozen": freeze_midway(rank, n) if n == 2 else {},
         "refused": refused(rank) if n == 2 else [],
     }

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.ir.batch import call_model
+from autopar.ir.gradient_modes import outside_of_autocast
 from autopar.ir.model_output import find_loss
 from autopar.ir.reachable import has_reentrant_checkpoint
 from autopar.runtime.model.generators import generators, set_generators
@@ -146,12 +147,14 @@ def gradients_of(
     """What `torch.autograd.grad` gives of leaves, also through a reentrant checkpoint, which refuses that. What lies on
     the leaves as gradients stays there."""
     if not has_reentrant_checkpoint(outputs):
-        return list(torch.autograd.grad(outputs, leaves, tangents, allow_unused=True))
+        with outside_of_autocast():
+            return list(torch.autograd.grad(outputs, leaves, tangents, allow_unused=True))
     before = [t.grad for t in leaves]
     for t in leaves:
         t.grad = None
     try:
-        torch.autograd.backward(list(outputs), list(tangents))
+        with outside_of_autocast():
+            torch.autograd.backward(list(outputs), list(tangents))
         return [t.grad for t in leaves]
     finally:
         for t, gradient in zip(leaves, before, strict=True):
@@ -172,7 +175,8 @@ def backward(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter], take: T
 
     handles = [p.register_post_accumulate_grad_hook(hook(n)) for n, p in parameters.items()]  # type: ignore[no-untyped-call]
     try:
-        loss.reshape(()).backward()  # type: ignore[no-untyped-call]
+        with outside_of_autocast():
+            loss.reshape(()).backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()

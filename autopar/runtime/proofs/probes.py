@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.ir.gradient_modes import outside_of_autocast
 from autopar.ops.fragments import Fragment
 from autopar.ops.group import Group
 from autopar.spec.plan import ParameterSlice
@@ -78,6 +79,7 @@ class Probe:
         assert self.piece.start is not None and self.piece.stop is not None
         return whole.narrow(self.piece.dim, self.piece.start, self.piece.stop - self.piece.start)
 
+    @outside_of_autocast()  # whose products would be rounded to 16 bits
     def see(self, gradient: torch.Tensor) -> Seen:
         """What is kept of a whole parameter's gradient."""
         if gradient.is_sparse:
@@ -87,6 +89,7 @@ class Probe:
         elements = mine.reshape(-1)[self.indices.to(mine.device)].double().cpu()
         return Seen(elements, torch.stack([_contracted(mine, v) for v in self._vectors]), norm)
 
+    @outside_of_autocast()
     def of_fragment(self, fragment: Fragment, gradient: torch.Tensor) -> tuple[torch.Tensor, Seen]:
         """What is kept of a part of the slice: which of the sampled elements it has, and what is seen of it."""
         which, places = self._places(fragment)

@@ -22,6 +22,7 @@ from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import call_model
 from autopar.ir.first_uses import watched
+from autopar.ir.gradient_modes import outside_of_autocast
 from autopar.ir.model_output import find_loss
 from autopar.ir.reachable import reachable
 from autopar.runtime.job.process_group import Group
@@ -206,7 +207,8 @@ class EagerModel:
             self._share, tangent = tangent, torch.ones_like(tangent)
         self._take = take
         try:
-            loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
+            with outside_of_autocast():
+                loss.backward(tangent.to(loss.dtype).reshape(loss.shape))  # type: ignore[no-untyped-call]
         finally:
             self._take = self._share = None
             for p, gradient in zip(self._everything, before, strict=True):
