@@ -14,6 +14,7 @@ import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -55,12 +56,16 @@ class Lab:
         wiring: Wiring | None = None,
         placement: Sequence[int] | None = None,
         note: str = "",
+        cores_apart: bool = False,
     ) -> None:
         """`rates_bps`: hosts on one switch, with the rate of each one's link in bit/s, the same in and out; None for
-        as fast as it goes. Or any `wiring`. `placement`: the host of each rank; default: one rank a host."""
+        as fast as it goes. Or any `wiring`. `placement`: the host of each rank; default: one rank a host.
+        `cores_apart`: each host has as many of the machine's cores for itself as there are for each; else all share
+        them. Raises `ValueError` where there are more hosts than cores."""
         self.wiring = wiring or star(rates_bps)
         self.placement = tuple(range(len(self.wiring.hosts)) if placement is None else placement)
         self.note = note or _EMULATED
+        self._cores = _shared_out(len(self.wiring.hosts)) if cores_apart else None
         self.hosts: tuple[Host, ...] = ()
         """In the order of the cluster, those that only serve included; empty while the lab is down."""
         self._owner = os.getpid()
@@ -69,11 +74,12 @@ class Lab:
         self._on_exit = ExitStack()
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, *, scale: float = 1.0) -> Lab:
+    def of(cls, cluster: ClusterSpec, *, scale: float = 1.0, cores_apart: bool = False) -> Lab:
         """The hosts of a cluster, with every rate times `scale`. Latencies are not emulated, nor are the links between
         the devices of a host: its ranks share a namespace, and talk over its loopback. Raises `ClusterSpecError` where
         a lab cannot have so many hosts or a rate so low."""
-        return Lab(wiring=of_cluster(cluster, scale), placement=_placement(cluster), note=_note(scale))
+        placement = _placement(cluster)
+        return Lab(wiring=of_cluster(cluster, scale), placement=placement, note=_note(scale), cores_apart=cores_apart)
 
     @property
     def ranks(self) -> tuple[Host, ...]:
@@ -110,7 +116,9 @@ class Lab:
         self._is_up = True
         atexit.register(self.down)
         try:
-            self.hosts = build(self._prefix, self.wiring)
+            hosts = build(self._prefix, self.wiring)
+            cores = self._cores or [()] * len(hosts)
+            self.hosts = tuple(replace(h, cores=own) for h, own in zip(hosts, cores, strict=True))
         except BaseException:
             self.down()
             raise
@@ -175,3 +183,15 @@ def _note(scale: float) -> str:
 
 def _placement(cluster: ClusterSpec) -> list[int]:
     return [i for i, host in enumerate(cluster.all_hosts) for _ in host.devices]
+
+
+def _shared_out(hosts: int) -> list[tuple[int, ...]]:
+    """The machine's cores that each host has for itself."""
+    usable = sorted(os.sched_getaffinity(0))
+    each = len(usable) // hosts
+    if each == 0:
+        raise ValueError(
+            f"{hosts} hosts cannot have cores apart: this process may use {len(usable)}. Use no more hosts than "
+            "cores, or cores_apart=False, and they share them"
+        )
+    return [tuple(usable[i * each : (i + 1) * each]) for i in range(hosts)]

@@ -24,10 +24,13 @@ class Host:
     address: str
     interface: str
     """The one interface that traffic between hosts passes through; empty where gloo is to find its own."""
+    cores: tuple[int, ...] = ()
+    """Those of the machine that what runs here is kept to; none: any, which all hosts share."""
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """`argv`, to be run on this host."""
-        return [*(("ip", "netns", "exec", self.namespace) if self.namespace else ()), *argv]
+        kept_to = ("taskset", "--cpu-list", ",".join(map(str, self.cores))) if self.cores else ()
+        return [*(("ip", "netns", "exec", self.namespace) if self.namespace else ()), *kept_to, *argv]
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment with `extra`, and with gloo bound to the host's interface."""

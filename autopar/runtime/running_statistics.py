@@ -1,7 +1,8 @@
-"""Running statistics of normalization layers: each rank's own while a layer trains, and alike where they are read.
+"""Statistics of normalization layers: each rank's own while a layer trains, and alike where they are read.
 
-A layer that is put into evaluation mode in the middle of training normalizes by what each rank has seen: ranks would
-compute different functions. As with DDP, all ranks take rank 0's statistics then, before the step's forward pass.
+Batch normalization normalizes each rank's batch by itself as it trains, as with DDP, which is said once. A layer that
+is put into evaluation mode in the middle of training normalizes by what each rank has seen: ranks would compute
+different functions. As with DDP, all ranks take rank 0's statistics then, before the step's forward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Iterable
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 
 from autopar.errors import AutoparWarning
 from autopar.runtime.job.process_group import Group, take_from_rank_0
@@ -18,23 +19,39 @@ from autopar.runtime.sync_batch_norm import SyncedBatchNorm
 
 
 class RunningStatistics:
-    """The statistics of a program's layers, but for those that normalize over all ranks."""
+    """The statistics of a program's layers, but of those that normalize over all ranks, and what is said of them."""
 
     def __init__(self, owners: Iterable[nn.Module], group: Group) -> None:
         layers = dict.fromkeys(m for owner in owners for m in owner.modules() if isinstance(m, _NormBase))
-        keeping = [m for m in layers if m.running_mean is not None and not isinstance(m, SyncedBatchNorm)]
-        self._layers = keeping if group.world_size > 1 else []
+        own = [m for m in layers if group.world_size > 1 and not isinstance(m, (SyncedBatchNorm, SyncBatchNorm))]
+        self._layers = [m for m in own if m.running_mean is not None]
+        self._of_batches = [m for m in own if isinstance(m, _BatchNorm)]
+        """Layers that normalize each rank's batch by itself while they train, until that was said."""
         self._group = group
         self._apart: set[nn.Module] = set()
         """Layers that have trained since ranks last had the same statistics."""
-        self._has_said = False
+        self._has_said_taken = False
 
     def share(self) -> None:
         """Before a step or a forward pass: has ranks take rank 0's statistics of layers that are in evaluation mode
         now, and have trained. By all ranks together, whose layers are in the same modes."""
+        if training := [m for m in self._of_batches if m.training]:
+            self._of_batches = []
+            self._say(
+                f"{len(training)} batch normalization layer(s), the first is {training[0]}, normalize each rank's "
+                "batch by itself, as with DDP: losses and gradients depend on how samples are shared out to ranks. "
+                "With optimize(..., sync_batch_norm=True) they normalize over the batches of all ranks, as one process "
+                "would"
+            )
         read = [m for m in self._layers if m in self._apart and not m.training]
         if read:
-            self._say(len(read))
+            if not self._has_said_taken:
+                self._has_said_taken = True
+                self._say(
+                    f"{len(read)} normalization layer(s), which have trained, are in evaluation mode now: as with DDP, "
+                    "all ranks take rank 0's running statistics, so what other ranks have seen is left out. Call "
+                    "synchronize_buffers() on all ranks before, and they are averaged instead"
+                )
             take_from_rank_0([b for m in read for b in m.buffers(recurse=False)], self._group, "running statistics")
         self._apart.difference_update(read)
         self._apart.update(m for m in self._layers if m.training)
@@ -43,14 +60,6 @@ class RunningStatistics:
         """Is told that ranks have the same statistics now."""
         self._apart.clear()
 
-    def _say(self, count: int) -> None:
-        if self._has_said or self._group.rank:
-            return
-        self._has_said = True
-        warnings.warn(
-            f"{count} normalization layer(s), which have trained, are in evaluation mode now: as with DDP, all ranks "
-            "take rank 0's running statistics, so what other ranks have seen is left out. Call synchronize_buffers() "
-            "on all ranks before, and they are averaged instead",
-            AutoparWarning,
-            stacklevel=3,
-        )
+    def _say(self, what: str) -> None:
+        if self._group.rank == 0:
+            warnings.warn(what, AutoparWarning, stacklevel=3)

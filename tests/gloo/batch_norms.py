@@ -99,9 +99,10 @@ def train_module(rank: int, n: int, each: int) -> float:
     return worst
 
 
-def freeze_midway(rank: int, n: int) -> dict[str, tuple[float, int]]:
+def freeze_midway(rank: int, n: int) -> dict[str, tuple[float, int, int]]:
     """How far parameters and buffers are from `DistributedDataParallel`'s where layers are in evaluation mode from the
-    third step on, and once more train in the fifth; and how many warnings say so."""
+    third step on, and once more train in the fifth; how many warnings say so; and how many that each rank's batch is
+    normalized by itself."""
     found = {}
     for capture in ("always", "never"):
         for kind in ("step", "module"):
@@ -130,8 +131,8 @@ def freeze_midway(rank: int, n: int) -> dict[str, tuple[float, int]]:
                         optimizers[0].zero_grad()
                         F.cross_entropy(made(x), y).backward()
                         optimizers[0].step()
-            told = sum("in evaluation mode now" in str(w.message) for w in said)
-            found[f"{kind}, {capture}"] = apart(model.state_dict().values(), theirs.state_dict().values()), told
+            told = [sum(what in str(w.message) for w in said) for what in ("in evaluation mode now", "by itself")]
+            found[f"{kind}, {capture}"] = (apart(model.state_dict().values(), theirs.state_dict().values()), *told)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -167,6 +168,18 @@ def test_a_lab_of_one_host_has_its_loopback() -> None:
         assert _rate_bps(lab.ranks[0], lab.ranks[1], 0.1) > 1e6
         assert lab.hosts[0].namespace is not None
         assert lab.rates_bps == (None,)
+
+
+def test_hosts_may_have_cores_for_themselves() -> None:
+    usable = os.sched_getaffinity(0)
+    if len(usable) < 2:
+        pytest.skip("one core alone")
+    asks = [sys.executable, "-c", "import os; print(*os.sched_getaffinity(0))"]
+    with Lab([None, None], cores_apart=True) as lab:
+        first, second = ({*map(int, h.run(asks, capture_output=True).stdout.split())} for h in lab.hosts)
+    assert first and second and not first & second and first | second <= usable
+    with pytest.raises(ValueError, match="cannot have cores apart"):
+        Lab([None] * (len(usable) + 1), cores_apart=True)
 
 
 def test_loopback_has_the_same_face() -> None:
