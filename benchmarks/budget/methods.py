@@ -31,6 +31,8 @@ class Method:
     """Whether it trains on other batches than the rest."""
     of_adam: bool = False
     """Whether it goes on from the variance that exact steps of Adam or AdamW leave; a probe of it has one, too."""
+    averages_moments: bool = False
+    """Whether it averages the moments of Adam or AdamW."""
 
     @property
     def probed(self) -> bool:
@@ -53,7 +55,7 @@ class Method:
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether the method is defined for the optimizer."""
         return (not self.own_momentum or isinstance(optimizer, torch.optim.SGD)) and (
-            not self.of_adam or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            not (self.of_adam or self.averages_moments) or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
         )
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -90,6 +92,8 @@ METHODS: dict[str, Method] = {
         *(_compressed(f"weight_differences {b}", f"weight_differences(bits={b},wire=bfloat16)") for b in (8, 4)),
         *(Method(f"local {k}", f"ddp+every={k}", "local") for k in (4, 16)),
         Method("post-local 16", "ddp+every=16", "local", warm_up=0.5),
+        Method("diloco 16", "diloco+every=16", "local"),
+        Method("des_loc 16", "des_loc+every=16", "local", averages_moments=True),
         Method("delayed", "ddp+delay=1", "stale"),
     )
 }
