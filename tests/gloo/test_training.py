@@ -33,6 +33,7 @@ def test_sixteen_bits_on_the_wire_err_by_a_few_roundoffs_and_not_by_none(
     """Each of the three addends is rounded once, and each of the two partial sums once."""
     for rank in ranks:
         assert 0 < rank[wire] <= 5 * roundoff
+        assert all(0 < off <= 5 * roundoff for off in rank[f"{wire} module"])
 
 
 def test_dropout_differs_between_ranks_and_follows_the_seed(ranks: list[dict[str, Any]]) -> None:

@@ -189,6 +189,27 @@ def rounded_gradient(rank: int, n: int, wire: str) -> float:
     return max(float((m - e).abs().max() / e.abs().max().clamp_min(1e-9)) for m, e in zip(moved, exact, strict=True))
 
 
+def rounded_in_a_module(rank: int, n: int, wire: str, capture: Any) -> float:
+    """How far a drop-in module's gradients, summed in 16 bits and compared with each rank's own, are from the exact
+    ones, relative to their largest elements."""
+    model, eager = net(), net()
+    synced = autopar.optimize(
+        model,
+        example_inputs=batch(0, rank)[0],
+        strategy=f"all_reduce(wire={wire})",
+        fidelity="rounded",
+        capture=capture,
+        check="always",
+    )
+    x, y = batch(0, rank)
+    F.cross_entropy(synced(x), y).backward()
+    x, y = joined([batch(0, r) for r in range(n)])
+    F.cross_entropy(eager(x), y).backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
+    known = [(mine, exact) for mine, exact in pairs if mine is not None and exact is not None]
+    return max(float((mine - exact).abs().max() / exact.abs().max()) for mine, exact in known)
+
+
 def dropout_losses(rank: int, seed: int) -> float:
     """The loss of this rank's own batch under dropout, from the outputs of the drop-in module."""
     model = net(dropout=0.5)
@@ -218,6 +239,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "evaluated": [drop_in_module_in_evaluation_mode(rank, n, by_itself) for by_itself in (False, True)],
         "bfloat16": rounded_gradient(rank, n, "bfloat16"),
         "float16": rounded_gradient(rank, n, "float16"),
+        "bfloat16 module": [rounded_in_a_module(rank, n, "bfloat16", capture) for capture in ("always", "never")],
+        "float16 module": [rounded_in_a_module(rank, n, "float16", capture) for capture in ("always", "never")],
         "dropout": [dropout_losses(rank, seed) for seed in (1, 1, 2)],
         "autocast": autocast_loss(rank),
     }

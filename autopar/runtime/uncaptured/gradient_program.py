@@ -125,7 +125,8 @@ class EagerGradientProgram(DropInProgram):
         """Holds synchronized gradients to what the ranks' own add up to. By all ranks together."""
         assert c.eager is not None
         clips = self.settings.clip_grad_norm is not None
-        proof = SynchronizedOnce(c.eager.parameters, self._group, tolerance_of(c.graph), clips)
+        tolerance = tolerance_of(c.graph, c.program.groups)
+        proof = SynchronizedOnce(c.eager.parameters, self._group, tolerance, clips)
         local = [own.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()]
         kept = self._taken
         expected = proof.expected(local, kept.sums, weight, 1 + kept.passes, weight + kept.weight)
