@@ -36,6 +36,12 @@ def test_sixteen_bits_on_the_wire_err_by_a_few_roundoffs_and_not_by_none(
         assert all(0 < off <= 5 * roundoff for off in rank[f"{wire} module"])
 
 
+def test_gradients_that_float16_does_not_hold_are_refused_by_name(ranks: list[dict[str, Any]]) -> None:
+    for said in (said for r in ranks for said in r["out of range"]):
+        assert len(said) == 3
+        assert all("float16 on the wire holds numbers from 6.1e-5 to 65504" in one and "bf16" in one for one in said)
+
+
 def test_dropout_differs_between_ranks_and_follows_the_seed(ranks: list[dict[str, Any]]) -> None:
     draws = [r["dropout"] for r in ranks]
     assert all(first == again != other for first, again, other in draws)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, VerificationError
 from autopar.runtime.program import Program
 
 SIZES = (3, 1, 2, 2)
@@ -210,6 +210,36 @@ def rounded_in_a_module(rank: int, n: int, wire: str, capture: Any) -> float:
     return max(float((mine - exact).abs().max() / exact.abs().max()) for mine, exact in known)
 
 
+def out_of_range(rank: int, n: int, factor: float) -> list[str]:
+    """What is said of gradients of such a size that are sent in float16, by a step and by drop-in modules."""
+    settings: dict[str, Any] = {"strategy": "all_reduce(wire=float16)", "fidelity": "rounded"}
+
+    def step() -> None:
+        model = net()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        program = autopar.optimize(
+            model,
+            example_inputs=batch(0, rank),
+            loss_fn=lambda output, target: factor * F.cross_entropy(output, target),
+            optimizer=optimizer,
+            **settings,
+        )
+        program.step(batch(0, rank))
+
+    def module(capture: Any) -> None:
+        synced = autopar.optimize(net(), example_inputs=batch(0, rank)[0], capture=capture, **settings)
+        x, y = batch(0, rank)
+        (factor * F.cross_entropy(synced(x), y)).backward()
+
+    said = []
+    for call in (step, lambda: module("always"), lambda: module("never")):
+        try:
+            call()
+        except VerificationError as e:
+            said.append(str(e))
+    return said
+
+
 def dropout_losses(rank: int, seed: int) -> float:
     """The loss of this rank's own batch under dropout, from the outputs of the drop-in module."""
     model = net(dropout=0.5)
@@ -239,6 +269,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "evaluated": [drop_in_module_in_evaluation_mode(rank, n, by_itself) for by_itself in (False, True)],
         "bfloat16": rounded_gradient(rank, n, "bfloat16"),
         "float16": rounded_gradient(rank, n, "float16"),
+        "out of range": [out_of_range(rank, n, factor) for factor in (1e8, 1e-8)],
         "bfloat16 module": [rounded_in_a_module(rank, n, "bfloat16", capture) for capture in ("always", "never")],
         "float16 module": [rounded_in_a_module(rank, n, "float16", capture) for capture in ("always", "never")],
         "dropout": [dropout_losses(rank, seed) for seed in (1, 1, 2)],

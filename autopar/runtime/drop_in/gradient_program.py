@@ -206,8 +206,8 @@ class GradientProgram(DropInProgram):
 
     def _new_proof(self, c: Compiled) -> SynchronizedOnce:
         trained = {p.name: self._parameters[p.name] for p in c.graph.parameters}
-        tolerance = tolerance_of(c.graph, c.program.groups)
-        return SynchronizedOnce(trained, self._group, tolerance, self.settings.clip_grad_norm is not None)
+        clips = self.settings.clip_grad_norm is not None
+        return SynchronizedOnce(trained, c.graph, c.program.groups, self._group, clips)
 
     def _outputs(self, c: Compiled, batch: Batch, backward: Backward) -> tuple[torch.Tensor, ...]:
         """The output's tensors, from which gradients flow through `backward`."""

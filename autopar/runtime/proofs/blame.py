@@ -48,6 +48,16 @@ def blame_feedback(wrong: Mapping[str, float], how: str, strategies: Sequence[st
     )
 
 
+def blame_wire(wrong: Mapping[str, float], largest: Mapping[str, float]) -> str:
+    """The message for gradients that float16 does not hold; `largest`: the largest element of each."""
+    name, value = next(iter(largest.items()))
+    return (
+        f"float16 on the wire holds numbers from 6.1e-5 to 65504, and the largest element of the gradient of '{name}' "
+        f"is {value:.3g}: {_worst(wrong)}. Use bfloat16, which has float32's range (strategy='ddp+bf16', or wire: "
+        "bfloat16 in the plan's groups), or scale the loss"
+    )
+
+
 def _worst(wrong: Mapping[str, float]) -> str:
     worst = sorted(wrong.items(), key=lambda x: -x[1])
     shown = "; ".join(f"{what} by {times:.3g} times what is allowed" for what, times in worst[:_SHOWN])

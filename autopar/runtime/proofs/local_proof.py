@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from autopar.errors import TracingError, VerificationError
+from autopar.ir.training_graph import TrainingGraph
+from autopar.ops import group as ops
 from autopar.runtime.job.process_group import Group
-from autopar.runtime.proofs.blame import blame, blame_tracing
-from autopar.runtime.proofs.differences import GradientRule
+from autopar.runtime.proofs.blame import blame, blame_tracing, blame_wire
+from autopar.runtime.proofs.differences import GradientRule, tolerance_of
 from autopar.runtime.proofs.one_pass import How, Ran, as_it_is, differences
 from autopar.runtime.proofs.probes import Probe, Seen
 from autopar.runtime.proofs.proof import PERTURBATION, ROUNDING, perturb
 from autopar.runtime.proofs.subject import largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
+from autopar.runtime.proofs.wire_range import beyond_float16
 from autopar.spec.plan import ParameterSlice
 
 
@@ -61,10 +64,19 @@ def prove_locally(
 class SynchronizedOnce:
     """Holds the first synchronized gradients of a drop-in module to what the ranks' own add up to."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, tolerance: float, clips: bool) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        of: TrainingGraph,
+        groups: Sequence[ops.Group],
+        group: Group,
+        clips: bool,
+    ) -> None:
+        """`groups`: of the plan, as they are lowered for the graph."""
         self._probes = {n: Probe(ParameterSlice(name=n), p.shape) for n, p in parameters.items()}
         self._group = group
-        self._tolerance = tolerance
+        self._groups = groups
+        self._tolerance = tolerance_of(of, groups)
         self._clips = clips
 
     def expected(
@@ -104,6 +116,8 @@ class SynchronizedOnce:
         everywhere = largest(torch.tensor(off, dtype=torch.float64), self._group).tolist()
         wrong = {f"the gradient of '{n}'": t for n, t in zip(expected, everywhere, strict=True) if t > 1}
         if wrong:
+            if beyond := beyond_float16(self._groups, expected):
+                raise VerificationError(blame_wire(wrong, beyond))
             raise VerificationError(
                 blame(wrong, "summed over ranks", "Each rank's own gradients are right, so it lies between the ranks")
             )

@@ -31,13 +31,14 @@ from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.model.eager import backward, loss_of, without_trace
 from autopar.runtime.optimizers.elsewhere import Elsewhere
 from autopar.runtime.optimizers.own_settings import kept_settings
-from autopar.runtime.proofs.blame import blame, blame_feedback, blame_tracing, first_difference
+from autopar.runtime.proofs.blame import blame, blame_feedback, blame_tracing, blame_wire, first_difference
 from autopar.runtime.proofs.differences import Comparison, Difference, Expected, difference, times, tolerance_of
 from autopar.runtime.proofs.feedback import KIND, Feedback
 from autopar.runtime.proofs.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.proofs.probes import Probe, Seen
 from autopar.runtime.proofs.subject import Subject, largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
+from autopar.runtime.proofs.wire_range import beyond_float16
 from autopar.runtime.uncaptured.model import EagerModel
 
 _LOWERED, _MOST_LOWERED = 1 / 16, 8
@@ -246,6 +247,8 @@ class Proof:
             return
         if all(n.startswith(KIND) for n in wrong):  # own gradients are right
             raise VerificationError(blame_feedback(wrong, how, self._strategies(wrong)))
+        if beyond := beyond_float16(of.groups, comparison.expected.seen):
+            raise VerificationError(blame_wire(wrong, beyond))
         if of.eager is not None:
             raise VerificationError(blame(wrong, how, ""))
         with of.lasting.gathered():

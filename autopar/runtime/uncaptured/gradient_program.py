@@ -20,7 +20,6 @@ from autopar.runtime.drop_in.gradient_program import GradientProgram
 from autopar.runtime.drop_in.kept_gradients import Kept
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
-from autopar.runtime.proofs.differences import tolerance_of
 from autopar.runtime.proofs.local_proof import SynchronizedOnce
 from autopar.runtime.uncaptured.gradients import EagerGradients
 from autopar.runtime.uncaptured.model import EagerModel
@@ -125,8 +124,7 @@ class EagerGradientProgram(DropInProgram):
         """Holds synchronized gradients to what the ranks' own add up to. By all ranks together."""
         assert c.eager is not None
         clips = self.settings.clip_grad_norm is not None
-        tolerance = tolerance_of(c.graph, c.program.groups)
-        proof = SynchronizedOnce(c.eager.parameters, self._group, tolerance, clips)
+        proof = SynchronizedOnce(c.eager.parameters, c.graph, c.program.groups, self._group, clips)
         local = [own.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()]
         kept = self._taken
         expected = proof.expected(local, kept.sums, weight, 1 + kept.passes, weight + kept.weight)
