@@ -30,7 +30,7 @@ from autopar.quality.candidates import (
     priced,
 )
 from autopar.quality.degradation import Loss, Map, shipped
-from autopar.quality.methods import method_of
+from autopar.quality.methods import method_of, optimizer_of
 from autopar.quality.pilots import Piloted, Pilots
 from autopar.quality.probe import Job, Probe, Probed
 from autopar.quality.verdict import SHOWN, SLOWER, TOO_MUCH, Shown
@@ -169,7 +169,8 @@ class _Chooser:
         kept = []
         for candidate in lossy:
             probed = self._probed(probe, candidate)
-            loss = self._learned.of(probed, method_of(candidate.plan.groups, self._job.context))
+            method = method_of(candidate.plan.groups, self._job.context)
+            loss = self._learned.of(probed, method, optimizer_of(self._job.optimizer))
             if loss.expected <= self._budget.loss:
                 kept.append(Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS, probed.noise))
             else:

@@ -5,14 +5,17 @@ The map has, for a row of divergences, quantiles of what trainings lost whose pr
 and a high one among them, all made to rise with the divergence. The high one is that of split conformal prediction
 (Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005): of n trainings, the ceil((n + 1) c)-th
 least, so that of few, the worst counts. Of a method that many tasks were trained with, what they lost by it is another
-such bound, as some lose little wherever they are tried: the lower one holds. Both hold as far as a new task is like
-those that were learned from, which `python -m benchmarks.budget` trains; with `--learn`, it writes the map.
+such bound, as some lose little wherever they are tried: the lower one holds. Some methods lose little under SGD and
+more under Adam, whose steps are as long where gradients are small: of a method that enough trainings were made with
+under one of them, those alone count. All holds as far as a new task is like those that were learned from, which
+`python -m benchmarks.budget` trains; with `--learn`, it writes the map.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -51,6 +54,8 @@ class Lesson:
     """As a part of what exact training gains; infinite where the training diverged."""
     method: str = ""
     """As `method_of` names it; empty where it is not known."""
+    optimizer: str = ""
+    """As `optimizer_of` names it."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +96,25 @@ class Map:
     """For each of `LEVELS`, what is lost at these divergences."""
     bound: tuple[float, ...]
     methods: Mapping[str, OfMethod]
-    """By the methods' names."""
+    """By the methods' names, and by those with an optimizer's behind them, as `_under` says."""
     confidence: float
     covered: float
     """Of lessons of families that were left out, how many lost at most the bound that was learned without them."""
     lessons: int
     families: int
 
-    def of(self, probed: Probed, method: str = "") -> Loss:
+    def of(self, probed: Probed, method: str = "", optimizer: str = "") -> Loss:
         """What a plan will lose that was probed: everything, where its probe ended in no numbers."""
         if not math.isfinite(probed.divergence):
             return Loss(1.0, 1.0)
-        found, known = self._at(probed.divergence), self.methods.get(method)
+        found = self._at(probed.divergence)
+        known = self.methods.get(_under(method, optimizer)) or self.methods.get(method)
         if known is None or probed.divergence > NEAR * known.divergence or known.bound >= found.bound:
             return found
         return Loss(known.likely[_MEDIAN], known.bound, known.likely)
 
     def _of(self, lesson: Lesson) -> Loss:
-        return self.of(Probed(lesson.divergence, 0.0, 0.0, 0.0), lesson.method)
+        return self.of(Probed(lesson.divergence, 0.0, 0.0, 0.0), lesson.method, lesson.optimizer)
 
     def _at(self, divergence: float) -> Loss:
         place, places = math.log(max(divergence, self.divergence[0])), np.log(self.divergence)
@@ -151,15 +157,22 @@ def _learned(lessons: Sequence[Lesson], confidence: float, covered: float, famil
             near = lost[np.argsort(distance, kind="stable")[:FEWEST]]
         rows.append(tuple(np.maximum(rows[-1], (_bound(near, confidence), *np.quantile(near, LEVELS)))))
     bound, *likely = (_rounded(row) for row in zip(*rows[1:], strict=True))
+    by_method = defaultdict[str, list[Lesson]](list)
+    for one in lessons:
+        for name in {one.method, _under(one.method, one.optimizer)} if one.method else ():
+            by_method[name].append(one)
     methods = {}
-    for name in sorted({one.method for one in lessons} - {""}):
-        mine = [one for one in lessons if one.method == name]
+    for name, mine in sorted(by_method.items()):
         if len(mine) < FEWEST_OF_METHOD:
             continue
         of = np.array([min(one.lost, 1.0) for one in mine])
         at = _rounded(np.maximum(0.0, (_bound(of, confidence), *np.quantile(of, LEVELS))))
         methods[name] = OfMethod(at[1:], at[0], max(one.divergence for one in mine), len(mine))
     return Map(KNOTS, tuple(likely), bound, methods, confidence, round(covered, 4), len(lessons), families)
+
+
+def _under(method: str, optimizer: str) -> str:
+    return f"{method} under {optimizer}" if optimizer else method
 
 
 def _bound(lost: NDArray[np.float64], confidence: float) -> float:

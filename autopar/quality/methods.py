@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+from torch.optim import Optimizer
+
 from autopar.quality.candidates import loses
+from autopar.runtime.optimizers.joint_optimizer import each_of
+from autopar.runtime.optimizers.kinds import keeps_moments
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, strategy_named
 from autopar.strategies.lowering import fidelity_of
@@ -23,6 +28,13 @@ def method_of(groups: Iterable[SyncGroup], context: Context) -> str:
         rounded = [g for g in groups if fidelity_of((g,), context) == "rounded"]
         found = {f"wire={g.options.get('wire', '')}" for g in rounded}
     return found.pop() if len(found) == 1 else ""
+
+
+def optimizer_of(optimizer: Optimizer) -> str:
+    """`SGD`, `Adam` for any of its like, or empty: trainings with one kind say little of what the other loses."""
+    if all(type(o) is torch.optim.SGD for o in each_of(optimizer)):
+        return "SGD"
+    return "Adam" if keeps_moments(optimizer) else ""
 
 
 def _method(group: SyncGroup) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import autopar
 import autopar.quality
 from autopar.quality.degradation import FILE, Lesson, Map, learn
-from autopar.quality.methods import method_of
+from autopar.quality.methods import method_of, optimizer_of
 from autopar.strategies import Context
 from benchmarks.budget.methods import METHODS
 from benchmarks.budget.outcome import Key, Outcome
@@ -29,7 +29,7 @@ def lessons(outcomes: Mapping[Key, Outcome], probes: Mapping[Key, ProbeOutcome])
         if outcome.task in LEARNED and 0 < probed.divergence < math.inf:
             lost = math.inf if outcome.lost is None else outcome.lost
             family, method = outcome.task.rsplit("_", 1)[0], method_called(outcome.method)
-            found.append(Lesson(family, probed.divergence, lost, method))
+            found.append(Lesson(family, probed.divergence, lost, method, optimizer_called(outcome.task)))
     return found
 
 
@@ -48,6 +48,12 @@ def method_called(name: str) -> str:
         fidelity=METHODS[name].fidelity,
     )
     return method_of(plan.groups, Context(task.ranks))
+
+
+@cache
+def optimizer_called(task: str) -> str:
+    """What autopar's map calls a task's optimizer."""
+    return optimizer_of(TASKS[task].optimizer(TASKS[task].build(0)))
 
 
 def shipped_map(outcomes: Mapping[Key, Outcome], probes: Mapping[Key, ProbeOutcome]) -> Map:

@@ -69,7 +69,8 @@ def finished(task: Task, program: Program, data: int, rank: int, ranks: int) -> 
         losses.append(float(program.step(task.rank_batch(data, step, rank))))
     with program.gathered():
         average(program.model)
-    return Trained(evaluated(task, program.model, rank, ranks), tuple(losses), time.perf_counter() - begun)
+        values = evaluated(task, program.model, rank, ranks)
+    return Trained(values, tuple(losses), time.perf_counter() - begun)
 
 
 @torch.no_grad()

@@ -28,9 +28,10 @@ from autopar.quality.candidates import priced as priced_candidates
 from autopar.quality.choice import Hopeful, worth_a_pilot
 from autopar.quality.degradation import Lesson, Loss, Map, learn, shipped
 from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
-from autopar.quality.methods import method_of
+from autopar.quality.methods import method_of, optimizer_of
 from autopar.quality.probe import Probed
 from autopar.quality.verdict import NOT_SHOWN, REFUTED, SHOWN, Shown
+from autopar.runtime.optimizers.joint_optimizer import JointOptimizer
 from autopar.search import build_plan, price, training_step_s
 from autopar.strategies import Context
 from tests.unit.synthetic import cpu_hosts, training_graph
@@ -74,6 +75,34 @@ def test_a_method_that_lost_little_everywhere_is_vouched_for_where_it_diverges_a
     assert found.of(probed(0.5)).bound > 0.01 and found.of(probed(0.5)).chance_within(0.0001) == 0.0
     assert found.of(probed(1.5), "mild") == found.of(probed(1.5))
     assert learn([*lessons(), *mild[:12]]).of(probed(0.5), "mild") == learn([*lessons(), *mild[:12]]).of(probed(0.5))
+
+
+def test_what_a_method_lost_under_one_optimizer_says_nothing_of_another() -> None:
+    under = [
+        Lesson(str(f), 0.5, 0.01 * (1 + (optimizer == "Adam")), "mild", optimizer)
+        for f in range(20)
+        for optimizer in ("SGD", "Adam")
+    ]
+    found, few = learn([*lessons(), *under]), learn([*lessons(), *under[:32]])
+    assert found.of(probed(0.5), "mild", "SGD").bound == pytest.approx(0.01)
+    assert found.of(probed(0.5), "mild", "Adam").bound == pytest.approx(0.02)
+    assert found.of(probed(0.5), "mild").bound == found.of(probed(0.5), "mild", "RMSprop").bound == pytest.approx(0.02)
+    assert few.of(probed(0.5), "mild", "SGD").bound == pytest.approx(0.01)
+    assert learn([*lessons(), *under[:30]]).of(probed(0.5), "mild", "SGD").bound == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("of", "kind"),
+    [
+        ((torch.optim.SGD,), "SGD"),
+        ((torch.optim.AdamW, torch.optim.NAdam), "Adam"),
+        ((torch.optim.SGD, torch.optim.Adam), ""),
+        ((torch.optim.RMSprop,), ""),
+    ],
+)
+def test_optimizers_that_bounds_tell_apart(of: tuple[Any, ...], kind: str) -> None:
+    each = [optimizer([nn.Parameter(torch.ones(1))], lr=0.1) for optimizer in of]
+    assert optimizer_of(each[0] if len(each) == 1 else JointOptimizer(each)) == kind
 
 
 @pytest.mark.parametrize(
