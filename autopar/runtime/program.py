@@ -177,6 +177,7 @@ class Program(BaseProgram):
         self._held.check()
         self._lasting.rows.check("step")
         self._memory.check(self._lasting.rows.shards)
+        self._lasting.deferred.check()
         self._unchanged.check()
         self._statistics.share()
         self._lasting.parts.take_over()
@@ -202,6 +203,7 @@ class Program(BaseProgram):
             timed = compiled[-1].program.groups if self._is_timed else ()
             loss = self._proofs.run(captures, compiled, batches, shares, run, self._times, is_first, timed)
         self._lasting.parts.settle()
+        self._lasting.deferred.leave()
         torch.clear_autocast_cache()  # what it has cast before the update
         if self._scale is not None:
             self._scale.update()

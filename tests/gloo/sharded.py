@@ -148,7 +148,15 @@ def _findings(rank: int, n: int, strategy: str) -> dict[str, Any]:
     model = net()
     program = program_for(model, n, strategy)
     found: dict[str, Any] = {"refused": [], "held": {}}
-    for use in (lambda: model(batch(0, rank)[0]), model.state_dict):
+    part = next(model.children())
+    uses: list[Callable[[], Any]] = [
+        lambda: model(batch(0, rank)[0]),
+        model.state_dict,
+        part.state_dict,
+        lambda: copy.deepcopy(model),
+        lambda: torch.save(model, io.BytesIO()),
+    ]
+    for use in uses:
         with contextlib.suppress(PlanError):
             use()
             continue
@@ -162,6 +170,8 @@ def _findings(rank: int, n: int, strategy: str) -> dict[str, Any]:
     with program.gathered(), torch.no_grad():
         words = batch(0, 0)[0]
         found["evaluated"] = float((model(words) - plain(words)).abs().max())
+        copied = copy.deepcopy(model)
+    found["copied"] = float((copied(words) - plain(words)).detach().abs().max())
     found["within"] = _within_gathered(rank, program)
     found["written to"] = _written_to(program, rank, strategy)
     found["unharmed"] = distance(program, plain)

@@ -27,7 +27,7 @@ def ranks(findings: list[dict[str, Any]], strategy: str) -> list[dict[str, Any]]
     return [found[strategy] for found in findings]
 
 
-@pytest.mark.parametrize("what", ["trained", "evaluated", "resumed"])
+@pytest.mark.parametrize("what", ["trained", "evaluated", "copied", "resumed"])
 def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-12 for r in ranks), [r[what] for r in ranks]
 
@@ -39,8 +39,8 @@ def test_each_rank_holds_its_rows_and_no_others(ranks: list[dict[str, Any]], str
         assert set(found["stored"].values()) == {8}  # one element
 
 
-def test_a_model_whose_rows_are_elsewhere_neither_runs_nor_is_saved(ranks: list[dict[str, Any]]) -> None:
-    assert all(r["refused"] == [True, True] for r in ranks)
+def test_a_model_whose_rows_are_elsewhere_neither_runs_nor_is_saved_or_copied(ranks: list[dict[str, Any]]) -> None:
+    assert all(r["refused"] == [True] * 5 for r in ranks)
 
 
 def test_what_is_written_to_a_parameter_whose_rows_are_elsewhere_is_refused_by_name(
