@@ -46,8 +46,9 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     if not _now:
         if torch.is_grad_enabled() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise CaptureError(
-                "autopar.gather works in the model or the loss of program.step, and in the model of a drop-in module "
-                "that is captured: elsewhere, gather with torch.distributed.nn.functional.all_gather"
+                "autopar.gather works in the model or the loss of program.step, and in the model of a drop-in module, "
+                "where they are captured. Here it was called outside of them, or by a model that runs eagerly: leave "
+                "capture='never' out, or gather with torch.distributed.nn.functional.all_gather"
             )
         return x
     ranks = _now[0]

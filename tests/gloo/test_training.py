@@ -42,6 +42,12 @@ def test_gradients_that_float16_does_not_hold_are_refused_by_name(ranks: list[di
         assert all("float16 on the wire holds numbers from 6.1e-5 to 65504" in one and "bf16" in one for one in said)
 
 
+def test_a_plan_that_cannot_be_used_is_refused_by_the_same_error_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    kinds, said = zip(*(r["refused"] for r in ranks), strict=True)
+    assert set(kinds) == {"PlanError"}
+    assert all("cannot use quantized" in one for one in said)
+
+
 def test_dropout_differs_between_ranks_and_follows_the_seed(ranks: list[dict[str, Any]]) -> None:
     draws = [r["dropout"] for r in ranks]
     assert all(first == again != other for first, again, other in draws)

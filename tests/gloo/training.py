@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError, VerificationError
+from autopar.errors import AutoparError, CaptureError, VerificationError
 from autopar.runtime.program import Program
 
 SIZES = (3, 1, 2, 2)
@@ -240,6 +240,15 @@ def out_of_range(rank: int, n: int, factor: float) -> list[str]:
     return said
 
 
+def refused_plan(rank: int) -> list[str]:
+    """The kind of error, and what it says, of a plan that cannot be used."""
+    try:
+        autopar.optimize(net(), example_inputs=batch(0, rank)[0], strategy="quantized", fidelity="compressed")
+    except AutoparError as e:
+        return [type(e).__name__, str(e)]
+    return []
+
+
 def dropout_losses(rank: int, seed: int) -> float:
     """The loss of this rank's own batch under dropout, from the outputs of the drop-in module."""
     model = net(dropout=0.5)
@@ -269,6 +278,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "evaluated": [drop_in_module_in_evaluation_mode(rank, n, by_itself) for by_itself in (False, True)],
         "bfloat16": rounded_gradient(rank, n, "bfloat16"),
         "float16": rounded_gradient(rank, n, "float16"),
+        "refused": refused_plan(rank),
         "out of range": [out_of_range(rank, n, factor) for factor in (1e8, 1e-8)],
         "bfloat16 module": [rounded_in_a_module(rank, n, "bfloat16", capture) for capture in ("always", "never")],
         "float16 module": [rounded_in_a_module(rank, n, "float16", capture) for capture in ("always", "never")],

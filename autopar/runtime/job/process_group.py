@@ -13,13 +13,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+import autopar.errors
 from autopar.backends.collectives import may_fail
-from autopar.errors import CollectiveError, PlanMismatchError
+from autopar.errors import AutoparError, CollectiveError, PlanMismatchError
 from autopar.ops.subgroups import Subgroups, all_subgroups
 from autopar.runtime.job.meeting import Meeting, meet, served_by
 from autopar.runtime.job.presence import Presence, without_store
@@ -226,18 +228,19 @@ class Rendezvous:
         return [self._get(f"{topic}/{r}", r, topic, parse) for r in range(self.group.world_size)]
 
     def from_rank_0(self, topic: str, make: Callable[[], str]) -> str:
-        """What `make` returns on rank 0, on every rank; where it fails there, it fails everywhere."""
+        """What `make` returns on rank 0, on every rank; where it fails there, it fails everywhere, with the same kind
+        of error where that is one of autopar's."""
         if self.store is None:
             return make()
         if self.group.rank != 0:
-            failed, text = self._get(topic, 0, topic, _answer)
-            if failed:
-                raise CollectiveError(f"rank 0 could not make the {topic}: {text}")
+            text, error = self._get(topic, 0, topic, partial(_answer, topic))
+            if error is not None:
+                raise error
             return text
         try:
             text = make()
         except Exception as e:
-            self._set(topic, f"!{e}", topic)
+            self._set(topic, f"!{type(e).__name__}:{e}", topic)
             raise
         self._set(topic, f"={text}", topic)
         return text
@@ -267,11 +270,17 @@ class Rendezvous:
         return f"rank {self.group.rank} waited to compare the {topic}"
 
 
-def _answer(text: str) -> tuple[bool, str]:
-    """Whether rank 0 has failed, and what it has made, or why it has failed."""
-    if text[:1] not in ("!", "="):
-        raise ValueError("rank 0 writes '!' or '=' first")
-    return text[0] == "!", text[1:]
+def _answer(topic: str, text: str) -> tuple[str, AutoparError | None]:
+    """What rank 0 has made, and the error to raise where it has failed."""
+    if text[:1] == "=":
+        return text[1:], None
+    kind, mark, said = text[1:].partition(":")
+    if text[:1] != "!" or not mark:
+        raise ValueError("rank 0 writes '=' and what it has made, or '!', the name of an error and a colon")
+    known = getattr(autopar.errors, kind, None)
+    if isinstance(known, type) and issubclass(known, AutoparError):
+        return "", known(f"rank 0: {said}")
+    return "", CollectiveError(f"rank 0 could not make the {topic}: {said}")
 
 
 def _short(text: str) -> str:
