@@ -341,6 +341,22 @@ def test_a_buffer_that_the_graph_moves_hides_nothing() -> None:
         module(X[:4])
 
 
+@pytest.mark.parametrize("capture", ["always", "never"])
+def test_updates_that_are_no_numbers_in_pytorch_either_are_not_refused(capture: Any) -> None:
+    """In float16, the variance of a gradient that is zero, and Adam's `eps`, are zero: it divides by zero."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 5)).half()
+    plain, ids = copy.deepcopy(net), torch.arange(8)
+    settings: dict[str, Any] = {"loss_fn": F.cross_entropy, "example_inputs": (ids, Y), "capture": capture}
+    program = autopar.optimize(net, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01), strategy="ddp", **settings)
+    program.step((ids, Y))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    torch.autograd.backward(F.cross_entropy(plain(ids), Y))
+    optimizer.step()
+    finite = [all(bool(p.isfinite().all()) for p in one.parameters()) for one in (net, plain)]
+    assert finite == [False, False]
+
+
 def test_buffers_of_the_drop_in_module_are_compared() -> None:
     class Halves(_WritesThroughAnExpandedView):
         """PyTorch's functionalization loses what lies behind the windows. [Empirical, torch 2.13]"""

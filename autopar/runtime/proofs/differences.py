@@ -241,13 +241,18 @@ def tolerance_of(graph: TrainingGraph, groups: Sequence[Group] = ()) -> float:
 def _off(
     stepped: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """How many times what is allowed the updated elements of each member, `after`, are off from `stepped`."""
+    """How many times what is allowed the updated elements of each member, `after`, are off from `stepped`. Where
+    PyTorch itself divides by zero, as Adam does whose variance underflows in float16, a rounding decides which elements
+    are no numbers: of a member with such elements, those are compared that are numbers in both."""
     found = {}
     for n, value in stepped.items():
         if len(value):
-            wide = _wide(value)
-            moved, off = (wide - _wide(before[n])).abs().max(), (_wide(after[n]) - wide).abs()
-            allowed = UPDATES[value.dtype] * moved + torch.finfo(value.dtype).eps * wide.abs() + 1e-30
+            wide, mine = _wide(value), _wide(after[n])
+            moved, off = (wide - _wide(before[n])).abs(), (mine - wide).abs()
+            if not (known := wide.isfinite()).all():
+                known &= mine.isfinite()
+                wide, moved, off = (x.where(known, x.new_zeros(())) for x in (wide, moved, off))
+            allowed = UPDATES[value.dtype] * moved.max() + torch.finfo(value.dtype).eps * wide.abs() + 1e-30
             found[n] = _finite(float((off / allowed).max()))
     return found
 
