@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.errors import SpecError
 from autopar.integrations.drop_in import DropIn
+from autopar.integrations.options import check_options
 from autopar.integrations.ranks import Weight, samples
 from autopar.integrations.ranks import equal as equal
 from autopar.runtime.model.wrapped import check_unwrapped
@@ -42,13 +43,15 @@ def use(
         options: further arguments of `autopar.optimize`, such as `plan`, `fidelity` or `compile`.
 
     Raises:
-        SpecError: it is no accelerator, has prepared a model, or is set to what autopar does not go with.
+        SpecError: it is no accelerator, has prepared a model, or is set to what autopar does not go with; an option is
+            none of `autopar.optimize`'s, or has no such value.
     """
     if not isinstance(accelerator, Accelerator):
         raise SpecError(f"use() takes accelerate's Accelerator, not {type(accelerator).__name__}")
     if accelerator._models:
         raise SpecError("the accelerator has prepared a model: call use(accelerator) before accelerator.prepare(...)")
     _check(accelerator)
+    check_options(options)
     if not isinstance(accelerator, AutoparAccelerator):
         accelerator.__class__ = type("AutoparAccelerator", (AutoparAccelerator, type(accelerator)), {})
     handler = accelerator.ddp_handler

@@ -22,6 +22,7 @@ from torch import nn
 
 from autopar.errors import SpecError
 from autopar.integrations.calls import CapturedCalls
+from autopar.integrations.options import check_options
 from autopar.integrations.ranks import Weight, equal, samples, share, sums
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan_variable import PLAN_VARIABLE
@@ -61,6 +62,7 @@ class AutoparStrategy(DDPStrategy):
             raise SpecError(
                 f'{hooks[0]} is of DistributedDataParallel: leave it out; fidelity="rounded" allows 16 bits on the wire'
             )
+        check_options(options)
         self._cluster, self._weight, self._options = cluster, weight, options
         self._calls: CapturedCalls | None = None
         self._own, self._share = 0.0, 1.0

@@ -23,6 +23,7 @@ from transformers import Trainer
 from autopar.errors import AutoparWarning, SpecError
 from autopar.integrations import accelerate
 from autopar.integrations.drop_in import DropIn
+from autopar.integrations.options import check_options
 from autopar.integrations.ranks import equal, samples, share, sums
 from autopar.spec.cluster import ClusterSpec
 
@@ -36,12 +37,14 @@ def use(trainer: Trainer, cluster: ClusterSpec | None = None, **options: Any) ->
         options: further arguments of `autopar.optimize`, such as `plan`, `fidelity` or `compile`.
 
     Raises:
-        SpecError: it is no Trainer, has trained or evaluated, or is set to what autopar does not go with.
+        SpecError: it is no Trainer, has trained or evaluated, or is set to what autopar does not go with; an option is
+            none of `autopar.optimize`'s, or has no such value.
     """
     if not isinstance(trainer, Trainer):
         raise SpecError(f"use() takes a transformers.Trainer, not {type(trainer).__name__}")
     if "weight" in options:
         raise SpecError("a Trainer's batches count by their labels: weight= has no place there")
+    check_options(options)
     if not isinstance(trainer, AutoparTrainer):
         trainer.__class__ = type(f"Autopar{type(trainer).__name__}", (AutoparTrainer, type(trainer)), {})
     adopted: Any = trainer

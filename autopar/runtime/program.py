@@ -156,6 +156,7 @@ class Program(BaseProgram):
         outputs: bool = False,
         grad_norm: bool = False,
     ) -> StepResult: ...
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(
         self,
         batch: Any = None,

@@ -167,6 +167,10 @@ def says(rank: int) -> dict[str, str]:
         "a prepared model": said(lambda: autopar.optimize(model)),
         "joins": said(joins),
         "hook": said(lambda: integration.use(Accelerator(cpu=True, kwargs_handlers=[hook]))),
+        "a word misspelt": said(lambda: integration.use(Accelerator(cpu=True), fidelty="rounded")),
+        "a value misspelt": said(lambda: integration.use(Accelerator(cpu=True), fidelity="rouded")),
+        "no such plan": said(lambda: integration.use(Accelerator(cpu=True), strategy="zeroo1")),
+        "of the framework": said(lambda: integration.use(Accelerator(cpu=True), optimizer=None)),
         "no plan yet": said(lambda: model.plan),
     }
     AcceleratorState._reset_state(True)

@@ -99,7 +99,7 @@ def train_module(rank: int, n: int, each: int) -> float:
     return worst
 
 
-def freeze_midway(rank: int, n: int) -> dict[str, tuple[float, int, int]]:
+def freeze_midway(rank: int, n: int) -> dict[str, tuple[float, ...]]:
     """How far parameters and buffers are from `DistributedDataParallel`'s where layers are in evaluation mode from the
     third step on, and once more train in the fifth; how many warnings say so; and how many that each rank's batch is
     normalized by itself."""

@@ -129,6 +129,7 @@ def says(rank: int, n: int) -> dict[str, str]:
         "a module without a forward": said(lambda: autopar.optimize(Headless())),
         "a trainer": said(lambda: autopar.optimize(pl.Trainer(logger=False))),  # type: ignore[call-overload]
         "hook": said(lambda: AutoparStrategy(ddp_comm_hook=print)),
+        "misspelt": said(lambda: AutoparStrategy(fidelty="rounded")),
     }
 
 

@@ -53,6 +53,7 @@ def test_the_example_starts_its_processes_and_runs() -> None:
         ("compiled", "pass compile=True to the strategy"),
         ("a module without a forward", 'make a Trainer with strategy="autopar"'),
         ("a trainer", 'make it with strategy="autopar"'),
+        ("misspelt", "did you mean 'fidelity'?"),
         ("hook", 'ddp_comm_hook is of DistributedDataParallel: leave it out; fidelity="rounded"'),
     ],
 )

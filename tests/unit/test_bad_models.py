@@ -123,6 +123,23 @@ def test_lbfgs_and_optimizers_of_others() -> None:
     optimize(model, optimizer=Own(model.parameters(), lr=0.1), optimizer_acts_on="element").step(BATCH)
 
 
+@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("steps_first", [False, True])
+def test_a_model_of_another_dtype_than_it_was_planned_with(capture: Any, steps_first: bool) -> None:
+    model, ids = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)), torch.tensor([0, 3, 2])
+    program = optimize(model, (ids, BATCH[1]), capture=capture)
+    module = autopar.optimize(copy.deepcopy(model), ONE, example_inputs=ids, capture=capture)
+    if steps_first:
+        program.step((ids, BATCH[1]))
+        module(ids).sum().backward()
+    model.double()
+    module.module.double()
+    said = r"'0.weight' was torch.float32 on cpu .* is torch.float64 on cpu now"
+    for use in (lambda: program.step((ids, BATCH[1].double())), lambda: module(ids)):
+        with pytest.raises(PlanMismatchError, match=said):
+            use()
+
+
 def test_sparse_adam_is_refused_by_name() -> None:
     model = nn.Embedding(5, 4, sparse=True)
     with pytest.raises(OptimizerError, match=r"SparseAdam takes sparse gradients.*Use Adagrad or SGD"):

@@ -240,3 +240,40 @@ class Tells(nn.Linear):
 def test_an_output_has_the_form_that_it_has_where_gradients_are_recorded() -> None:
     net, x = Tells(3, 2), torch.randn(5, 3)
     assert {*autopar.optimize(net, example_inputs=x, capture="always")(x)} == {"scores", "penalty"}
+
+
+@pytest.mark.parametrize("around", ["module", "function", "step"])
+@pytest.mark.parametrize("capture", ["always", "never"])
+def test_what_is_compiled_around_it_breaks_there(around: str, capture: Any) -> None:
+    """The first call captures and proves, of which TorchDynamo traces nothing."""
+    net, x = _net(), X[:, :3]
+    eager = copy.deepcopy(net)
+    torch._dynamo.reset()
+    if around == "step":
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        settings: dict[str, Any] = {"loss_fn": F.mse_loss, "optimizer": optimizer, "capture": capture}
+        program = autopar.optimize(net, example_inputs=(x, Y), **settings)
+        train = torch.compile(lambda: program.step((x, Y)), backend="eager")
+    else:
+        module = autopar.optimize(net, example_inputs=x, capture=capture)
+        called = torch.compile(module, backend="eager") if around == "module" else module
+
+        def plain() -> torch.Tensor:
+            return F.mse_loss(called(x), Y)
+
+        train = plain if around == "module" else torch.compile(plain, backend="eager")
+    for _ in range(2):
+        loss, expected = train(), F.mse_loss(eager(x), Y)
+        assert torch.allclose(loss, expected, rtol=1e-12)
+        torch.autograd.backward(expected)
+        if around == "step":
+            with torch.no_grad():
+                for p in eager.parameters():
+                    assert p.grad is not None
+                    p.sub_(p.grad)
+                    p.grad = None
+        else:
+            loss.backward()
+    if around != "step":
+        for a, b in zip(net.parameters(), eager.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)

@@ -104,6 +104,7 @@ class GradientProgram(DropInProgram):
             self._tells = str(True) in self._rendezvous.exchange("outputs that parameters depend on", mine)
         return compiled
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, inputs: dict[str, Any]) -> Any:
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
         that require one."""

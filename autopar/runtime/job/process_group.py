@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-import autopar.errors
 from autopar.backends.collectives import may_fail
 from autopar.errors import AutoparError, CollectiveError, PlanMismatchError
 from autopar.ops.subgroups import Subgroups, all_subgroups
@@ -277,7 +277,7 @@ def _answer(topic: str, text: str) -> tuple[str, AutoparError | None]:
     kind, mark, said = text[1:].partition(":")
     if text[:1] != "!" or not mark:
         raise ValueError("rank 0 writes '=' and what it has made, or '!', the name of an error and a colon")
-    known = getattr(autopar.errors, kind, None)
+    known = getattr(sys.modules[AutoparError.__module__], kind, None)
     if isinstance(known, type) and issubclass(known, AutoparError):
         return "", known(f"rank 0: {said}")
     return "", CollectiveError(f"rank 0 could not make the {topic}: {said}")

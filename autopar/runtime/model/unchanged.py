@@ -45,6 +45,8 @@ class Unchanged:
         self._optimizers = () if optimizer is None else each_of(optimizer)
         self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool | None, str]] = []
         """Where each is held, whether it is trained (`None`: elsewhere, by another program), and its name."""
+        self._kinds: list[tuple[nn.Parameter, torch.dtype, bool, str]] = []
+        """The dtype of each parameter, whether it is on a GPU, and its name."""
         self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         held = None if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
         for prefix, owner in owners.items():
@@ -54,6 +56,7 @@ class Unchanged:
                     if p is not None:
                         trains = None if p.requires_grad and held is not None and p not in held else p.requires_grad
                         self._parameters.append((table_of(module._parameters), key, p, trains, start + key))
+                        self._kinds.append((p, p.dtype, p.is_cuda, start + key))
                 for key, b in module._buffers.items():
                     if b is not None and start + key in buffers:
                         self._held.append((table_of(module._buffers), key, start + key))
@@ -70,6 +73,13 @@ class Unchanged:
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
             if hooks and self._is_hooked(p):
                 self._refuse_hooks()
+        for p, dtype, on_gpu, name in self._kinds:
+            if p.dtype is not dtype or p.is_cuda is not on_gpu:  # as `model.to()` makes it, in place
+                before, now = f"{dtype} on {'cuda' if on_gpu else 'cpu'}", f"{p.dtype} on {p.device}"
+                raise PlanMismatchError(
+                    f"parameter '{name}' was {before} when the plan was made, and is {now} now. "
+                    f"{_AGAIN}{_AND_OPTIMIZER if hooks else ''}"
+                )
         if (strange := self._tree.strange()) is not None:
             raise PlanMismatchError(f"{strange}: it is in no plan. {_AGAIN}{_AND_OPTIMIZER}")
         for held, key, name in self._held:
