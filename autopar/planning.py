@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparWarning, CaptureError, InfeasibleError, SignatureError, SpecError, did_you_mean
+from autopar.errors import AutoparWarning, CaptureError, SignatureError, SpecError, did_you_mean
 from autopar.formatting import size
 from autopar.ir.batch import example_batch, flatten, inputs_and_target, module_batch
 from autopar.ir.build import Unused, traced_step, training_graph
@@ -262,19 +262,23 @@ class Planner:
 
     def _searched(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
         """The first level's plan that keeps as much memory free as is asked; else the one that keeps most free."""
+        from autopar.search.infeasible import NoPlanFits
+
         found: list[tuple[int, SearchResult]] = []
+        failed: list[NoPlanFits] = []
         began = time.monotonic()
         for recompute in levels:
             try:
                 one = self._search(training, cluster, recompute, time.monotonic() - began)
-            except InfeasibleError:
-                if recompute == levels[-1] and not found:
-                    raise
+            except NoPlanFits as e:
+                failed.append(e)
                 continue
             memory = one.plan.memory
             found.append((0 if memory is None else memory.short_bytes, one))
             if not found[-1][0]:
                 break
+        if not found:  # what is computed again may take more than what is kept
+            raise min(failed, key=lambda e: e.least_bytes)
         chosen = min(found, key=lambda one: one[0])[1]
         if self.searching.chooses is not None and training.optimizer is not None:
             return self.searching.chooses(chosen, kind_of(training.optimizer))

@@ -19,6 +19,8 @@ class NoPlanFits(InfeasibleError):
     def __init__(self, problem: Problem, candidates: Sequence[Candidate]) -> None:
         super().__init__()
         self._of = problem, candidates
+        self.least_bytes = min(c.overflow_bytes for c in candidates)
+        """What the leanest plan exceeds it by."""
 
     @cached_property
     def _said(self) -> str:

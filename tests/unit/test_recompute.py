@@ -139,6 +139,20 @@ def test_a_plan_computes_again_only_what_memory_asks_for() -> None:
         planned(fixed + 0.5 * peaks["full"])
 
 
+def test_where_nothing_fits_the_leanest_plan_of_all_levels_is_told_of() -> None:
+    """Of a model that is mostly parameters, computing again saves no memory, and takes some."""
+    wide, ids = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100)), torch.arange(24) % 100
+    host = "{name: host, count: 2, devices: [{kind: cpu, memory: 20 KiB}]}"
+    with pytest.raises(InfeasibleError) as e:
+        autopar.plan(
+            wide,
+            ClusterSpec.loads(f"{{hosts: [{host}], network: 1GbE}}"),
+            example_inputs=(ids, ids),
+            loss_fn=F.cross_entropy,
+        )
+    assert "no plan fits: the leanest of" in str(e.value) and "computed again" not in str(e.value)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_programs_train_alike(level: Recompute) -> None:
     ends = []
