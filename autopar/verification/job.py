@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import SpecError
 from autopar.ir.batch import flatten
 from autopar.ir.build import named_parameters
 from autopar.ir.listed import chosen
@@ -132,3 +133,13 @@ def _converted(t: torch.Tensor, dtype: str) -> torch.Tensor:
     if t.is_complex():
         return t.to(_COMPLEX[dtype])
     return t.to(getattr(torch, dtype)) if t.is_floating_point() else t
+
+
+def check_comparable(plan: Plan) -> None:
+    """Raises `SpecError` where the plan is lossy, stale or local."""
+    if plan.fidelity not in ("exact", "rounded"):
+        raise SpecError(
+            f"plan '{plan.name}' is '{plan.fidelity}': it does not train as one process does on the global batch, so "
+            "there is nothing to compare it with. What its ranks compute before they exchange it is compared on the "
+            "first step of every program"
+        )

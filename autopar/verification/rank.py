@@ -16,7 +16,7 @@ from autopar.ops.fragments import Fragment
 from autopar.runtime.job.servers import serve_here
 from autopar.runtime.program import Program
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import Plan
+from autopar.spec.plan import FIDELITIES, Plan
 from autopar.spec.topology import Topology
 from autopar.verification.differences import (
     ROUNDED_TOLERANCE,
@@ -28,7 +28,7 @@ from autopar.verification.differences import (
     distance,
     largest_of,
 )
-from autopar.verification.job import Built, Job, batches, build
+from autopar.verification.job import Built, Job, batches, build, check_comparable
 from autopar.verification.processes import wait_for
 from autopar.verification.reference import done_path, step_path, told_path
 
@@ -76,7 +76,7 @@ def _program(rank: int, job: Job, built: Built) -> Program:
     plan = None if job.plan is None else Plan.loads(job.plan)
     if plan is not None and job.world_size > 1 and rank == 0:
         serve_here(Topology(plan.cluster.cluster).servers)
-    return optimize(
+    program = optimize(
         built.model,
         ClusterSpec.local(job.world_size) if plan is None else None,
         example_inputs=batches(job, built.example, 0, rank)[0],
@@ -84,10 +84,12 @@ def _program(rank: int, job: Job, built: Built) -> Program:
         optimizer=built.optimizer,
         plan=plan,
         strategy=job.strategy,
-        fidelity="rounded" if job.strategy else "exact",
+        fidelity=FIDELITIES[-1] if job.strategy else "exact",
         clip_grad_norm=job.clip_grad_norm,
         **{"late_parameters": True, **job.settings},  # parameters are compared once they are there
     )
+    check_comparable(program.plan)
+    return program
 
 
 def _tell(job: Job, step: int, shared: tuple[str, ...]) -> None:

@@ -14,10 +14,20 @@ from torch.multiprocessing.spawn import start_processes
 from autopar.errors import SpecError
 from autopar.runtime.job.ports import held_port
 from autopar.runtime.model.eager import loss_of
+from autopar.search.builders import builder_named
 from autopar.spec.plan import Plan
 from autopar.verification import rank, reference
 from autopar.verification.differences import StepDifference, Verification, worst_of
-from autopar.verification.job import OWN, Factory, Job, OptimizerFactory, batches, build, plan_in_dtype
+from autopar.verification.job import (
+    OWN,
+    Factory,
+    Job,
+    OptimizerFactory,
+    batches,
+    build,
+    check_comparable,
+    plan_in_dtype,
+)
 from autopar.verification.processes import start_method
 
 
@@ -55,15 +65,14 @@ def verify(
 
     Raises:
         SpecError: the model runs in its own dtypes, and not in `dtype`; or the plan is lossy, stale or local.
+        PlanError: no plan is called `strategy`.
     """
     if dtype not in ("float64", "float32", OWN):
         raise SpecError(f"dtype is '{dtype}', expected 'float64', 'float32' or '{OWN}'")
-    if plan is not None and plan.fidelity not in ("exact", "rounded"):
-        raise SpecError(
-            f"plan '{plan.name}' is '{plan.fidelity}': it does not train as one process does on the global batch, so "
-            "there is nothing to compare it with. What its ranks compute before they exchange it is compared on the "
-            "first step of every program"
-        )
+    if plan is not None:
+        check_comparable(plan)
+    if strategy is not None:
+        builder_named(strategy)
     n = world_size or (plan.cluster.world_size if plan is not None else 4)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder, held_port() as port:
         job = Job(

@@ -102,7 +102,14 @@ def test_what_differs_from_one_process_exits_with_4(model_file: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("error: step 0: the distributed program differs")
 
 
+def test_a_lossy_plan_by_name_has_nothing_to_be_compared_with(model_file: Path) -> None:
+    done = run(f"{model_file}:mlp", "--strategy", "quantized", "--world-size", "2", "--steps", "1")
+    assert done.exit_code == 2 and "there is nothing to compare it with" in done.stderr
+
+
 def test_what_is_wrong_is_said_before_ranks_are_started(model_file: Path) -> None:
     assert run(f"{model_file}:mlp", "--plan", "a.json", "--strategy", "ddp").exit_code == 2
+    done = run(f"{model_file}:mlp", "--strategy", "zeroo1")
+    assert done.exit_code == 2 and "did you mean 'zero1'?" in done.stderr and "rank 0" not in done.stderr
     done = run(f"{model_file}:nothing")
     assert done.exit_code == 2 and "has no 'nothing'" in done.stderr and "gloo ranks" not in done.stderr
