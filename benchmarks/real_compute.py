@@ -199,7 +199,9 @@ def main(
             measure(place, missing, journal)
     found = [m for m in read(journal) if m.place in (places or PLACES) and m.model in (models or UNSEEN)]
     report = report_of(sorted(found, key=lambda m: (list(PLACES).index(m.place), m.model, m.fidelity)))
-    sys.exit(publish(report, command="python -m benchmarks.real_compute", check=check, json_file=json_file, save=save))
+    asked = [*(f'--place "{p}"' for p in places), *(f"--model {m}" for m in models)]
+    command = " ".join(["python -m benchmarks.real_compute", *asked])
+    sys.exit(publish(report, command=command, check=check, json_file=json_file, save=save))
 
 
 if __name__ == "__main__":
