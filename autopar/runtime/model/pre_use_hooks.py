@@ -41,7 +41,8 @@ class PreUseHooks:
     def on(self) -> None:
         if self._hooks:
             return
-        for module in self._model.modules():
+        # Scripted modules take no hooks: what runs or saves one of them by itself is not seen.
+        for module in (m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)):
             self._hooks.append(module.register_forward_pre_hook(self._hook))
             self._hooks.append(module.register_state_dict_pre_hook(self._hook))  # type: ignore[no-untyped-call]
             self._hooks.append(module.register_load_state_dict_pre_hook(self._hook))  # type: ignore[no-untyped-call]
