@@ -193,7 +193,8 @@ def build_plan(
     used = fidelity_of(groups, problem.context)
     if fidelity is not None and FIDELITIES.index(used) > FIDELITIES.index(fidelity):
         raise PlanError(
-            f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\", or --fidelity {used}"
+            f"plan '{name}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\", or --fidelity "
+            f"{used}"
         )
     problem = replace(problem, fidelity=used)
     return _plan(problem, _candidate(problem, name, groups), {})
