@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +24,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _plan(name: str, cluster: autopar.ClusterSpec, calibration: Calibration, strategy: str, fidelity: Any) -> str:
     """`strategy`: a builder's name, or `""` for what the search finds."""
-    workload = _workload(name)
+    workload = any_workload(name)
     model = workload.model()
     dist.barrier()
     found = autopar.plan(
@@ -40,11 +39,6 @@ def _plan(name: str, cluster: autopar.ClusterSpec, calibration: Calibration, str
         measure_compute=True,
     )
     return found.model_dump_json(exclude={"alternatives"})
-
-
-@cache
-def _workload(name: str) -> Any:
-    return any_workload(name)
 
 
 if __name__ == "__main__":

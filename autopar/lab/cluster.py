@@ -60,8 +60,8 @@ class Lab:
     ) -> None:
         """`rates_bps`: hosts on one switch, with the rate of each one's link in bit/s, the same in and out; None for
         as fast as it goes. Or any `wiring`. `placement`: the host of each rank; default: one rank a host.
-        `cores_apart`: each host has as many of the machine's cores for itself as there are for each; else all share
-        them. Raises `ValueError` where there are more hosts than cores."""
+        `cores_apart`: the machine's cores are shared out evenly, and each host's processes run on its own; otherwise
+        they run on any. Raises `ValueError` where there are more hosts than cores."""
         self.wiring = wiring or star(rates_bps)
         self.placement = tuple(range(len(self.wiring.hosts)) if placement is None else placement)
         self.note = note or _EMULATED

@@ -25,7 +25,7 @@ class Host:
     interface: str
     """The one interface that traffic between hosts passes through; empty where gloo is to find its own."""
     cores: tuple[int, ...] = ()
-    """Those of the machine that what runs here is kept to; none: any, which all hosts share."""
+    """The machine's cores that this host's processes run on; empty: on any, as those of the other hosts do."""
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """`argv`, to be run on this host."""

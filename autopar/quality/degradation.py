@@ -6,9 +6,9 @@ and a high one among them, all made to rise with the divergence. The high one is
 (Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005): of n trainings, the ceil((n + 1) c)-th
 least, so that of few, the worst counts. Of a method that many tasks were trained with, what they lost by it is another
 such bound, as some lose little wherever they are tried: the lower one holds. Some methods lose little under SGD and
-more under Adam, whose steps are as long where gradients are small: of a method that enough trainings were made with
-under one of them, those alone count. All holds as far as a new task is like those that were learned from, which
-`python -m benchmarks.budget` trains; with `--learn`, it writes the map.
+more under Adam, whose steps are as long where gradients are small: where enough trainings were made with a method and
+one of these optimizers, only those count for the two together. All holds as far as a new task is like those that were
+learned from, which `python -m benchmarks.budget` trains; with `--learn`, it writes the map.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.zoo.convolutional import Critic, Detector
-from benchmarks.zoo.workload import SEED, Workload, adamw, seeded
+from benchmarks.zoo.workload import Workload, adamw, drawn, seeded
 
 Loss = dict[str, torch.Tensor]
 
@@ -135,11 +134,6 @@ class Speech(nn.Module):
         return {"loss": (each / text_lengths).mean()}
 
 
-def _drawn(make: Callable[[torch.Generator], Any]) -> Callable[[int, int], Any]:
-    """Batches of each step and rank, from a generator of their own."""
-    return lambda step, rank: make(torch.Generator().manual_seed(SEED + 1000 * step + rank))
-
-
 def _text(g: torch.Generator) -> Any:
     return {"ids": torch.randint(0, 1000, (6, 64), generator=g)}
 
@@ -189,7 +183,7 @@ UNCAPTURED: dict[str, Workload] = {
             about="A language model with six experts in each of two layers, of which Python calls those that a "
             "sequence was sent to.",
             model=seeded(Mixture),
-            batch=_drawn(_text),
+            batch=drawn(_text),
             optimizer=adamw(3e-4),
             eager=True,
             leaves_unused=True,
@@ -198,7 +192,7 @@ UNCAPTURED: dict[str, Workload] = {
             name="early exit",
             about="A transformer of six layers that leaves behind the layer that a batch's words ask for.",
             model=seeded(EarlyExit),
-            batch=_drawn(_sentences),
+            batch=drawn(_sentences),
             optimizer=adamw(3e-4),
             eager=True,
             leaves_unused=True,
@@ -207,7 +201,7 @@ UNCAPTURED: dict[str, Workload] = {
             name="trees",
             about="A tree LSTM, recursive in Python, on sentences of 8 to 16 words.",
             model=seeded(Trees),
-            batch=_drawn(_trees),
+            batch=drawn(_trees),
             optimizer=adamw(3e-4),
             eager=True,
         ),
@@ -215,7 +209,7 @@ UNCAPTURED: dict[str, Workload] = {
             name="speech",
             about="A bidirectional LSTM of three layers on packed sequences of 30 to 60 frames, trained with CTC.",
             model=seeded(Speech),
-            batch=_drawn(_speech),
+            batch=drawn(_speech),
             optimizer=adamw(3e-4),
             eager=True,
         ),
@@ -223,7 +217,7 @@ UNCAPTURED: dict[str, Workload] = {
             name="detector",
             about="A convolutional detector, whose boxes are compared where a mask says that there are any.",
             model=seeded(Detector),
-            batch=_drawn(_boxes),
+            batch=drawn(_boxes),
             optimizer=adamw(3e-4),
             eager=True,
         ),
@@ -231,7 +225,7 @@ UNCAPTURED: dict[str, Workload] = {
             name="critic",
             about="The critic of a WGAN-GP: a small ResNet, whose loss holds the norm of its own gradient.",
             model=seeded(Critic),
-            batch=_drawn(_pictures),
+            batch=drawn(_pictures),
             optimizer=adamw(1e-4),
             eager=True,
         ),

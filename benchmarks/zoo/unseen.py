@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.zoo.workload import SEED, Workload, adamw, seeded, sgd
+from benchmarks.zoo.workload import Workload, adamw, drawn, seeded, sgd
 
 CLASSES, WORDS = 100, 4_000
 
@@ -135,11 +135,6 @@ class _Towers(nn.Module):
         return (left * right).sum(1) / 128**0.5
 
 
-def _drawn(make: Callable[[torch.Generator], Any]) -> Callable[[int, int], Any]:
-    """Batches from a generator of their own, one a step and rank."""
-    return lambda step, rank: make(torch.Generator().manual_seed(SEED + 1000 * step + rank))
-
-
 def _pictures(samples: int, side: int = 64) -> Callable[[torch.Generator], Any]:
     def make(draw: torch.Generator) -> Any:
         labels = torch.randint(0, CLASSES, (samples,), generator=draw)
@@ -176,28 +171,28 @@ UNSEEN: dict[str, Workload] = {
             name="vit",
             about="A vision transformer of six layers on 64 patches.",
             model=seeded(_vit),
-            batch=_drawn(_labelled(8)),
+            batch=drawn(_labelled(8)),
             optimizer=adamw(1e-3),
         ),
         Workload(
             name="t5",
             about="A T5 of three and three layers.",
             model=seeded(_t5),
-            batch=_drawn(_translations),
+            batch=drawn(_translations),
             optimizer=adamw(1e-3),
         ),
         Workload(
             name="convnext",
             about="A ConvNeXt of ten blocks.",
             model=seeded(_convnext),
-            batch=_drawn(_labelled(8)),
+            batch=drawn(_labelled(8)),
             optimizer=sgd(0.01, momentum=0.9),
         ),
         Workload(
             name="mixer",
             about="An MLP-Mixer of six layers.",
             model=seeded(_Mixer),
-            batch=_drawn(_pictures(8)),
+            batch=drawn(_pictures(8)),
             loss_fn=F.cross_entropy,
             optimizer=adamw(1e-3),
         ),
@@ -205,7 +200,7 @@ UNSEEN: dict[str, Workload] = {
             name="unet",
             about="A U-Net over three resolutions, two million parameters.",
             model=seeded(_UNet),
-            batch=_drawn(_masks),
+            batch=drawn(_masks),
             loss_fn=F.cross_entropy,
             optimizer=sgd(0.01, momentum=0.9),
         ),
@@ -213,7 +208,7 @@ UNSEEN: dict[str, Workload] = {
             name="towers",
             about="A recommender of two towers over four tables of 20,000 rows.",
             model=seeded(_Towers),
-            batch=_drawn(_clicks),
+            batch=drawn(_clicks),
             loss_fn=F.binary_cross_entropy_with_logits,
             optimizer=adamw(1e-3),
         ),

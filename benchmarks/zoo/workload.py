@@ -54,6 +54,11 @@ class Workload:
         return eager_loss(model, batch, self.loss_fn)
 
 
+def drawn(make: Callable[[torch.Generator], Any]) -> Callable[[int, int], Any]:
+    """`batch(step, rank)` of a workload: each batch is made from a random generator of its own."""
+    return lambda step, rank: make(torch.Generator().manual_seed(SEED + 1000 * step + rank))
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = SEED) -> Callable[[], nn.Module]:
     """Makes a model from a seed, by default the suite's, in train mode, and leaves torch's global generator alone."""
 
