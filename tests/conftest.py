@@ -28,3 +28,13 @@ def own_strategies_are_forgotten() -> Iterator[None]:
     yield
     STRATEGIES.clear()
     STRATEGIES.update(before)
+
+
+@pytest.fixture(autouse=True)
+def distributions_check_their_values() -> Iterator[None]:
+    """PyTorch's compiler turns these checks off for good when it is first asked: the next test would run without."""
+    from torch.distributions import Distribution
+
+    before = bool(Distribution._validate_args)
+    yield
+    Distribution.set_default_validate_args(before)

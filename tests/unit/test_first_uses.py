@@ -96,9 +96,7 @@ def test_an_error_leaves_parameters_as_they_were() -> None:
     assert type(w) is nn.Parameter
 
 
-def test_what_runs_outside_of_python_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution = torch.distributions.Distribution  # whose checks PyTorch's compiler turns off for good
-    monkeypatch.setattr(distribution, "_validate_args", distribution._validate_args)
+def test_what_runs_outside_of_python_is_not_watched() -> None:
     scripted = torch.jit.script(nn.Linear(2, 2))
     compiled = nn.Linear(2, 2)
     compiled.compile()
@@ -107,10 +105,7 @@ def test_what_runs_outside_of_python_is_not_watched(monkeypatch: pytest.MonkeyPa
     assert found == {"plain.weight", "plain.bias"}
 
 
-def test_all_are_told_before_pytorchs_compiler_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution = torch.distributions.Distribution  # whose checks PyTorch's compiler turns off for good
-    monkeypatch.setattr(distribution, "_validate_args", distribution._validate_args)
-
+def test_all_are_told_before_pytorchs_compiler_looks_at_them() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x @ w
