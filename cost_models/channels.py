@@ -159,12 +159,23 @@ def _beside(*transfers: Transfer) -> tuple[Sequence[float], Sequence[float]]:
     for transfer in transfers[1:]:
         totals = totals + transfer.loads
     most = float(totals.max(initial=0.0))
-    if most <= 1:
+    alternating = _by_channel(transfers)
+    if most <= 1 and not alternating:
         return [1.0] * len(transfers), taken
     fullest = int(totals.argmax())
-    return [1 / most if t.loads[fullest] > 0 else _rate(t.loads, totals) for t in transfers], taken
+    rates = [1 / max(1.0, most) if t.loads[fullest] > 0 else _rate(t.loads, totals) for t in transfers]
+    return [min(r, 1 / alternating.get(t.channel, 1.0)) for r, t in zip(rates, transfers, strict=True)], taken
 
 
 def _rate(loads: Floats, totals: Floats) -> float:
     """By the fullest of the links that a transfer fills."""
     return 1 / max(1.0, float(totals[loads > 0].max(initial=1.0)))
+
+
+def _by_channel(transfers: Sequence[Transfer]) -> dict[Hashable, float]:
+    """How many times as long transfers take that share a connection with others of their channel."""
+    held: dict[Hashable, float] = {}
+    for t in transfers:
+        if t.connection:
+            held[t.channel] = held.get(t.channel, 0.0) + t.connection
+    return {channel: part for channel, part in held.items() if part > 1}

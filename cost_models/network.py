@@ -177,6 +177,7 @@ class Network:
             np.array(sent, np.int64),
             np.array(received, np.int64),
             loads,
+            connection=wire_s / seconds if backend.two_alternate and size == 2 and not pieces else 0.0,
             channel=(op.subgroups, call.communicator, pieces > 0),
             communicator=call.communicator,
             at_once=at_once,

@@ -24,6 +24,8 @@ class Transfer:
     """Bytes that each rank receives, by rank, as `sent_bytes` has those that it sends."""
     loads: Floats = field(default_factory=lambda: np.zeros(0))
     """Part of each link, and behind those of what each host can move, that it fills, on average."""
+    connection: float = 0.0
+    """Part of its time in which bytes of the channel's other transfers wait for its own, whatever their direction."""
     channel: Hashable = None
     """Transfers of one channel follow one another."""
     communicator: int = 0

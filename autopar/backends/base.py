@@ -43,6 +43,8 @@ class Backend:
     """Processor cores of a host that one collective can use."""
     at_once: int = 1
     """Collectives of one process group that run at the same time; exchanges in rounds follow one another."""
+    two_alternate: bool = False
+    """Whether two ranks alone send in one direction at a time, where several of their collectives are in flight."""
     served_call_s: float = 0.0
     """Seconds until a sum with serving hosts begins, beside `call_s`: they are told first what comes."""
     rounds: bool = False

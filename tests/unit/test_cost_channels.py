@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -49,6 +50,23 @@ def test_channels_share_a_link_that_both_fill() -> None:
     # One second alone, then half of the link each: the first needs two more, the second has one left, alone.
     assert channels.end_of(0) == pytest.approx(3.0)
     assert channels.end_of(1) == pytest.approx(4.0)
+
+
+def test_transfers_wait_for_each_other_on_the_one_connection_of_their_channel() -> None:
+    def ends(loads: Sequence[tuple[float, ...]], channel_of: str, connection: float) -> list[float]:
+        channels = Channels()
+        for index, (load, channel) in enumerate(zip(loads, channel_of, strict=True)):
+            transfer = Transfer(2.0, loads=np.array(load), at_once=2, connection=connection, channel=channel)
+            channels.issue(Job(index, channel, 0.0, transfer))
+        channels.finish()
+        return [channels.ends[i] for i in range(len(loads))]
+
+    opposite = [(1.0, 0.0), (0.0, 1.0)]
+    assert ends(opposite, "aa", 0.0) == pytest.approx([2.0, 2.0])
+    assert ends(opposite, "aa", 1.0) == pytest.approx([4.0, 4.0])
+    assert ends(opposite, "aa", 0.75) == pytest.approx([3.0, 3.0])
+    assert ends(opposite, "ab", 1.0) == pytest.approx([2.0, 2.0])
+    assert ends([(1.0, 0.0)] * 2, "aa", 1.0) == pytest.approx([4.0, 4.0])
 
 
 def test_the_last_rounding_of_a_long_step_is_not_waited_for() -> None:

@@ -34,6 +34,31 @@ def test_a_large_all_reduce_takes_its_bytes_over_the_bandwidth(n: int, rate: flo
     assert network.transfer(collective("all_reduce", size, n)).seconds == pytest.approx(expected, rel=0.07)
 
 
+@pytest.mark.parametrize(
+    ("size_bytes", "owner", "measured_s"),
+    [
+        (2_000_000, 0, 0.0550),
+        (2_000_000, 1, 0.0549),
+        (6_552_000, 0, 0.240),
+        (6_552_000, 1, 0.291),
+        (16 * 10**6, 1, 0.643),
+    ],
+)
+def test_what_gloos_reduce_sends_in_vain_is_priced(size_bytes: int, owner: int, measured_s: float) -> None:
+    """Measured between two hosts at 300 Mbit/s. Its last segments are shorter: owners differ."""
+    network = Network(Topology(cpu_hosts(2, "0.3 Gbit/s")))
+    assert network.transfer(collective("reduce", size_bytes, 2, owner)).seconds == pytest.approx(measured_s, rel=0.03)
+
+
+def test_two_ranks_send_in_one_direction_at_a_time() -> None:
+    """Over their one connection each says behind its own bytes that it is ready for the other's."""
+    pair, four = (Network(Topology(cpu_hosts(n, "0.3 Gbit/s"))) for n in (2, 4))
+    large, small = (pair.transfer(collective("broadcast", size, 2)) for size in (8 * MIB, 4))
+    assert large.connection > 0.95
+    assert small.connection < 0.05
+    assert four.transfer(collective("broadcast", 8 * MIB, 4)).connection == 0.0
+
+
 @pytest.mark.parametrize("kind", sorted(COLLECTIVES))
 @pytest.mark.parametrize("sizes", [(), (100_000, 0, 50_000, 6 * MIB // 4 - 150_000)])
 def test_links_carry_the_bytes_that_are_declared(kind: str, sizes: tuple[int, ...]) -> None:
