@@ -17,7 +17,7 @@ from autopar.verification import IMPORTED_ONCE
 
 RANKS = 3
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -60,6 +60,9 @@ if trouble in ("plans", "models", *SHORT):  # on a loaded machine, planning take
 program = autopar.optimize(model, example_inputs=batch, loss_fn=loss_fn, plan=plan, strategy="ddp",
                            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
                            timeout_s=8.0 if trouble in SHORT else 60.0)
+if trouble == "stands still" and rank == 1:
+    subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 folder = os.path.join(os.path.dirname(sys.argv[0]), "checkpoint")
 for step in range(4):
     if step == 1 and trouble == "dies as it saves":
@@ -154,11 +157,13 @@ AT_ONCE = 5
 SHORT = ("late", "bad batch", "rank 0 freezes", "never comes", "dies as ranks connect")
 DYING = ("dies as ranks connect", "dies as a group connects", "dies as rank 0 plans", "dies as it saves")
 LEAVING = ("one leaves a step", "all leave a step")
-OF_TWO = ("bad batch", *LEAVING, "rank 0 freezes", "rank 0 dies", "rank 0 raises")
+OF_TWO = ("stands still", "bad batch", *LEAVING, "rank 0 freezes", "rank 0 dies", "rank 0 raises")
 """What two ranks can show."""
 OF_RANK_0 = ("rank 0 freezes", "rank 0 dies", "rank 0 raises")
 TROUBLES = (
+    *DYING,  # what takes longest
     "none",
+    "stands still",
     "plans",
     "models",
     "dies",
@@ -167,7 +172,6 @@ TROUBLES = (
     "bad batch",
     *LEAVING,
     "never comes",
-    *DYING,
     *OF_RANK_0,
 )
 Outcomes = dict[str, list[tuple[int, str]]]
@@ -217,6 +221,11 @@ def test_ranks_that_all_skip_a_batch_go_on(outcomes: Outcomes) -> None:
 
 def test_without_trouble_every_rank_ends_well(outcomes: Outcomes) -> None:
     assert outcomes["none"] == [(0, "done\n")] * RANKS
+
+
+def test_a_rank_that_stands_still_for_a_while_is_waited_for(outcomes: Outcomes) -> None:
+    """As one does whose Python threads wait for C code that reads a large file. DDP's other ranks wait, too."""
+    assert outcomes["stands still"] == [(0, "done\n")] * 2
 
 
 @pytest.mark.parametrize("trouble", ["plans", "models"])

@@ -22,10 +22,14 @@ from autopar.backends.collectives import CommunicationFailure, calls_so_far
 from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import RANK_0
 from autopar.runtime.job.pulse import BEAT_S, ENDED, Pulse, beat_of
-from autopar.runtime.job.store import CONNECT_S, Connection, InThread, JobStore, StoreFailure, StoreSilent
+from autopar.runtime.job.store import Connection, InThread, JobStore, StoreFailure, StoreSilent
 
 SILENCE_S = 5.0
-"""How long a rank, or the store, may give no sign of life: several beats, as a loaded machine skips some."""
+"""How long a rank, or the store, may give no sign of life where communication has failed: several beats, as a loaded
+machine skips some."""
+PATIENCE_S = 30.0
+"""How long where others only wait for it: Python threads stand still while one of them reads a large file in C code,
+and whole processes while a machine is moved or saved."""
 LONGEST_CALL_S = 4 * SILENCE_S
 """How long a rank tries to find out who lives, on a machine so loaded that the store answers late again and again."""
 ALIKE_S = 2 * SILENCE_S
@@ -127,7 +131,7 @@ class Presence:
 
     def connect(self, what: str, call: Callable[[], T], limit_s: float) -> T:
         """What `call` returns, which connects ranks and may hang where one is gone; all ranks do it. Raises
-        `CollectiveError` with the ranks that are gone or late, `SILENCE_S` after the last sign of life of a rank that
+        `CollectiveError` with the ranks that are gone or late, `PATIENCE_S` after the last sign of life of a rank that
         is gone, and soon after `limit_s` in any case."""
         with self.guard(what):
             running = InThread(call, "autopar-connect")
@@ -141,7 +145,7 @@ class Presence:
 
     def gather(self, limit_s: float) -> None:
         """Waits until all ranks have come. Raises `CollectiveError` with those that have not within `limit_s`."""
-        missing, usual = self._others(), self.store
+        missing = self._others()
 
         def are_here(within_s: float) -> bool:
             missing[:] = [r for r in missing if not self.beat(r)[0]]
@@ -149,11 +153,7 @@ class Presence:
                 time.sleep(within_s)
             return not missing
 
-        self.store = usual.within(max(SILENCE_S, min(CONNECT_S, limit_s)))
-        try:
-            self.wait_for(f"rank {self.rank} waited for the other ranks", are_here, missing, limit_s)
-        finally:
-            self.store = usual
+        self.wait_for(f"rank {self.rank} waited for the other ranks", are_here, missing, limit_s)
 
     @contextlib.contextmanager
     def asking(self, here: str) -> Iterator[None]:
@@ -167,21 +167,26 @@ class Presence:
         """Returns once `is_ready`, which is given seconds that it may wait. Raises `CollectiveError` where one of the
         `awaited` ranks has ended, where any is gone, where the store does not answer, and after `limit_s`."""
         self._check_left()
+        patience_s, usual = max(SILENCE_S, min(PATIENCE_S, limit_s)), self.store
         begun, pause_s, watch, looked = time.monotonic(), 0.005, None, time.monotonic()
-        with self.asking(here):
-            while not is_ready(pause_s):
-                pause_s, now = min(2 * pause_s, 0.25), time.monotonic()
-                if now - looked > BEAT_S / 2:
-                    looked = now
-                    watch = watch or _Watch(self, self._others())
-                    found = {r: how for r, how in watch.look().items() if how != ENDED or r in awaited}
-                    found = found or self._written_down()
-                    if found and not is_ready(0.0):  # what has ended since may have been ready before
-                        raise CollectiveError(self._blamed(here, self._settled(found)))
-                if now - begun > limit_s:
-                    found = self._roll_call(awaited, watch)
-                    if not is_ready(0.0):
-                        raise CollectiveError(self._blamed(here, self._settled(found), f"not within {limit_s:g} s"))
+        self.store = usual.within(patience_s)
+        try:
+            with self.asking(here):
+                while not is_ready(pause_s):
+                    pause_s, now = min(2 * pause_s, 0.25), time.monotonic()
+                    if now - looked > BEAT_S / 2:
+                        looked = now
+                        watch = watch or _Watch(self, self._others())
+                        found = {r: how for r, how in watch.look(patience_s).items() if how != ENDED or r in awaited}
+                        found = found or self._written_down()
+                        if found and not is_ready(0.0):  # what has ended since may have been ready before
+                            raise CollectiveError(self._blamed(here, self._settled(found)))
+                    if now - begun > limit_s:
+                        found = self._roll_call(awaited, watch)
+                        if not is_ready(0.0):
+                            raise CollectiveError(self._blamed(here, self._settled(found), f"not within {limit_s:g} s"))
+        finally:
+            self.store = usual
 
     def _explained(self, here: str, error: BaseException) -> str:
         cause = str(error).strip().splitlines()[0][:200]
@@ -287,9 +292,9 @@ class _Watch:
         self._first = {r: presence.beat(r)[0] for r in ranks}
         self._last = {r: (count, now) for r, count in self._first.items()}
 
-    def look(self) -> dict[int, str]:
-        """The ranks that have ended, and those whose count has stood still for `SILENCE_S`. A rank that has none has
-        not come yet."""
+    def look(self, patience_s: float = SILENCE_S) -> dict[int, str]:
+        """The ranks that have ended, and those whose count has stood still for so long. A rank that has none has not
+        come yet."""
         found, now = {}, time.monotonic()
         for r, (before, since) in self._last.items():
             count = self._presence.beat(r)[0]
@@ -297,7 +302,7 @@ class _Watch:
                 found[r] = ENDED
             elif count != before:
                 self._last[r] = (count, now)
-            elif count and now - max(since, self._presence.store.silent_until) >= SILENCE_S:
+            elif count and now - max(since, self._presence.store.silent_until) >= patience_s:
                 found[r] = _GONE
         return found
 
