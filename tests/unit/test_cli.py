@@ -257,6 +257,12 @@ def test_report_refuses_a_measurement_it_cannot_read(plan_file: Path, pair: str)
     assert done.exit_code == 2 and "expected NAME=SECONDS" in done.stderr
 
 
+def test_report_refuses_a_measurement_of_a_plan_that_it_does_not_know(plan_file: Path) -> None:
+    done = run("report", str(plan_file), "--measured", "zero2=0.2")
+    assert done.exit_code == 2 and not (plan_file.parent / "report.html").exists()
+    assert "'zero2'" in done.stderr and "did you mean 'zero1'? plans that it knows: searched, ddp, zero1" in done.stderr
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(plan_file: Path, tmp_path: Path) -> None:
     done = run("report", str(plan_file), "-o", str(tmp_path / "no" / "report.html"))
     assert done.exit_code == 2 and "does not exist" in done.stderr
