@@ -113,6 +113,16 @@ def test_explain_prints_the_page(plan_file: Path) -> None:
     assert (done.exit_code, done.stdout, done.stderr) == (0, explain(small_plan()), "")
 
 
+def test_explain_names_a_strategy_that_is_not_known(plan_file: Path) -> None:
+    """It may be one of the user's own, which only the training script imports: the plan is explained all the same."""
+    plan_file.write_text(plan_file.read_text().replace('"all_reduce"', '"all_reduc"'))
+    for option in ((), ("--json",)):
+        done = run("explain", str(plan_file), *option)
+        assert done.exit_code == 0 and "all_reduc" in done.stdout
+        assert f"{plan_file}: group 0 and 1 more: strategy 'all_reduc' is not known here" in done.stderr
+        assert "did you mean 'all_reduce'?" in done.stderr
+
+
 def test_explain_a_parameter(plan_file: Path) -> None:
     done = run("explain", str(plan_file), "--parameter", "h.0.mlp.weight")
     assert (done.exit_code, done.stdout) == (0, explain_parameter(small_plan(), "h.0.mlp.weight"))
