@@ -101,6 +101,8 @@ def among(word: str, known: Iterable[str], what: str = "known") -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" for the nearest of `known`, or an empty string where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    """Returns "; did you mean 'x'?" for the nearest of `known`, or an empty string where none is near. One that differs
+    in upper and lower case alone is nearest."""
+    names = list(known)
+    near = [n for n in names if n.casefold() == word.casefold()] or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""

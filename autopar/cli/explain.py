@@ -10,6 +10,7 @@ import click
 from autopar.cli.console import (
     calibration_option,
     json_option,
+    progress,
     quiet_libraries,
     result,
     result_json,
@@ -81,12 +82,31 @@ def command(
         _what_if(loaded, model, optimizer, (dtype, autocast), calibration, as_json)
     elif model is not None:
         _passes(loaded, model, optimizer, dtype, autocast, as_json)
-    elif as_json:
-        result_json(_whole(loaded))
     else:
+        _say_unknown(loaded, plan)
+        if as_json:
+            return result_json(_whole(loaded))
         from autopar.spec.explain import explain
 
         result(explain(loaded, _kept(loaded)))
+
+
+def _say_unknown(plan: Plan, path: str) -> None:
+    """Says which strategies are not known here. That is no mistake where they are the user's own, and only training
+    imports the module that registers them."""
+    from autopar.errors import did_you_mean
+    from autopar.strategies import STRATEGIES
+
+    groups: dict[str, list[int]] = {}
+    for index, group in enumerate(plan.groups):
+        groups.setdefault(group.strategy, []).append(index)
+    for name in (n for n in groups if n not in STRATEGIES):
+        at, *more = groups[name]
+        others = f" and {len(more)} more" if more else ""
+        progress(
+            f"{path}: group {at}{others}: strategy '{name}' is not known here{did_you_mean(name, STRATEGIES) or ';'} "
+            "what it promises is not looked at. One of your own is known where the module that registers it is imported"
+        )
 
 
 def _kept(plan: Plan) -> Fidelity | None:

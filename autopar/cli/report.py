@@ -26,6 +26,7 @@ from autopar.cli.precision import autocast_option, dtype_option
 if TYPE_CHECKING:
     from autopar.cost_models.base import Estimate
     from autopar.search.sensitivity import Sensitivity
+    from autopar.spec.plan import Plan
 
 
 @click.command("report")
@@ -72,6 +73,7 @@ def command(
     from autopar.spec.plan import Plan
 
     loaded = Plan.load(plan)
+    _check_names(times, loaded)
     target = output or Path(plan).resolve().parent / "report.html"
     estimate, found = None, None
     if model is not None:
@@ -116,3 +118,15 @@ def _measured(pairs: tuple[str, ...]) -> dict[str, float]:
         if not equals or not name or not 0 < times[name] < float("inf"):
             raise click.UsageError(f"--measured '{pair}': expected NAME=SECONDS, as ddp=0.41")
     return times
+
+
+def _check_names(times: dict[str, float], plan: Plan) -> None:
+    """Refuses times of what is neither the plan, nor one that it was compared with, nor DDP."""
+    from autopar.errors import among
+    from autopar.spec.summary import BASELINE
+
+    names = list(dict.fromkeys((plan.name, BASELINE, *(a.name for a in plan.alternatives), *plan.left_out)))
+    for name in times:
+        if name not in names:
+            told = among(name, names, "plans that it knows")
+            raise click.UsageError(f"--measured '{name}': neither this plan nor an alternative is called so{told}")

@@ -200,6 +200,8 @@ def command(
         assert steps is not None, "_check_budget has seen to it"
         spent = Budget(AGAIN * time_budget, max(1, int(AGAIN * how.evaluations)), stop)
         how = replace(how, chooses=OnEvidence(budget, steps, evidence, spent, seed))
+    if resume and journal is not None and not journal.exists():
+        progress(f"there is no journal {journal} to resume: the search begins anew")
     with Interrupts(stop) as interrupts, contextlib.ExitStack() as stack:
         started, tell = time.monotonic(), Telling(interrupts)
         if wanted:

@@ -101,17 +101,25 @@ def builder_named(name: str) -> Builder:
     """Looks a builder up, with any of the suffixes; of a strategy by its name, with or without options, one that puts
     buckets of DDP's size through it. Raises `PlanError` with the nearest name where there is none."""
     plain, *suffixes = name.split("+")
-    changes = [SUFFIXES.get(f"+{s}") or _timed(s) or _fragments(s) for s in suffixes]
     builder = BUILDERS.get(plain) or _of_strategy(plain)
-    if builder is None or None in changes:
+    if builder is None:
+        word = plain.partition("(")[0].strip()
         raise PlanError(
-            f"neither a plan builder nor a strategy is called '{name}'{among(plain, [*BUILDERS, *STRATEGIES])}, each "
-            f"also with {', '.join(SUFFIXES)}, and with +every=K, +offset=O, +fragments=F, +delay=D "
-            "or +from_step=S"
+            f"neither a plan builder nor a strategy is called '{name}'{among(word, [*BUILDERS, *STRATEGIES])}, each "
+            f"also with suffixes: {', '.join((*SUFFIXES, *NUMBERED))}"
         )
-    for change in filter(None, changes):
-        builder = _changed(builder, change)
+    for suffix in suffixes:
+        builder = _changed(builder, _change(name, suffix))
     return builder
+
+
+def _change(name: str, suffix: str) -> Change:
+    """What a suffix of the name makes of a group. Raises `PlanError` with the nearest one where there is none."""
+    found = SUFFIXES.get(f"+{suffix}") or _timed(suffix) or _fragments(suffix)
+    if found is not None:
+        return found
+    known = among(re.sub("=.*", "=N", f"+{suffix}"), [*SUFFIXES, *NUMBERED], "suffixes")
+    raise PlanError(f"plan '{name}': there is no suffix '+{suffix}'{known}, where N is a whole number")
 
 
 def _of_strategy(text: str) -> Builder | None:
@@ -206,3 +214,4 @@ def _with(group: SyncGroup, option: str, value: OptionValue) -> SyncGroup:
 
 
 SUFFIXES = {ROUNDED_SUFFIX: _rounded, LATE_SUFFIX: _late}
+NUMBERED = ("+every=N", "+offset=N", "+fragments=N", "+delay=N", "+from_step=N")

@@ -200,6 +200,15 @@ def test_an_unknown_builder_names_the_nearest() -> None:
         builder_named("Paralax")
     with pytest.raises(PlanError, match="did you mean 'zero1'"):
         builder_named("zero+bf16")
+    with pytest.raises(PlanError, match="did you mean 'PS'"):
+        builder_named("ps")
+
+
+@pytest.mark.parametrize(("suffix", "near"), [("fp16", "bf16"), ("evry=4", "every=N"), ("every=x", "every=N")])
+def test_an_unknown_suffix_names_the_nearest(suffix: str, near: str) -> None:
+    with pytest.raises(PlanError) as e:
+        builder_named(f"ddp+{suffix}")
+    assert f"no suffix '+{suffix}'; did you mean '+{near}'? suffixes: +bf16, +late, +every=N, " in str(e.value)
 
 
 def test_fragments_take_turns_in_a_period() -> None:

@@ -113,6 +113,16 @@ def test_explain_prints_the_page(plan_file: Path) -> None:
     assert (done.exit_code, done.stdout, done.stderr) == (0, explain(small_plan()), "")
 
 
+def test_explain_names_a_strategy_that_is_not_known(plan_file: Path) -> None:
+    """It may be one of the user's own, which only the training script imports: the plan is explained all the same."""
+    plan_file.write_text(plan_file.read_text().replace('"all_reduce"', '"all_reduc"'))
+    for option in ((), ("--json",)):
+        done = run("explain", str(plan_file), *option)
+        assert done.exit_code == 0 and "all_reduc" in done.stdout
+        assert f"{plan_file}: group 0 and 1 more: strategy 'all_reduc' is not known here" in done.stderr
+        assert "did you mean 'all_reduce'?" in done.stderr
+
+
 def test_explain_a_parameter(plan_file: Path) -> None:
     done = run("explain", str(plan_file), "--parameter", "h.0.mlp.weight")
     assert (done.exit_code, done.stdout) == (0, explain_parameter(small_plan(), "h.0.mlp.weight"))
@@ -255,6 +265,12 @@ def test_report_writes_a_page(plan_file: Path) -> None:
 def test_report_refuses_a_measurement_it_cannot_read(plan_file: Path, pair: str) -> None:
     done = run("report", str(plan_file), "--measured", pair)
     assert done.exit_code == 2 and "expected NAME=SECONDS" in done.stderr
+
+
+def test_report_refuses_a_measurement_of_a_plan_that_it_does_not_know(plan_file: Path) -> None:
+    done = run("report", str(plan_file), "--measured", "zero2=0.2")
+    assert done.exit_code == 2 and not (plan_file.parent / "report.html").exists()
+    assert "'zero2'" in done.stderr and "did you mean 'zero1'? plans that it knows: searched, ddp, zero1" in done.stderr
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(plan_file: Path, tmp_path: Path) -> None:

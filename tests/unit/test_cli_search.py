@@ -40,6 +40,14 @@ def test_a_search_is_resumed_from_the_journal_beside_its_plan(tmp_path: Path) ->
     assert "plans priced in" in again.output
 
 
+def test_a_search_with_nothing_to_resume_says_that_it_begins_anew(tmp_path: Path) -> None:
+    arguments = ("-o", str(tmp_path / "plan.json"), "--evaluations", "1", "--resume")
+    first, again = run(tmp_path, *arguments), run(tmp_path, *arguments)
+    assert first.exit_code == again.exit_code == 0, first.output
+    assert f"no journal {tmp_path / 'plan.journal.jsonl'} to resume: the search begins anew" in first.stderr
+    assert "begins anew" not in again.stderr
+
+
 def test_mistakes_are_told_before_the_work(tmp_path: Path) -> None:
     for arguments, told in (
         (("-o", str(tmp_path / "no" / "plan.json")), "does not exist"),

@@ -11,6 +11,7 @@ import pytest
 from autopar.cost_models import AnalyticCostModel, optimizer_cost
 from autopar.errors import InfeasibleError, PlanError
 from autopar.search import BUILDERS, Budget, SearchResult, build_plan, search, search_result
+from autopar.search.constraints import Constraints
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.lines import read_lines as read
 from autopar.spec.plan import Plan
@@ -166,11 +167,20 @@ def test_memory_decides_where_replicas_do_not_fit() -> None:
 def test_a_model_that_fits_nowhere_is_refused_with_the_gap() -> None:
     """Nothing but what helps is advised: the model has no activations, so that a smaller batch does not."""
     said = (
-        r"no plan fits.*on rank \d \(cpu, 30\.0 MiB\), .* too much, and 3\.00 MiB of it .* free.*taken by .*parameters"
+        r"no plan fits.*on rank \d \(cpu, 20\.0 MiB\), .* too much, and 2\.00 MiB of it .* free.*taken by .*parameters"
         r".*With this it fits: a model in bfloat16.*; or devices with [\d.]+ MiB each$"
     )
     with pytest.raises(InfeasibleError, match=said):
-        run(small_memory("30 MiB"))
+        run(small_memory("20 MiB"))
+
+
+@pytest.mark.parametrize(("forbidden", "size"), [((), "50 KiB"), (("sharded_parameters",), "75 KiB")])
+def test_smaller_groups_are_tried_before_memory_is_said_to_be_short(forbidden: tuple[str, ...], size: str) -> None:
+    """Seeds of few groups gather, or pack, all 24 KiB of parameters at once, and exceed the memory by far."""
+    graph = training_graph([(f"{i}.weight", (32, 32)) for i in range(6)])
+    constraints = Constraints.of(forbid=forbidden)
+    found = search_result(graph, small_memory(size), Context(4), constraints=constraints, budget=SMALL)
+    assert found.chosen.feasible
 
 
 def test_the_optimizer_counts() -> None:
