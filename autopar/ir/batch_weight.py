@@ -63,6 +63,10 @@ class BatchWeight:
         assert self.constant is not None
         return torch.tensor(self.constant, dtype=torch.float64)
 
+    def of_structure(self, batch: Batch) -> BatchWeight:
+        """The weight of batches of this one's structure, where a program takes batches of several."""
+        return self
+
     def of_batch(self, batch: Batch, buffers: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         """The weight of a batch of the structure that was captured."""
         return self.of(batch.tensors, buffers, device)

@@ -19,8 +19,8 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
-from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.capture import JointGraph
+from autopar.ir.read_targets import weight_of
 from autopar.ir.seen import Seen, nonzero_rows
 from autopar.ir.training_graph import ComputeNode, Parameter, Parts, Term, TrainingGraph
 from autopar.spec.plan import ModelFingerprint, ParameterSpec
@@ -117,7 +117,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         mutations=(),
         outputs=(forward,),
         gradients=gradients,
-        weight=UnreadWeight("samples", is_sum=True),
+        weight=weight_of(batch, seen.targets),
         seconds=seconds,
         in_pieces=frozenset(seen.in_pieces),
         foreseen=seen.foreseen,

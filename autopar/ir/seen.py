@@ -22,6 +22,7 @@ from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
 from autopar.ir.first_uses import watched
 from autopar.ir.reachable import reachable
+from autopar.ir.read_targets import TargetReader, Targets
 
 FEWEST_ROWS = 64
 """Of a matrix whose gradient is looked at row by row: in a smaller one, rows of zeros save nothing."""
@@ -53,6 +54,8 @@ class Seen:
     or since the forward pass began. Those that were not seen to be used may be read at any time."""
     rows: tuple[tuple[str, int], ...] = ()
     """Matrices whose gradient was zero but for so many rows, few of all, as that of an embedding is."""
+    targets: tuple[Targets, ...] = ()
+    """Which targets in the batch the loss is a mean over; empty where that was not seen."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -62,7 +65,8 @@ class Seen:
         found = json.loads(text)
         pairs = {k: tuple((str(n), float(s)) for n, s in found[k]) for k in ("gradients", "uses")}
         rows = tuple((str(n), int(count)) for n, count in found["rows"])
-        return Seen(**(found | pairs | {"in_pieces": tuple(found["in_pieces"]), "rows": rows}))
+        targets = tuple(Targets.of(t) for t in found["targets"])
+        return Seen(**(found | pairs | {"in_pieces": tuple(found["in_pieces"]), "rows": rows, "targets": targets}))
 
 
 def nonzero_rows(gradient: torch.Tensor) -> torch.Tensor:
@@ -76,16 +80,17 @@ def look(
     batch: Batch,
     watch: Collection[str] = (),
     sees_loss: bool = True,
+    reader: TargetReader | None = None,
 ) -> Seen:
     """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
     gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name; `watch`: whose
     first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether who runs
-    the step later has the loss, and can see by it which gradients come. Raises `CaptureError` where nothing gets a
-    gradient."""
+    the step later has the loss, and can see by it which gradients come. `reader`: is open in the first run. Raises
+    `CaptureError` where nothing gets a gradient."""
     kept, counter = _Kept([*parameters.values(), *batch.tensors]), _Flops()
     saved = torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
     try:
-        with _uncompiled(), saved, counter, torch.enable_grad():
+        with _uncompiled(), saved, counter, reader or nullcontext(), torch.enable_grad():
             begun = [t for t in run() if t.requires_grad]
     except Exception:  # what stands in the way of counting need not stand in that of training, as with torch.func
         with torch.enable_grad():
@@ -123,6 +128,7 @@ def look(
         loss_dtype=str(dtype).removeprefix("torch."),
         rows=tuple((n, c) for n, c in rows.items() if fired.count(n) == 1 and sees_loss),
         uses=tuple(_with_missing(_since(uses, start), [n for n in parameters if n in watch])),
+        targets=() if reader is None else reader.found,
     )
 
 

@@ -94,7 +94,7 @@ class BaseProgram:
         self._shapes = BatchShapes(are_symbolic=settings.compiler is None)
         self._hooks = ModuleHooks(owners.values())
         self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
-        self._statistics = RunningStatistics(owners.values(), group)
+        self._statistics = RunningStatistics(owners, group)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike)

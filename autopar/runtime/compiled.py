@@ -111,7 +111,7 @@ class Compiled:
     def weight(self) -> BatchWeight:
         """How much a batch counts in the global loss of a step."""
         assert self.joint.weight is not None, "a drop-in module does not see the loss"
-        return self.joint.weight
+        return self.joint.weight if self.batch is None else self.joint.weight.of_structure(self.batch)
 
     @property
     def loss_dtype(self) -> torch.dtype:

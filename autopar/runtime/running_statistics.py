@@ -7,22 +7,32 @@ different functions. As with DDP, all ranks take rank 0's statistics then, befor
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 
-from autopar.errors import AutoparWarning
+from autopar.errors import AutoparWarning, PlanMismatchError
 from autopar.runtime.job.process_group import Group, take_from_rank_0
+from autopar.runtime.job.together import gathered
 from autopar.runtime.sync_batch_norm import SyncedBatchNorm
+
+_HOW = "Switch normalization layers on all ranks in the same step: they train one function"
 
 
 class RunningStatistics:
     """The statistics of a program's layers, but of those that normalize over all ranks, and what is said of them."""
 
-    def __init__(self, owners: Iterable[nn.Module], group: Group) -> None:
-        layers = dict.fromkeys(m for owner in owners for m in owner.modules() if isinstance(m, _NormBase))
+    def __init__(self, owners: Mapping[str, nn.Module], group: Group) -> None:
+        """`owners`: the modules that hold them, by the prefix of their names."""
+        layers: dict[nn.Module, str] = {}
+        for prefix, owner in owners.items():
+            for name, m in owner.named_modules():
+                if isinstance(m, _NormBase):
+                    layers.setdefault(m, prefix + name)
+        self._names = layers
         own = [m for m in layers if group.world_size > 1 and not isinstance(m, (SyncedBatchNorm, SyncBatchNorm))]
         self._layers = [m for m in own if m.running_mean is not None]
         self._of_batches = [m for m in own if isinstance(m, _BatchNorm)]
@@ -34,7 +44,8 @@ class RunningStatistics:
 
     def share(self) -> None:
         """Before a step or a forward pass: has ranks take rank 0's statistics of layers that are in evaluation mode
-        now, and have trained. By all ranks together, whose layers are in the same modes."""
+        now, and have trained. By all ranks together; raises `CollectiveError`, or `PlanMismatchError`, where the layers
+        of another rank are in other modes."""
         if training := [m for m in self._of_batches if m.training]:
             self._of_batches = []
             self._say(
@@ -45,6 +56,7 @@ class RunningStatistics:
             )
         read = [m for m in self._layers if m in self._apart and not m.training]
         if read:
+            self._check_alike([self._names[m] for m in read])
             if not self._has_said_taken:
                 self._has_said_taken = True
                 self._say(
@@ -60,6 +72,19 @@ class RunningStatistics:
         """Is told that ranks have the same statistics now."""
         self._apart.clear()
 
+    def _check_alike(self, mine: list[str]) -> None:
+        """Raises unless all ranks are about to read the statistics of these layers."""
+        rank, names = self._group.rank, _listed(mine)
+        here = f"rank {rank} has put {names}, which has trained, into evaluation mode"
+        texts = gathered(self._group, "running statistics", json.dumps(mine), here, _HOW)
+        for other, theirs in enumerate(map(json.loads, texts)):
+            if theirs != mine:
+                raise PlanMismatchError(f"{here}, and rank {other} {_listed(theirs)}. {_HOW}")
+
     def _say(self, what: str) -> None:
         if self._group.rank == 0:
             warnings.warn(what, AutoparWarning, stacklevel=3)
+
+
+def _listed(names: list[str]) -> str:
+    return f"the normalization layer '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

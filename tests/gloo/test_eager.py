@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gloo import unused
+from tests.gloo import ignored, unused
 from tests.gloo.eager import everything
 from tests.gloo.ranks import run_ranks, run_worlds
 
@@ -21,6 +21,11 @@ def test_steps_are_those_of_one_process(worlds: dict[int, list[dict[str, Any]]])
         for found in ranks:
             wrong = {k: off for k, off in found["steps"].items() if off > (0.05 if "bf16" in k else 1e-12)}
             assert found["steps"] and wrong == {}, (n, wrong)
+
+
+def test_targets_that_later_batches_ignore_do_not_count() -> None:
+    for found in run_ranks(3, ignored.everything):
+        assert max(found) <= 1e-12
 
 
 def test_a_drop_in_leaves_the_gradients_of_one_process(worlds: dict[int, list[dict[str, Any]]]) -> None:

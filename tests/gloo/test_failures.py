@@ -50,6 +50,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 if trouble == "models" and rank == 1:
     model = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 4))
+if trouble == "one freezes":
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
 batch, loss_fn = (torch.randn(2, 8), torch.randn(2, 4)), nn.functional.mse_loss
 if trouble in LEAVING:
     batch, loss_fn = (torch.randn(2, 8), torch.tensor([1, 2])), nn.functional.cross_entropy
@@ -88,6 +90,8 @@ for step in range(4):
                 print(e, flush=True)
                 time.sleep(17)
                 sys.exit(1)
+        if trouble == "one freezes":
+            model[1].eval()
         if trouble == "dies":
             die()
         if trouble == "dies as it saves":
@@ -157,7 +161,7 @@ AT_ONCE = 5
 SHORT = ("late", "bad batch", "rank 0 freezes", "never comes", "dies as ranks connect")
 DYING = ("dies as ranks connect", "dies as a group connects", "dies as rank 0 plans", "dies as it saves")
 LEAVING = ("one leaves a step", "all leave a step")
-OF_TWO = ("stands still", "bad batch", *LEAVING, "rank 0 freezes", "rank 0 dies", "rank 0 raises")
+OF_TWO = ("stands still", "bad batch", "one freezes", *LEAVING, "rank 0 freezes", "rank 0 dies", "rank 0 raises")
 """What two ranks can show."""
 OF_RANK_0 = ("rank 0 freezes", "rank 0 dies", "rank 0 raises")
 TROUBLES = (
@@ -170,6 +174,7 @@ TROUBLES = (
     "late",
     "raises",
     "bad batch",
+    "one freezes",
     *LEAVING,
     "never comes",
     *OF_RANK_0,
@@ -211,6 +216,13 @@ def test_a_rank_that_skips_a_batch_in_the_middle_of_a_step_is_refused_and_named(
     (_, waiting), (status, skipping) = outcomes["one leaves a step"]
     assert status == 1 and "skips a batch" in skipping and "left it by an error of its own (IndexError: " in skipping
     assert "step 2, rank 0: rank 1 has " in waiting, waiting
+
+
+def test_a_rank_that_freezes_a_layer_alone_is_told_so_without_waiting(outcomes: Outcomes) -> None:
+    (_, waiting), (status, freezing) = outcomes["one freezes"]
+    assert status == 1 and "rank 1 has put the normalization layer '1', which has trained, into evaluation" in freezing
+    assert "rank 0 has gone on without it" in freezing
+    assert "rank 1 has ended: its own output says why" in waiting
 
 
 def test_ranks_that_all_skip_a_batch_go_on(outcomes: Outcomes) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 
 import autopar
 from autopar.errors import OptimizerError
@@ -112,6 +112,42 @@ def _scales(o: Any, save: Callable[[], Any], step: int) -> None:
         o.scale = 0.1
 
 
+class _Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.last = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.table(x).mean(1))
+        return found
+
+
+def _sparse_adam(rank: int, capture: Literal["always", "never"]) -> float:
+    """By how much a drop-in's parameters differ from one process's where SparseAdam is given the rows that are not
+    zero of its gradient: other rows' momenta stay."""
+    net, plain = _Bags().double(), _Bags().double()
+    draw = torch.Generator().manual_seed(0)
+    ids, y = torch.randint(0, 50, (4, sum(SIZES), 2), generator=draw), torch.randn(sum(SIZES), 2, generator=draw)
+    mine, y = slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None), y.double()
+    module = autopar.optimize(net, example_inputs=ids[0, mine], strategy="ddp", capture=capture)
+    each: list[tuple[Any, Any, list[Optimizer]]] = [
+        (m, of, [SparseAdam([m.table.weight], lr=0.1), SGD(m.last.parameters(), lr=0.1)])
+        for m, of in ((net, mine), (plain, slice(None)))
+    ]
+    for x in ids:
+        for model, of, optimizers in each:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            F.mse_loss(module(x[of]) if model is net else model(x[of]), y[of]).backward()
+            if model is net:
+                net.table.weight.grad = net.table.weight.grad.to_sparse(1)
+            for optimizer in optimizers:
+                optimizer.step()
+    pairs = zip(net.parameters(), plain.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     """By what a user does and under which plan, by how much it is off; and what is refused, where no rank has all."""
     cases = [(_adam, _loads), (_adam, _resumes), (_adam, _clears), (_counting, _scales), (_counting, _loads)]
@@ -120,6 +156,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
         for make, act in cases
         for strategy in STRATEGIES
     }
+    off |= {"SparseAdam": _sparse_adam(rank, "always"), "SparseAdam eager": _sparse_adam(rank, "never")}
     net, refused = _net(), list[str]()
     optimizer = _adam(net)
     given = _batches(0)[rank]

@@ -25,10 +25,16 @@ def meet(group: Group, call: str, mine: str, limit_s: float | None = None) -> li
     ranks take part in, is in another such call, has ended, or does not come within `limit_s`, by default the group's
     timeout.
     """
+    here = f"all ranks must call {call} together, and rank {group.rank} does"
+    return gathered(group, call, mine, here, _how(call), limit_s)
+
+
+def gathered(group: Group, call: str, mine: str, here: str, how: str, limit_s: float | None = None) -> list[str]:
+    """The same, for what is no call of the user's. `here`: what this rank does, and `how` ranks do it together, in
+    words."""
     if group.presence is None:
         return [mine]
     rendezvous = Rendezvous(group, limit_s)
-    here = f"all ranks must call {call} together, and rank {group.rank} does"
     try:
         with group.presence.asking(here):
             others = [r for r in range(group.world_size) if r != group.rank]
@@ -40,11 +46,11 @@ def meet(group: Group, call: str, mine: str, limit_s: float | None = None) -> li
                 before.delete(f"{_TOPIC}/{group.rank}")
             _last[group.presence] = rendezvous.store
     except CollectiveError as e:
-        raise CollectiveError(f"{here}: {e}. {_how(call)}") from e
+        raise CollectiveError(f"{here}: {e}. {how}") from e
     for rank, text in enumerate(texts):
         theirs = text.partition("\n")[0]
         if theirs != call:
-            raise CollectiveError(f"{here}, but rank {rank} is in {theirs}. {_how(call)}")
+            raise CollectiveError(f"{here}, but rank {rank} is in {theirs}. {how}")
     return [text.partition("\n")[2] for text in texts]
 
 

@@ -116,8 +116,9 @@ def check_optimizer(optimizer: Optimizer, parameters: dict[str, nn.Parameter], m
     if any(isinstance(o, torch.optim.SparseAdam) for o in each):
         raise OptimizerError(
             "SparseAdam takes sparse gradients alone, and leaves rows that were not looked up as they are; a program's "
-            "gradients are dense. Use Adagrad or SGD, which treat rows that nobody has looked up alike, or "
-            "DistributedDataParallel where other rows' momenta must stay"
+            "gradients are dense. Use Adagrad or SGD, which treat rows that nobody has looked up alike; or, where "
+            "other rows' momenta must stay, optimize(model) without an optimizer, and give SparseAdam the rows that "
+            "are not zero before its step: table.weight.grad = table.weight.grad.to_sparse(1)"
         )
     known = {p: n for n, p in reversed(parameters.items())}
     held = {p for g in optimizer.param_groups for p in g["params"]}

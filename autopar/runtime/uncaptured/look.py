@@ -18,6 +18,7 @@ from autopar.ir.capture import Mode
 from autopar.ir.first_uses import watchable
 from autopar.ir.held_tensors import held_tensors
 from autopar.ir.outline import outline
+from autopar.ir.read_targets import UNIT, TargetReader
 from autopar.ir.seen import Seen, look, unseen
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ir.weightless import first_without_values, lacks_values
@@ -68,7 +69,7 @@ def settled(
     if group.rank:  # in company, for the model may have ranks communicate in its forward pass; rank 0's look counts
         with contextlib.suppress(Exception):
             looked()
-    seen = rendezvous.from_rank_0("order of gradients", looked)
+    seen = Seen.loads(rendezvous.from_rank_0("order of gradients", looked))
     fingerprint = model_fingerprint(model, settings.loss_fn)
     elsewhere = set(trained_elsewhere(named_parameters(model, settings.loss_fn), updated_by(optimizer)))
     table = [
@@ -78,8 +79,8 @@ def settled(
     buffers = [b for owner in owners_of(model, settings.loss_fn).values() for b in owner.buffers()]
     size = sum(b.numel() * b.element_size() for b in buffers)
     if settings.capture == "auto" and group.rank == 0:
-        warnings.warn(_said(reason, settings), AutoparWarning, stacklevel=4)
-    return outline(fingerprint, batch, Seen.loads(seen), size)
+        warnings.warn(_said(reason, settings, seen), AutoparWarning, stacklevel=4)
+    return outline(fingerprint, batch, seen, size)
 
 
 def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> Seen:
@@ -89,17 +90,22 @@ def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> S
     parameters = {p.name: named[p.name] for p in model_fingerprint(model, loss_fn).parameters if p.trainable}
 
     def run() -> Sequence[torch.Tensor]:
-        given = batch.rebuild(batch.copied())
+        tensors = batch.copied()
+        given = batch.rebuild(tensors)
         if mode == "step":
-            return [loss_and_output(model, loss_fn, given)[0]]
+            reader.begin(tensors)
+            loss, _ = loss_and_output(model, loss_fn, given)
+            reader.end(loss)
+            return [loss]
         held[:] = held_tensors(call_model(model, given, False)[0])
         return held
 
     held: list[torch.Tensor] = []
+    reader = TargetReader(batch)
     with without_trace(owners_of(model, loss_fn)):
         try:
             watch = watchable(owners_of(model, loss_fn).values(), parameters) if mode == "step" else ()
-            return look(run, parameters, batch, watch, mode == "step")
+            return look(run, parameters, batch, watch, mode == "step", reader if mode == "step" else None)
         except CaptureError:
             if mode == "step" or held or not parameters:
                 raise
@@ -172,17 +178,17 @@ def _check_own_state(graph: TrainingGraph, model: nn.Module, batch: Batch, setti
         check_nothing_flows(joint.guards, owners, lambda: run(batch.copied()))
 
 
-def _said(reason: str, settings: Settings) -> str:
+def _said(reason: str, settings: Settings, seen: Seen) -> str:
     compiled = " Nothing is compiled." if settings.compiler is not None else ""
-    counted = (
-        ""
-        if settings.weight
-        else (
-            " Each rank's batch counts by its samples (the dicts of a list of dicts, else dimension 0 of the first "
-            "tensor of loss_fn's target, or of the batch where there is none): where the loss is a mean over "
-            "something else, as tokens, pass weight=."
+    if seen.targets:
+        by = f"by its {UNIT}"
+    else:
+        by = (
+            "by its samples (the dicts of a list of dicts, else dimension 0 of the first tensor of loss_fn's target, "
+            "or of the batch where there is none): where the loss is a mean over something else, as tokens, pass "
+            "weight="
         )
-    )
+    counted = "" if settings.weight else f" Each rank's batch counts {by}."
     return (
         f"{reason.rstrip('.')}. So the model runs eagerly, and its gradients are synchronized beside its backward "
         "pass, as with DistributedDataParallel. What needs the graph is left out of the "
