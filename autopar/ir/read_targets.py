@@ -2,13 +2,14 @@
 
 No graph shows such a loss. As the model is looked at, the classes of a batch are followed, from its tensors to
 `cross_entropy` or `nll_loss`, through what only reshapes them and through shifts by a few places. Behind that, the loss
-may be scaled, and others may be added to it. What is found counts any batch before its forward pass.
+may be scaled by a constant, and others may be added to it; a factor that is read from a tensor may be the number of
+targets itself, and make the loss a sum. What is found counts any batch before its forward pass.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,9 @@ _LINEAR = frozenset(
     for i in (0, 1)
 )
 """What may lie between cross-entropies and the loss, by autograd's names."""
+_FACTORS = frozenset({"MulBackward0", "DivBackward0"})
+_NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__"})
+"""Functions that make Python numbers of a tensor's values: a factor may be one of these."""
 
 Cut = tuple[Any, ...]
 """What was done to the targets: `pad`, what is added to each dimension and the value; or `slice`, then each index, of
@@ -128,10 +132,14 @@ class TargetReader(TorchFunctionMode):
         self._followed: dict[int, _Followed] = {}
         self._losses: dict[Any, Targets] = {}
         """By node of the autograd graph."""
+        self._scaled: set[Any] = set()
+        """Nodes of the autograd graph that multiply or divide by what may differ from batch to batch."""
+        self._made_numbers = False
+        """Whether a tensor's values have become Python numbers."""
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a forward pass on a batch of these tensors."""
-        self._losses = {}
+        self._losses, self._scaled, self._made_numbers = {}, set(), False
         self._followed = {
             id(t): _Followed(t, t._version, Targets(name, 0))
             for name, t in zip(self._names, tensors, strict=False)
@@ -141,18 +149,24 @@ class TargetReader(TorchFunctionMode):
     def end(self, loss: torch.Tensor) -> None:
         """Behind a forward pass."""
         if self._losses and loss.grad_fn is not None:
-            terms = [self._losses.get(node) for node in _terms(loss.grad_fn, self._losses)]
+            terms = [self._losses.get(node) for node in _terms(loss.grad_fn, {*self._losses, *self._scaled})]
             read = dict.fromkeys(t for t in terms if t is not None)
             self.found = tuple(read) if terms and terms[0] is not None else ()
-        self._followed, self._losses = {}, {}
+        self._followed, self._losses, self._scaled = {}, {}, set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        self._made_numbers |= name in _NUMBERS
         if func in (F.cross_entropy, F.nll_loss):
             self._note(found, *args, **kwargs)
+        elif isinstance(found, torch.Tensor) and found.grad_fn is not None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if found.grad_fn.name() in _FACTORS and (len(tensors) > 1 or self._made_numbers):
+                self._scaled.add(found.grad_fn)
         elif isinstance(found, torch.Tensor) and args and (of := self._of(args[0])) is not None:
-            then = _after(of, getattr(func, "__name__", ""), found, args[1:], kwargs)
+            then = _after(of, name, found, args[1:], kwargs)
             if then is not None:
                 self._followed[id(found)] = then
         return found
@@ -219,7 +233,7 @@ def _is_shift(x: Any) -> bool:
     return x is None or (type(x) is int and -_MOST <= x <= _MOST)
 
 
-def _terms(node: Any, known: dict[Any, Targets]) -> list[Any]:
+def _terms(node: Any, known: Collection[Any]) -> list[Any]:
     """The nodes from which a loss follows by sums and factors, in the order in which they are added."""
     found, frontier = [], [node]
     while frontier:

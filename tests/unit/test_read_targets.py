@@ -53,6 +53,9 @@ def test_targets_that_count_are_read(loss: Callable[[torch.Tensor], torch.Tensor
         lambda t: entropy(t.masked_fill_(t == 0, -100)),
         lambda t: SCORES.square().mean() + entropy(t),
         lambda t: entropy(t).exp(),
+        lambda t: entropy(t) * (t != -100).sum() / len(t),  # a sum of targets, a mean of samples
+        lambda t: entropy(t) * int((t != -100).sum()) / len(t),
+        lambda t: entropy(t).mul((t != -100).sum().item() / len(t)),
         lambda t: SCORES.square().mean(),
         lambda t: entropy(t).detach(),
     ],
