@@ -16,6 +16,7 @@ IMPORTED_ONCE = [
     "torch.export._trace",
     "torch._inductor.fx_passes",
     "autopar.api",
+    "autopar.verification.first_capture",
 ]
 """What a rank needs to capture and run a model, which none then imports itself. Names that torch lacks are skipped."""
 _PATIENCE_S = 600.0

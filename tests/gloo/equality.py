@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -98,6 +99,14 @@ def captured(model: str, samples: int) -> TrainingGraph:
     """The graph of a model for a batch size; the same for every plan."""
     made = task(model)
     return training_graph(made.model(), flatten(made.batch(samples, 0)), made.loss_fn)
+
+
+def capture_all(runs: Mapping[int, Sequence[Case]]) -> None:
+    """Captures what the cases of each world size train."""
+    for world_size, cases in runs.items():
+        for case in cases:
+            for rank in range(world_size):
+                captured(case.model, SAMPLES[case.samples][rank])
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,13 +25,27 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     return run_worlds(function, {world_size: args})[world_size]
 
 
-def run_worlds(function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]]) -> dict[int, list[Any]]:
+def run_worlds(
+    function: Callable[..., Any], args: Mapping[int, tuple[Any, ...]], before: Callable[[], Any] | None = None
+) -> dict[int, list[Any]]:
     """The same for several world sizes, one after the other in the same processes, which keep what they have cached.
-    `args`: for each world size, what the function is given behind it."""
+    `args`: for each world size, what the function is given behind it.
+    `before`: is called once, in the process that ranks are forked from, for what it caches to be theirs."""
     with ExitStack() as held, tempfile.TemporaryDirectory(prefix="autopar-test-") as folder:
         ports = {n: held.enter_context(held_port()) for n in args}
-        start_processes(_process, (ports, folder, function, dict(args)), nprocs=max(args), start_method=start_method())
+        given = (ports, folder, function, dict(args))
+        if before is None or start_method() == "spawn":
+            start_processes(_process, given, nprocs=max(args), start_method=start_method())
+        else:
+            start_processes(_parent, (before, given, max(args)), start_method=start_method())
         return {n: [json.loads((Path(folder) / f"{n}-{r}").read_text()) for r in range(n)] for n in args}
+
+
+def _parent(index: int, before: Callable[[], Any], given: tuple[Any, ...], ranks: int) -> None:
+    multiprocessing.current_process().daemon = False  # which may have no processes of its own
+    torch.set_num_threads(1)
+    before()
+    start_processes(_process, given, nprocs=ranks, start_method="fork")
 
 
 def _process(

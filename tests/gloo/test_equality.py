@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from autopar.search import AUTODIST
 from autopar.testing.training import TRAININGS
-from tests.gloo.equality import Case, run_cases
+from tests.gloo.equality import Case, capture_all, run_cases
 from tests.gloo.ranks import run_worlds
 
 MODELS = ("tied-mlp", "gpt2", "resnet", "bag-of-words")
@@ -64,8 +65,9 @@ RUNS = {n: [c for i, c in enumerate(CASES) if runs_on(n, i)] for n in (1, 2, 3, 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[int, Any]:
-    """What each world size has found, run once when the first test asks for it, in the same processes."""
-    return run_worlds(run_cases, {n: (cases,) for n, cases in RUNS.items()})
+    """What each world size has found, run once when the first test asks for it, in the same processes, which have the
+    graphs of all from the one that they are forked from."""
+    return run_worlds(run_cases, {n: (cases,) for n, cases in RUNS.items()}, partial(capture_all, RUNS))
 
 
 @pytest.mark.timeout(5400)
