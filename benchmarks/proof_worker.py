@@ -41,7 +41,7 @@ def _transformer() -> Entry:
 
 
 def _lines(n: int, seed: int) -> Any:
-    ids = tokens(generator(seed), n, 33, 2000)
+    ids = tokens(generator(seed), n, 9, 2000)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
