@@ -48,7 +48,7 @@ def _lines(n: int, seed: int) -> Any:
 MODELS = (
     _transformer(),
     sizes.entries(scaled=True)[-1],
-    Entry("lstm", "plain", lambda p: LSTM(p, width=256, vocabulary=2000), _lines, cross_entropy, batch_size=8),
+    Entry("lstm", "plain", lambda p: LSTM(p, width=256, vocabulary=2000), _lines, cross_entropy, batch_size=64),
 )
 """A transformer, a convolutional network and a recurrent one."""
 
