@@ -24,8 +24,10 @@ FAULTS = ROOT / "tests" / "faults"
 _NUMBERS = "^(wrong|drifted|disproved): "
 LEADS_TO = {
     "buffers_of_each_rank": _NUMBERS + r".*\[average\]",
+    "cross_sample_losses_unsaid": _NUMBERS + r".*\[(across samples|several counts)\]",
     "fused_optimizers_on_strided_memory": _NUMBERS + "(?!.*same random numbers)",
     "hooks_ignored": _NUMBERS + r".*\[hook\]",
+    "moments_dropped_by_dcp_load": _NUMBERS + r".*\[loaded\]",
     "one_stream_for_all_ranks": r"^drifted: ranks have drawn the same random numbers",
     "python_state_frozen": _NUMBERS + r"(?!.*\[(hook|average|implementation)\])",
     "ranks_may_differ": r"^wrong: ranks that differ were trained",

@@ -32,6 +32,8 @@ class GatheredParts(Strategy):
             return "the program needs the optimizer"  # gradients that add up over several backward passes are dense
         if member.parameter.parts is None or member.parameter.parts.kind != self.kind:
             return self.otherwise
+        if not member.elements:
+            return "it has no elements"
         return None if member.slice.whole else self.of_a_slice
 
     def options(self, context: Context) -> Sequence[GatheredPartsOptions]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy  # noqa: F401 - for events
 import io
 import os
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +77,17 @@ def resume(program: Any) -> None:
     torch.save(program.state_dict(), file)
     file.seek(0)
     program.load_state_dict(torch.load(file, weights_only=True))
+
+
+def load(program: Any, into: Any) -> None:
+    """Saves a program's state, or a model's, with `torch.distributed.checkpoint`, and goes on from what it loads into
+    another state dict; each rank by itself, as it has the whole."""
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    with tempfile.TemporaryDirectory() as folder:
+        state_dict_saver.save(program.state_dict(), checkpoint_id=folder, no_dist=True)
+        state_dict_loader.load(into, checkpoint_id=folder, no_dist=True)
+    program.load_state_dict(into)
 
 
 @dataclass

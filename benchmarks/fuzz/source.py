@@ -35,8 +35,10 @@ def render(case: Case, dtype: str | None = None) -> str:
     }.get(case.form, "return out")
     body = [*case.forward, f"out = {case.output}", last.format(loss=case.loss)]
     lines = [
+        "import copy",
         "import io",
         "import os",
+        "import tempfile",
         "from dataclasses import dataclass",
         "from typing import Any",
         "import torch",

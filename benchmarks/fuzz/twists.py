@@ -141,6 +141,55 @@ def resumed(case: Case, rng: random.Random) -> Case:
     return _with(case, ('self.register_buffer("drawn", torch.zeros(8))',), ("self.drawn.copy_(torch.rand(8))",), event)
 
 
+def loaded(case: Case, rng: random.Random) -> Case:
+    """An optimizer with moments, saved and loaded by `torch.distributed.checkpoint`, which loads into what a program's
+    state dict has: here into that of one that has taken no step."""
+    if case.entry == "module" or not any(name in case.optimizer for name in ("Adam", "RMSprop", "momentum=")):
+        raise Rejected("nothing that would be lost")
+    made = (0, "fresh = copy.deepcopy(program.state_dict())")
+    return replace(case, events=(*case.events, made, (case.steps - 1, "load(program, fresh)")))
+
+
+_ACROSS = (
+    "F.cross_entropy(out @ out.T / out.shape[1] ** 0.5, torch.arange(len(out)))",
+    "F.cross_entropy(F.normalize(out, dim=1) @ torch.sin(out + y).T, torch.arange(len(out)))",
+    "F.mse_loss(out, y.expand_as(out)) + 0.1 * (out[:, None] - out).square().mean(2).mean(1).mean()",
+    "F.mse_loss(out, y.expand_as(out)) - 0.1 * (out - out.mean(0)).square().mean()",
+)
+_OF_SEVERAL_COUNTS = (
+    "F.mse_loss(out, y.expand_as(out)) + F.cross_entropy(torch.cat([out, y], 1), t)",
+    "F.mse_loss(out, y.expand_as(out)) + F.nll_loss(torch.cat([out, y], 1).log_softmax(1), t) / 4",
+    "F.smooth_l1_loss(out, y.expand_as(out)) + 0.5 * (out[:, :1].square() * m).sum() / m.sum()",
+)
+
+
+def _on_uneven_ranks(case: Case, loss: str) -> Case:
+    """The case with a loss of which no mean of the ranks' own is that of one process: they are to take this mean, as
+    with DDP, and to say so. All have samples enough to see it by; through `optimize`, whose `check` has them look where
+    rows of parameters are spread over the ranks, too."""
+    if case.world_size == 1 or case.entry == "module" or case.dtype != "float64":
+        raise Rejected("no ranks whose losses autopar sees")
+    targets = {
+        "y": "values((n, 1), seed + 2)",
+        "t": "labels((n,), 2, seed + 3, 0.4)",
+        "m": "(values((n, 1), seed + 4) > 0.3).to(DTYPE) + 1e-3",
+    }
+    read = tuple((name, made) for name, made in targets.items() if re.search(rf"\b{name}\b", loss))
+    samples = tuple((2 + sizes[0] + rank,) for rank, sizes in enumerate(case.samples))
+    form = "loss_fn" if case.form == "loss_module" else case.form
+    return replace(case, loss=loss, targets=read, samples=samples, sums=False, form=form, entry="optimize")
+
+
+def across_samples(case: Case, rng: random.Random) -> Case:
+    """A loss that compares the samples of a batch with each other, as with negatives within it."""
+    return _on_uneven_ranks(case, rng.choice(_ACROSS))
+
+
+def several_counts(case: Case, rng: random.Random) -> Case:
+    """A sum of means over different counts, which ranks have in different proportions."""
+    return _on_uneven_ranks(case, rng.choice(_OF_SEVERAL_COUNTS))
+
+
 _BLOCKS = (
     "torch.tanh(F.layer_norm(F.linear(x, self.{w}), ({width},)))",
     "torch.sigmoid(F.layer_norm(F.linear(x, self.{w}), ({width},), 1 + self.{w}[0]))",
@@ -186,9 +235,10 @@ def ranks_that_differ(case: Case, rng: random.Random) -> Case:
 
 
 ALONE: tuple[Twist, ...] = (python_state, python_state, loss_state, frozen_or_not, hook, implementation, shared_memory,
-                            average, resumed, deep, deep)  # fmt: skip
+                            average, resumed, loaded, deep, deep)  # fmt: skip
 TOGETHER: tuple[Twist, ...] = (python_state, frozen_or_not, hook, implementation, implementation, shared_memory,
-                               average, average, resumed, resumed, ranks_that_differ, ranks_that_differ,
+                               average, average, resumed, resumed, loaded, ranks_that_differ,
+                               ranks_that_differ, across_samples, across_samples, several_counts, several_counts,
                                deep)  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from benchmarks.fuzz.shrink import pruned, shrink
 from benchmarks.fuzz.source import build, render
 from benchmarks.fuzz.training import Record, eager
 from benchmarks.fuzz.twists import ALONE as ALL_ALONE
-from benchmarks.fuzz.twists import TOGETHER, Twist, average, hook, python_state, resumed
+from benchmarks.fuzz.twists import TOGETHER, Twist, average, hook, loaded, python_state, resumed
 from benchmarks.fuzz.workers import Told
 
 ALONE = Group(0, 1)
@@ -214,7 +214,13 @@ def test_a_twist_adds_lines_that_compile(twist: Twist) -> None:
 @pytest.mark.parametrize(
     ("twist", "expected"),
     # Hooks on gradients that are there from the start run, in an eager step; others are refused.
-    [(python_state, ["equal"] * 2), (average, ["equal"] * 2), (resumed, ["equal"] * 2), (hook, ["equal", "refused"])],
+    [
+        (python_state, ["equal"] * 2),
+        (average, ["equal"] * 2),
+        (resumed, ["equal"] * 2),
+        (loaded, ["equal"] * 2),
+        (hook, ["equal", "refused"]),
+    ],
 )
 def test_a_hostile_script_is_followed_or_refused(twist: Twist, expected: list[str]) -> None:
     outcomes = [run_case(twist(CASE, random.Random(seed)), ALONE) for seed in range(2)]
@@ -230,7 +236,7 @@ def test_each_case_is_a_module_of_its_own_name() -> None:
 
 def test_each_fault_is_known_by_what_it_leads_to() -> None:
     patches = {p.stem for p in FAULTS.glob("*.patch")}
-    assert len(patches) == 14 and set(LEADS_TO) <= patches
+    assert len(patches) == 16 and set(LEADS_TO) <= patches
 
 
 def test_a_draft_rejects_what_mixes_samples() -> None:
