@@ -53,6 +53,12 @@ def contrastive(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(10 * h @ h.T, torch.arange(len(h)))
 
 
+def labelled(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Negatives within the batch, whose place in it the batch says: it cannot be taken apart."""
+    h = F.normalize(s.mean(1), dim=-1)
+    return F.cross_entropy(10 * h @ h.T, t[:, 0])
+
+
 def squares(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(s[..., 0], t.double())
 
@@ -72,6 +78,7 @@ CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "empty, cross-entropy": (entropy, (4, 0)),
     "empty, mse": (squares, (0, 3)),
     "contrastive": (contrastive, (2, 6)),
+    "labelled": (labelled, (2, 6)),
     "units differ": (squeezed, (1, 5)),
     "two counts": (lambda s, t: entropy(s, t) + entropy(s, t, ignore_index=3), (2, 6)),
 }
@@ -83,6 +90,9 @@ def one_step(rank: int, name: str) -> tuple[float, float, list[str]]:
     batches = [batch(r, size) for r, size in enumerate(sizes)]
     if name.startswith("nothing"):
         batches[0][1].zero_()
+    if name == "labelled":
+        for _, t in batches:
+            t[:, 0] = torch.arange(len(t))
     mine, eager = model(), model()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", autopar.AutoparWarning)

@@ -42,6 +42,8 @@ class Finding:
     """How many units a sample has, where the batch's shapes give them; `None` where its values do."""
     unknown: str = ""
     """Where neither a graph nor the first batch says what the loss is a mean over, why not."""
+    unseen: str = ""
+    """Where a graph says it, and nothing shows whether samples are compared with each other, why not."""
 
 
 def conclude(found: Sequence[Finding], ranks: int, given: bool) -> tuple[bool, str | None]:
@@ -94,6 +96,18 @@ def not_known(why: str) -> str:
         f"what the loss is a mean over is not known: {why}. Each rank's batch counts by its samples (the dicts of a "
         f"list of dicts, else dimension 0 of the first tensor of loss_fn's target, or of the batch where there is "
         f"none). {PASS_WEIGHT}"
+    )
+
+
+def not_seen(found: Sequence[Finding], is_sum: bool) -> str | None:
+    """What is said where a graph shows what the loss counts by, and nothing whether it is what its parts lose."""
+    f = next((f for f in found if f.unseen), None)
+    if f is None or any(f.looks_like_sum if is_sum else f.looks_like_mean for f in found):
+        return None
+    counts = "whole, as a sum" if is_sum else f"by its {f.unit}"
+    return (
+        f"whether the loss{f.where} compares samples with each other cannot be seen: {f.unseen}. Each rank's batch "
+        f"counts {counts}. {ADVICE}"
     )
 
 

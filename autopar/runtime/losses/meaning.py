@@ -33,12 +33,14 @@ from autopar.runtime.losses.findings import (
     has_no_weight,
     misfit,
     not_known,
+    not_seen,
     units_differ,
     units_differ_since,
 )
 from autopar.runtime.losses.looks import LossLooks
 from autopar.runtime.losses.probe import (
     FEW,
+    NOT_ON_PARTS,
     PartLosses,
     may_be_time_first,
     part_losses,
@@ -154,6 +156,7 @@ class LossMeaning:
             problem = counts_differ(found[0])
         self._ratios = agreed or ()
         self._said = problem is not None
+        problem = problem or not_seen(found, self.is_sum)  # which is less than what later batches may show
         if problem is not None and self._rendezvous.group.rank == 0:
             warnings.warn(problem, AutoparWarning, stacklevel=4)
 
@@ -230,6 +233,7 @@ class LossMeaning:
             seen,
             self._per_sample_of(weight, batch),
             self._unknown(weight, batch, mean, seen),
+            seen if mean is None and reads and seen.startswith(NOT_ON_PARTS) else "",
         )
 
     def _seen(

@@ -40,6 +40,7 @@ _MOST_SPLITS = 4
 """Ways to take a batch apart that are tried, where a part loses nothing."""
 
 FEW = "the batch has fewer than two samples"
+NOT_ON_PARTS = "the model does not run on a part of the batch, or not without training mode"
 _DRAWS = "the model draws random numbers"
 
 
@@ -119,7 +120,7 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> P
         try:
             found = _losses(model, loss_fn, batch, splits, everything)
         except Exception as e:
-            return f"the model does not run on a part of the batch, or not without training mode: {type(e).__name__}"
+            return f"{NOT_ON_PARTS}: {type(e).__name__}"
         if found != _DRAWS:
             break
     return found
