@@ -98,12 +98,14 @@ class Presence:
         except BaseException as e:  # of this rank's own: it has not been through with what the others wait for
             self._pulse.place -= 1
             if calls_so_far() != before:
-                self._leave(what, e)
+                self.leave(what, e)
             raise
         else:
             self._pulse.place += 1
 
-    def _leave(self, what: str, error: BaseException) -> None:
+    def leave(self, what: str, error: BaseException) -> None:
+        """Says that this rank has left what the others wait in, by an error of its own: its next guard refuses, unless
+        all ranks have left it."""
         if self._left is None:  # by the inner one of two guards
             self._left = what, f"{type(error).__name__}: {error}".splitlines()[0][:200]
             with contextlib.suppress(StoreFailure):  # the error that is raised says more
