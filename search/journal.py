@@ -8,6 +8,7 @@ half-written one over.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from itertools import chain, groupby, repeat
@@ -18,12 +19,17 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from autopar.cost_models.base import Estimate
+from autopar.errors import SpecError
 from autopar.search.base import Candidate
 from autopar.spec.lines import Lines, read_lines
 from autopar.spec.plan import Prediction, SyncGroup
 
 FORMAT = 2
 
+_DIGESTS = {"model": "another model", "cluster": "another cluster"}
+"""What is said of headers' entries that tell people nothing."""
+_MOST_SHOWN = 80
+"""Characters of an entry that are shown at most."""
 _BY_RANK = ("sent_bytes", "received_bytes", "peak_memory_bytes")
 
 
@@ -65,22 +71,50 @@ class Journal:
 
 def known(path: str | Path, world_size: int, **header: Any) -> tuple[list[Candidate], float]:
     """What searches of this header have priced, as far as the journal tells, and for how many seconds the longest of
-    them ran. Nothing where there is no journal yet; lines of another number of ranks are passed over."""
+    them ran. Nothing where there is no journal yet; lines of another number of ranks are passed over.
+
+    Raises `SpecError`, with what differs, where the journal holds other searches alone. Not where one of them differs
+    in `recompute` alone, with which one command searches several times: it was cut short before it came to this."""
     path, wanted = Path(path), {"format": FORMAT, **header}
     if not path.is_file():
         return [], 0.0
     same: set[object] = set()
+    others: list[dict[str, Any]] = []
     found: list[Candidate] = []
     elapsed_s = 0.0
     for record in read_lines(path):
         if record.get("search") == wanted:
             same.add(record.get("of"))
+        elif isinstance(record.get("search"), dict):
+            others.append(record["search"])
         elif record.get("of") in same:
             candidate = _candidate(record, world_size)
             if candidate is not None:
                 found.append(candidate)
                 elapsed_s = max(elapsed_s, float(record["elapsed_s"]))
+    if others and not same:
+        nearest = min((_differing(other, wanted) for other in others), key=len)
+        if nearest.keys() != {"recompute"}:
+            raise SpecError(
+                f"{path}: the journal cannot be resumed: it holds no search like this one. The nearest one has "
+                f"{', '.join(nearest.values())}. Leave --resume out, which adds this search to it, or begin another "
+                "journal"
+            )
     return found, elapsed_s
+
+
+def _differing(there: dict[str, Any], here: dict[str, Any]) -> dict[str, str]:
+    """What differs in the header of another search, by name, in words."""
+    differing = [k for k in here if k not in there or there[k] != here[k]]
+    differing += sorted(there.keys() - here.keys())
+    return {
+        k: _DIGESTS.get(k, f"{k} {_short(there.get(k))} where this one has {_short(here.get(k))}") for k in differing
+    }
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _candidate(record: dict[str, Any], world_size: int) -> Candidate | None:

@@ -13,17 +13,16 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
 from autopar.ir.garbage import among_new_alone
 from autopar.ir.training_graph import TrainingGraph
-from autopar.search.base import SEARCHED, Budget, Candidate, Problem, Progress, SearchResult, choose
-from autopar.search.builders import MANY_GROUPS, builder_named, names
-from autopar.search.builders.common import issue_order
+from autopar.search.base import Budget, Candidate, Problem, Progress, SearchResult, choose
+from autopar.search.builders import builder_named
 from autopar.search.constraints import NONE, Constraints
 from autopar.search.evaluate import Evaluator, overflow_bytes
 from autopar.search.infeasible import NoPlanFits, named_does_not_fit
 from autopar.search.journal import Journal, known
 from autopar.search.memory_use import memory_use
-from autopar.search.moves import choices
 from autopar.search.reasons import Reasons
 from autopar.search.searchers import DEFAULT, Searcher, searcher_named
+from autopar.search.seeds import built, is_hopeless, seeds_of
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.summary import BASELINE
@@ -31,16 +30,6 @@ from autopar.spec.topology import topology_of
 from autopar.strategies import Context
 from autopar.strategies.lowering import fidelity_of
 
-ALWAYS = (BASELINE, "sharded")
-"""Seeds that are priced in any case: what plans are compared with, and what takes the least memory."""
-SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
-"""Seeds may take this part of a search's time, and these seconds in any case."""
-LEAN = ("sharded", "PartitionedPS", "zero1")
-"""Seeds that take less memory with a group for each parameter, as less is gathered, or packed, at a time. Where nothing
-fits, they are tried in turn, until one spreads parameters over the ranks, or fits."""
-HOPELESS = 0.2
-"""Nothing is searched where the leanest plan, `LEAN` included, needs more memory than a device has by more than this
-part of it."""
 EXPLAINED_SHARE, EXPLAINED_MOST_S = 0.2, 20.0
 """The part of a search's time that is kept for the runners-up of the plan's groups, and the most seconds of it."""
 EXPLAINED_S = 1.0
@@ -122,9 +111,9 @@ def search_result(
         evaluate = Evaluator(problem, replace(whole, time_s=whole.time_s - kept_s), log, progress)
         if before is not None:
             evaluate.resume(*before)
-        seeds, lean, left_out = _seeds(evaluate)
+        seeds, lean, left_out = seeds_of(evaluate)
         further = [c for c in (evaluate(start.name, start.groups) for start in starts) if c is not None] + lean
-        if context.world_size > 1 and not _hopeless(evaluate):
+        if context.world_size > 1 and not is_hopeless(evaluate):
             evaluate.end_of_seeds()
             searcher.search(list({id(s): s for s in (*seeds.values(), *further)}.values()), evaluate, seed=seed)
     fitting = [c for c in evaluate.candidates if c.feasible]
@@ -190,7 +179,7 @@ def build_plan(
     be used, where it is forbidden, and where `fidelity` is given and does not allow the plan.
     """
     problem = _problem(graph, cluster, context, fidelity or FIDELITIES[-1], cost_model, constraints)
-    groups = _built(problem, name)
+    groups = built(problem, name)
     if forbidden := problem.rules.forbidden_in(groups):
         raise PlanError(
             f"plan '{name}' uses {', '.join(forbidden)}, which is forbidden: allow it, or take another strategy"
@@ -256,12 +245,7 @@ def infeasible(
     """Says why the plan of one builder, by name, does not fit, and with which change it would. `graphs`: the model's,
     then with ever more of the activations computed again, with which it does not fit either."""
     problems = [_problem(g, cluster, context, FIDELITIES[-1], cost_model, constraints) for g in graphs]
-    return InfeasibleError(named_does_not_fit(problems, _candidate(problems[0], name, _built(problems[0], name))))
-
-
-def _built(problem: Problem, name: str) -> tuple[SyncGroup, ...]:
-    """The groups of one builder, those of pinned parameters as their pins have it."""
-    return problem.rules.applied(builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
+    return InfeasibleError(named_does_not_fit(problems, _candidate(problems[0], name, built(problems[0], name))))
 
 
 def _candidate(problem: Problem, name: str, groups: tuple[SyncGroup, ...]) -> Candidate:
@@ -303,55 +287,6 @@ def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> 
         "evaluations": budget.evaluations,
         "seed": seed,
     }
-
-
-def _seeds(evaluate: Evaluator) -> tuple[dict[str, Candidate], list[Candidate], tuple[str, ...]]:
-    """Every builder's plan that is allowed and can be used here, priced, by name; leaner ones where memory is short;
-    and the names of those left out. With one rank they are all one.
-
-    The baseline comes first, and those of many groups last, for they take long; where the time is running out, the rest
-    is left out, as it is where none can fit."""
-    problem = evaluate.problem
-    found = names(problem.allows("rounded"), problem.context.late_parameters)
-    if problem.context.world_size == 1:
-        found = found[:1]
-    seeds: dict[str, Candidate] = {}
-    found = sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS))
-    left_out: list[str] = []
-    lean: list[Candidate] = []
-    for place, name in enumerate(found):
-        if place == len(ALWAYS):
-            lean = _lean(evaluate)
-        used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
-        if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set() or _hopeless(evaluate)):
-            left_out = found[place:]
-            break
-        candidate = evaluate(name, _built(problem, name))
-        if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
-            seeds[name] = candidate
-    if not seeds:  # each of them uses a strategy that is forbidden
-        offered = {strategy: found[0].options for strategy, found in choices(problem).items()}
-        candidate = evaluate(SEARCHED, problem.rules.allowed(offered))
-        seeds |= {SEARCHED: candidate} if candidate is not None else {}
-    return seeds, lean, tuple(left_out)
-
-
-def _lean(evaluate: Evaluator) -> list[Candidate]:
-    """Plans of `LEAN`, where nothing fits that is priced so far."""
-    found: list[Candidate] = []
-    for name in LEAN:
-        fits = evaluate.best is not None and evaluate.best.feasible
-        if fits or evaluate.budget.stop.is_set() or any(c.spreads for c in found):
-            break
-        groups = (g.model_copy(update={"members": (m,)}) for g in _built(evaluate.problem, name) for m in g.members)
-        candidate = evaluate(SEARCHED, issue_order(groups, evaluate.problem.graph.parameters))
-        found += [candidate] if candidate is not None else []
-    return found
-
-
-def _hopeless(evaluate: Evaluator) -> bool:
-    smallest = min(place.device.memory_bytes.value for place in evaluate.problem.topology.ranks)
-    return evaluate.best is not None and evaluate.best.overflow_bytes > HOPELESS * smallest
 
 
 def _plan(

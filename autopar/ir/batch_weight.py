@@ -106,5 +106,9 @@ class SampleRate(BatchWeight):
         return torch.tensor(self.rate * size, dtype=torch.float64)
 
 
+@dataclass(frozen=True)
 class UnreadWeight(SampleRate):
     """How much a batch counts where no graph shows what its loss is made of."""
+
+    unread: str = ""
+    """Why the loss may be a mean over something else, as far as a run has shown, in words."""

@@ -117,7 +117,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
         mutations=(),
         outputs=(forward,),
         gradients=gradients,
-        weight=weight_of(batch, seen.targets),
+        weight=weight_of(batch, seen.targets, seen.unread),
         seconds=seconds,
         in_pieces=frozenset(seen.in_pieces),
         foreseen=seen.foreseen,

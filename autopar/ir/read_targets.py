@@ -36,6 +36,8 @@ _LINEAR = frozenset(
 )
 """What may lie between cross-entropies and the loss, by autograd's names."""
 _FACTORS = frozenset({"MulBackward0", "DivBackward0"})
+_CHOICES = frozenset({"masked_fill", "masked_fill_", "where", "masked_select"})
+"""Functions by which a model leaves out some of its targets, besides an index that is a mask."""
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__"})
 """Functions that make Python numbers of a tensor's values: a factor may be one of these."""
 
@@ -80,10 +82,15 @@ class TargetWeight(BatchWeight):
         return self.known[structure]
 
 
-def weight_of(batch: Batch, targets: Sequence[Targets]) -> BatchWeight:
-    """How much batches like this one count, by what was read of the loss; their samples, where nothing was."""
+def weight_of(batch: Batch, targets: Sequence[Targets], unread: str = "") -> BatchWeight:
+    """How much batches like this one count, by what was read of the loss; their samples, where nothing was. `unread`:
+    why a loss may count something else then."""
     found = [TargetWeight(UNIT, counted=_count(t), is_sum=True, name=t.name) for t in targets]
-    return _placed(replace(found[0], others=tuple(found[1:])), batch) if found else UnreadWeight("samples", is_sum=True)
+    return (
+        _placed(replace(found[0], others=tuple(found[1:])), batch)
+        if found
+        else UnreadWeight("samples", is_sum=True, unread=unread)
+    )
 
 
 def _placed(weight: TargetWeight, batch: Batch) -> BatchWeight:
@@ -128,6 +135,10 @@ class TargetReader(TorchFunctionMode):
         super().__init__()
         self.found: tuple[Targets, ...] = ()
         """Of the loss's terms that are means over targets of the batch, in order, where the first term is."""
+        self.unread = ""
+        """Why the loss may be a mean over something that was not read, in words; empty where nothing shows that."""
+        self._chosen: list[torch.Tensor] = []
+        """Targets some of which the model has left out."""
         self._names = () if batch.listed is not None else batch.names
         self._followed: dict[int, _Followed] = {}
         self._losses: dict[Any, Targets] = {}
@@ -140,6 +151,7 @@ class TargetReader(TorchFunctionMode):
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a forward pass on a batch of these tensors."""
         self._losses, self._scaled, self._made_numbers = {}, set(), False
+        self._chosen = []
         self._followed = {
             id(t): _Followed(t, t._version, Targets(name, 0))
             for name, t in zip(self._names, tensors, strict=False)
@@ -148,11 +160,14 @@ class TargetReader(TorchFunctionMode):
 
     def end(self, loss: torch.Tensor) -> None:
         """Behind a forward pass."""
-        if self._losses and loss.grad_fn is not None:
-            terms = [self._losses.get(node) for node in _terms(loss.grad_fn, {*self._losses, *self._scaled})]
+        nodes = [] if loss.grad_fn is None else _terms(loss.grad_fn, {*self._losses, *self._scaled})
+        if not self.unread and not self._scaled.isdisjoint(nodes):
+            self.unread = "it is multiplied or divided by what is computed from tensors, as the count of a mask"
+        if self._losses:
+            terms = [self._losses.get(node) for node in nodes]
             read = dict.fromkeys(t for t in terms if t is not None)
             self.found = tuple(read) if terms and terms[0] is not None else ()
-        self._followed, self._losses, self._scaled = {}, {}, set()
+        self._followed, self._losses, self._scaled, self._chosen = {}, {}, set(), []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,7 +184,20 @@ class TargetReader(TorchFunctionMode):
             then = _after(of, name, found, args[1:], kwargs)
             if then is not None:
                 self._followed[id(found)] = then
+        if isinstance(found, torch.Tensor) and self._chooses(name, (*args, *kwargs.values())):
+            self._chosen.append(found)
         return found
+
+    def _chooses(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether a function makes of targets fewer of them, or only reshapes such ones."""
+        if name in _COPIES or name in _RESHAPES:
+            return self._is_chosen(args[0])
+        by_mask = name == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+        known = (self._followed.get(id(x)) for x in args if by_mask or name in _CHOICES)
+        return any(of is not None and of.tensor is x for of, x in zip(known, args, strict=False))
+
+    def _is_chosen(self, value: Any) -> bool:
+        return any(value is t for t in self._chosen)
 
     def _note(
         self,
@@ -184,6 +212,10 @@ class TargetReader(TorchFunctionMode):
         label_smoothing: float = 0.0,
     ) -> None:
         of, plain = self._of(target), weight is None and size_average is None and reduce is None
+        if reduction == "mean" and weight is not None:
+            self.unread = "its cross-entropy weights its classes"
+        elif reduction == "mean" and self._is_chosen(target):
+            self.unread = "its cross-entropy is given targets of which the model, or the loss, leaves some out"
         if of is not None and plain and reduction == "mean" and isinstance(loss, torch.Tensor) and loss.grad_fn:
             self._losses[loss.grad_fn] = replace(of.targets, ignored=ignore_index)
 

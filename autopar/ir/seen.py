@@ -56,6 +56,8 @@ class Seen:
     """Matrices whose gradient was zero but for so many rows, few of all, as that of an embedding is."""
     targets: tuple[Targets, ...] = ()
     """Which targets in the batch the loss is a mean over; empty where that was not seen."""
+    unread: str = ""
+    """Why the loss may be a mean over something else, in words."""
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -129,6 +131,7 @@ def look(
         rows=tuple((n, c) for n, c in rows.items() if fired.count(n) == 1 and sees_loss),
         uses=tuple(_with_missing(_since(uses, start), [n for n in parameters if n in watch])),
         targets=() if reader is None else reader.found,
+        unread="" if reader is None else reader.unread,
     )
 
 

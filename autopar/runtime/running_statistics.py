@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 
-from autopar.errors import AutoparWarning, PlanMismatchError
+from autopar.errors import AutoparWarning, CollectiveError, PlanMismatchError
 from autopar.runtime.job.process_group import Group, take_from_rank_0
 from autopar.runtime.job.together import gathered
 from autopar.runtime.sync_batch_norm import SyncedBatchNorm
@@ -76,7 +76,11 @@ class RunningStatistics:
         """Raises unless all ranks are about to read the statistics of these layers."""
         rank, names = self._group.rank, _listed(mine)
         here = f"rank {rank} has put {names}, which has trained, into evaluation mode"
-        texts = gathered(self._group, "running statistics", json.dumps(mine), here, _HOW)
+        try:
+            texts = gathered(self._group, "running statistics", json.dumps(mine), here, _HOW)
+        except CollectiveError as e:  # they wait in a step that this rank does not come to
+            self._group.leave("a step without the statistics that this rank was to read", e)
+            raise
         for other, theirs in enumerate(map(json.loads, texts)):
             if theirs != mine:
                 raise PlanMismatchError(f"{here}, and rank {other} {_listed(theirs)}. {_HOW}")

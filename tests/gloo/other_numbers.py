@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -263,6 +264,33 @@ def wrong_sums(rank: int, n: int) -> str:
     return said
 
 
+class Centered(nn.Module):
+    """Takes away again what its first parameter adds, whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.last = nn.Parameter(torch.zeros(4)), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = 1e-6 * x + self.shift
+        scores: torch.Tensor = self.last(h - h.mean(0))
+        return scores
+
+
+def rounding_in_a_drop_in(rank: int, n: int, by: float) -> str:
+    """What is said of a drop-in module one of whose gradients is nothing but rounding, on ranks whose shares of the
+    batch are thirds, and of which rank 0 sums `by` times too much."""
+    torch.manual_seed(2)
+    module, (x, y) = autopar.optimize(Centered(), example_inputs=batch(rank, 6)[0].float()), batch(rank, 4 + 4 * rank)
+    original = collectives.wait
+
+    def wait(t: torch.Tensor) -> torch.Tensor:
+        return original(t) * (by if rank == 0 and t.dtype == torch.float32 else 1.0)
+
+    with patch.object(collectives, "wait", wait):
+        return refused(lambda: F.mse_loss(module(x.float()), y.float()).backward())
+
+
 class Keeps(Net):
     """Keeps what its dropout has left, for who looks at it."""
 
@@ -329,4 +357,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "uneven": said_of_uneven(rank, n),
         "always compared": always_compared(rank, n),
         "wrong sums": wrong_sums(rank, n),
+        "rounding": [rounding_in_a_drop_in(rank, n, by) for by in (1.0, 1.01)],
     }

@@ -92,6 +92,13 @@ for step in range(4):
                 sys.exit(1)
         if trouble == "one freezes":
             model[1].eval()
+            for _ in range(2):
+                try:
+                    program.step(batch)
+                except autopar.errors.CollectiveError as e:
+                    print(e, flush=True)
+            time.sleep(17)
+            sys.exit(1)
         if trouble == "dies":
             die()
         if trouble == "dies as it saves":
@@ -222,7 +229,8 @@ def test_a_rank_that_freezes_a_layer_alone_is_told_so_without_waiting(outcomes: 
     (_, waiting), (status, freezing) = outcomes["one freezes"]
     assert status == 1 and "rank 1 has put the normalization layer '1', which has trained, into evaluation" in freezing
     assert "rank 0 has gone on without it" in freezing
-    assert "rank 1 has ended: its own output says why" in waiting
+    assert "End this process, so that the others end too" in freezing, "it cannot go on"
+    assert "rank 1 has left this by an error of its own, which others did not have, and lives on" in waiting
 
 
 def test_ranks_that_all_skip_a_batch_go_on(outcomes: Outcomes) -> None:

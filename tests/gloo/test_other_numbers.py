@@ -83,5 +83,12 @@ def test_a_wrong_sum_is_found_by_all_ranks(ranks: list[dict[str, Any]]) -> None:
         assert "first.weight" in rank["wrong sums"]
 
 
+def test_gradients_of_rounding_alone_are_right_and_excuse_no_other_in_a_drop_in(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        right, wrong = found["rounding"]
+        assert right == "nothing was refused"
+        assert "VerificationError" in wrong and "summed over ranks: the gradient of 'last.weight'" in wrong
+
+
 def test_every_step_may_be_compared_under_any_plan(ranks: list[dict[str, Any]]) -> None:
     assert [r["always compared"] for r in ranks] == ["nothing was refused"] * 2

@@ -38,6 +38,9 @@ def test_a_search_is_resumed_from_the_journal_beside_its_plan(tmp_path: Path) ->
     assert again.exit_code == 0, again.output
     assert output.read_bytes() == whole
     assert "plans priced in" in again.output
+    other = run(tmp_path, "-o", str(output), "--evaluations", "60", "--seed", "1", "--resume")
+    assert other.exit_code == 2 and "seed 0 where this one has 1" in other.stderr
+    assert output.read_bytes() == whole
 
 
 def test_a_search_with_nothing_to_resume_says_that_it_begins_anew(tmp_path: Path) -> None:

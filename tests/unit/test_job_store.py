@@ -20,7 +20,7 @@ from autopar.backends.collectives import CommunicationFailure
 from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import TORCHRUN, meet
 from autopar.runtime.job.ports import held_port
-from autopar.runtime.job.presence import Presence
+from autopar.runtime.job.presence import SILENCE_S, Presence
 from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.runtime.job.pulse import beat_of
 from autopar.runtime.job.servers import Serving
@@ -217,6 +217,30 @@ def test_a_rank_whose_last_sign_was_on_its_way_is_gone(monkeypatch: pytest.Monke
     with pytest.raises(CollectiveError, match=said), presence.guard("a step"):
         raise CommunicationFailure("broken")
     thread.join()
+
+
+def test_two_threads_that_wait_at_once_leave_the_usual_deadline(other: tuple[Presence, Any]) -> None:
+    presence, _ = other
+    seen: list[float] = []
+    first_goes_on, second_waits = threading.Event(), threading.Event()
+
+    def wait(is_ready: Any) -> threading.Thread:
+        thread = threading.Thread(target=presence.wait_for, args=("here", is_ready, [1], 30.0))
+        thread.start()
+        return thread
+
+    def second_is_ready(within_s: float) -> bool:
+        seen.append(presence.store._deadline_s)
+        second_waits.set()
+        first.join()
+        return True
+
+    first = wait(lambda within_s: first_goes_on.wait(20.0))
+    second = wait(second_is_ready)
+    assert second_waits.wait(20.0)
+    first_goes_on.set()
+    second.join()
+    assert [*seen, presence.store._deadline_s] == [SILENCE_S, SILENCE_S]
 
 
 def test_a_server_goes_on_after_garbage() -> None:

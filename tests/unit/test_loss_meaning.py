@@ -17,10 +17,13 @@ from autopar.errors import AutoparWarning
 from autopar.ir.batch import flatten
 from autopar.ir.batch_weight import UnreadWeight
 from autopar.ir.build import training_graph
+from autopar.ir.read_targets import weight_of
+from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.runtime.losses.findings import Finding, agreed_ratios, conclude
 from autopar.runtime.losses.meaning import LossMeaning
 from autopar.runtime.losses.probe import PartLosses, part_losses
+from autopar.runtime.uncaptured.look import look_at
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 BATCH = (torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, -100, 1, 0]))
@@ -152,6 +155,18 @@ def test_a_part_that_loses_nothing_does_not_make_the_loss_a_sum(first: int) -> N
     f = meaning(per_target).find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], nothing)))
     is_sum, said = conclude([f], 2, False)
     assert not is_sum and "is not known" in str(said)
+
+
+def test_an_eager_loss_that_weights_its_classes_is_not_known_though_one_sample_shows_nothing() -> None:
+    def weighted(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores, target, weight=torch.tensor([0.1, 1.0, 2.0]))
+
+    batch = flatten((BATCH[0][:1], BATCH[1][:1]))
+    for loss, said in ((weighted, "its cross-entropy weights its classes"), (F.cross_entropy, None)):
+        seen = look_at(nn.Linear(4, 3), batch, Settings(loss_fn=loss), "step")
+        finding = meaning(loss).find(weight_of(batch, seen.targets, seen.unread), batch)
+        _, problem = conclude([finding, finding], 2, False)
+        assert problem is None if said is None else said in str(problem)
 
 
 def test_an_eager_batch_of_tensors_of_many_sizes_is_said_once_to_count_by_its_first() -> None:

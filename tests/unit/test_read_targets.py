@@ -62,3 +62,26 @@ def test_targets_that_count_are_read(loss: Callable[[torch.Tensor], torch.Tensor
 )
 def test_what_is_not_understood_counts_by_its_samples(loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert count(loss) == ("samples", 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda t: entropy(t, weight=torch.ones(5)), "weights its classes"),
+        (lambda t: entropy(t.masked_fill(t == 0, -100).view(-1)), "leaves some out"),
+        (lambda t: entropy(t.masked_fill_(t == 0, -100)), "leaves some out"),
+        (lambda t: entropy(torch.where(t == 0, -100, t)), "leaves some out"),
+        (lambda t: entropy(t[t != -100]), "leaves some out"),
+        (lambda t: (entropy(t, reduction="none") * (t != 0).view(-1)).sum() / (t != 0).sum(), "the count of a mask"),
+        (lambda t: entropy(t[:, :2]), ""),
+        (lambda t: SCORES.square().mean() / 2, ""),
+        (lambda t: SCORES.square().mean() + SCORES.sum() / SCORES.shape[0], ""),
+    ],
+)
+def test_it_is_said_what_the_loss_may_be_a_mean_over(loss: Callable[[torch.Tensor], torch.Tensor], said: str) -> None:
+    batch = flatten({"target": TARGET.clone()})
+    with TargetReader(batch) as reader:
+        tensors = batch.copied()
+        reader.begin(tensors)
+        reader.end(loss(tensors[0]))
+    assert reader.found == () and (said in reader.unread if said else reader.unread == "")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from autopar.runtime.job.same_step import Described, unlike_ranks
+import pytest
+import torch
+from torch import nn
+
+from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph
+from autopar.runtime.job.same_step import Described, _described, unlike_ranks
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize(
@@ -18,3 +26,35 @@ from autopar.runtime.job.same_step import Described, unlike_ranks
 def test_a_rank_of_another_shape_hears_of_two_that_differ(each: list[str], found: list[tuple[int, int] | None]) -> None:
     everyone = [Described([one[0]], one[2:], [], [], "") for one in each]
     assert [unlike_ranks(everyone, rank) for rank in range(len(each))] == found
+
+
+class Slope(nn.Module):
+    """Its loss reads how its layer's outputs change with the inputs, by forward-mode differentiation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both: Any = torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))
+        output, slope = both
+        loss: torch.Tensor = output.square().mean() + slope.square().mean()
+        return loss
+
+
+def test_a_tangent_that_is_nothing_is_the_same_however_pytorch_makes_it() -> None:
+    """By what a process had traced before, one rank had `_efficientzerotensor`: ranks seemed to differ."""
+    batch = flatten({"x": torch.randn(4, 3)})
+    graph = training_graph(Slope(), batch, None)
+    before = _described(graph, batch)
+    assert graph.joint is not None
+    nodes = graph.joint.module.graph
+    zeros = [n for n in nodes.find_nodes(op="call_function", target=aten.expand.default) if "zeros" in str(n.args[0])]
+    assert zeros
+    with nodes.inserting_before(zeros[0]):
+        made = nodes.call_function(aten._efficientzerotensor.default, (zeros[0].args[1],))
+    made.meta = dict(zeros[0].meta)
+    zeros[0].replace_all_uses_with(made)
+    nodes.erase_node(zeros[0])
+    nodes.eliminate_dead_code()
+    assert _described(graph, batch) == before

@@ -6,24 +6,34 @@ import json
 import os
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autopar.cost_models import AnalyticCostModel, optimizer_cost
 from autopar.errors import SpecError
+from autopar.ir.training_graph import TrainingGraph
 from autopar.search import Budget, Journal, SearchResult, search_result
 from autopar.search.journal import known
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.lines import read_lines as read
 from autopar.strategies import Context
-from tests.unit.synthetic import cpu_hosts, training_graph
+from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 CLUSTER = cpu_hosts(3, "50 Mbit/s")
 GRAPH = training_graph()
 
 
 def run(
-    journal: Path | None, resume: bool = False, seed: int = 0, evaluations: int = 30, **given: object
+    journal: Path | None,
+    resume: bool = False,
+    seed: int = 0,
+    evaluations: int = 30,
+    graph: TrainingGraph = GRAPH,
+    cluster: ClusterSpec = CLUSTER,
+    **given: object,
 ) -> tuple[SearchResult, int]:
     """The result, and how many plans were priced anew."""
     priced = 0
@@ -38,7 +48,7 @@ def run(
     model.predict = counted  # type: ignore[method-assign,assignment]
     budget = Budget(time_s=1e9, evaluations=evaluations)
     result = search_result(
-        GRAPH, CLUSTER, Context(3), budget=budget, seed=seed, journal=journal, resume=resume,
+        graph, cluster, Context(3), budget=budget, seed=seed, journal=journal, resume=resume,
         **{"cost_model": model, **given},  # type: ignore[arg-type]
     )  # fmt: skip
     return result, priced
@@ -74,8 +84,35 @@ def test_without_resume_all_is_priced_again(tmp_path: Path) -> None:
 def test_other_searches_in_the_journal_are_left_alone(tmp_path: Path) -> None:
     journal = tmp_path / "j.jsonl"
     _, first = run(journal, seed=1)
-    _, second = run(journal, resume=True, seed=2)
-    assert second > 0.5 * first
+    _, second = run(journal, seed=2)
+    _, third = run(journal, resume=True, seed=2)
+    assert third < 0.5 * first < second
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seed": 2}, "The nearest one has seed 1 where this one has 2. Leave"),
+        ({"seed": 1, "evaluations": 20}, "has evaluations 30 where this one has 20. Leave"),
+        ({"seed": 1, "cluster": cpu_hosts(3, "60 Mbit/s")}, "has another cluster. Leave"),
+        ({"seed": 1, "graph": training_graph(MLP[:4])}, "has another model. Leave"),
+    ],
+)
+def test_the_journal_of_another_search_is_refused_with_what_differs(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    journal = tmp_path / "j.jsonl"
+    run(journal, seed=1)
+    before = journal.read_bytes()
+    with pytest.raises(SpecError, match=said):
+        run(journal, resume=True, **given)
+    assert journal.read_bytes() == before
+
+
+def test_a_search_that_was_cut_before_it_computed_anything_again_goes_on(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    run(journal)
+    run(journal, resume=True, graph=replace(GRAPH, recompute="full"))
 
 
 def test_two_searches_write_to_one_journal(tmp_path: Path) -> None:

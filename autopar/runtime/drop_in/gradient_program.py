@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,7 @@ from autopar.runtime.model.own_state import check_own_state
 from autopar.runtime.proofs.differences import tolerance_of
 from autopar.runtime.proofs.local_proof import SynchronizedOnce, prove_locally
 from autopar.runtime.proofs.one_pass import How, Ran
+from autopar.runtime.proofs.probes import Seen
 from autopar.runtime.replay import as_captured
 from autopar.runtime.sync_batch_norm import check_tangents
 from autopar.runtime.uncaptured.stand_in_gradients import StandInGradients, run_backward
@@ -237,9 +239,14 @@ class GradientProgram(DropInProgram):
         has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
         scalars = self._scalars(names, has, weight, total, count)
         proof, expected = self._proof if self.settings.check == "always" or not self._compared else None, {}
+
+        def expected_of(proof: SynchronizedOnce, factor: float) -> dict[str, Seen]:
+            begun = [t * factor for t in tangents]
+            local = self._backward(c, "local backward", reached)(*saved, *begun)[: len(names)]
+            return proof.expected(local, kept.sums, weight / factor, count, total)
+
         if proof is not None:
-            local = self._backward(c, "local backward", reached)(*saved, *tangents)[: len(names)]
-            expected = proof.expected(local, kept.sums, weight, count, total)
+            expected = expected_of(proof, 1.0)
         with self._guard():
             if kept.sums:
                 earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names]
@@ -248,7 +255,7 @@ class GradientProgram(DropInProgram):
             else:
                 *gradients, sums = self._backward(c, "backward", reached)(*saved, *tangents, *scalars)
         if proof is not None:
-            self._compared = proof.compare(expected, gradients[: len(names)])
+            self._compared = proof.compare(expected, gradients[: len(names)], partial(expected_of, proof))
         self._share_buffers(c, f"backward pass {self._steps}")
         self._steps += 1
         found = tuple(gradients)

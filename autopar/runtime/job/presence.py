@@ -15,13 +15,14 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from autopar.backends.collectives import CommunicationFailure, calls_so_far
 from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import RANK_0
-from autopar.runtime.job.pulse import BEAT_S, ENDED, Pulse, beat_of
+from autopar.runtime.job.pulse import BEAT_S, ENDED, Pulse
+from autopar.runtime.job.signs import GONE, Signs, Watch
 from autopar.runtime.job.store import Connection, InThread, JobStore, StoreFailure, StoreSilent
 
 SILENCE_S = 5.0
@@ -36,9 +37,9 @@ ALIKE_S = 2 * SILENCE_S
 """How much later than this rank the others may have an error that all ranks have alike."""
 LINGER_S = 15.0
 """How long the process that serves the store waits for the others to read what was written down."""
-_GONE, _LATE, _ABSENT, _LEFT = "gone", "late", "absent", "left"
+_LATE, _ABSENT, _LEFT = "late", "absent", "left"
 _SAID = {
-    _GONE: "is gone: it gives no sign of life (killed, frozen or cut off)",
+    GONE: "is gone: it gives no sign of life (killed, frozen or cut off)",
     ENDED: "has ended: its own output says why, or it had fewer batches than the others",
     _LATE: "is late: it runs, but has not come here",
     _LEFT: "has left this by an error of its own, which others did not have, and lives on: its own output, or where it "
@@ -46,7 +47,7 @@ _SAID = {
     _ABSENT: "never came: it was not started, has ended before, or has not called autopar.optimize",
 }
 _OF_THIS_RANK = {
-    _GONE: "this rank gave no sign of life for a while, and the others have given it up",
+    GONE: "this rank gave no sign of life for a while, and the others have given it up",
     _ABSENT: "this rank came too late, the others have given up waiting for it",
     _LATE: "this rank came too late, the others have given up waiting for it",
     ENDED: "this rank has ended once, and the others have seen that",
@@ -65,6 +66,7 @@ class Presence:
         self.rank, self.world_size = rank, world_size
         self._served_by, self._served_here = by, by == RANK_0 and rank == 0
         self.store = JobStore(connection, f"autopar/presence/{name}", SILENCE_S)
+        self._signs = Signs(self.store)
         server = None if self._served_here or by != RANK_0 else 0
         self._pulse = Pulse(connection.store, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
         self._left: tuple[str, str] | None = None
@@ -96,12 +98,14 @@ class Presence:
         except BaseException as e:  # of this rank's own: it has not been through with what the others wait for
             self._pulse.place -= 1
             if calls_so_far() != before:
-                self._leave(what, e)
+                self.leave(what, e)
             raise
         else:
             self._pulse.place += 1
 
-    def _leave(self, what: str, error: BaseException) -> None:
+    def leave(self, what: str, error: BaseException) -> None:
+        """Says that this rank has left what the others wait in, by an error of its own: its next guard refuses, unless
+        all ranks have left it."""
         if self._left is None:  # by the inner one of two guards
             self._left = what, f"{type(error).__name__}: {error}".splitlines()[0][:200]
             with contextlib.suppress(StoreFailure):  # the error that is raised says more
@@ -114,10 +118,13 @@ class Presence:
         what, error = self._left
         here = f"{what}, rank {self.rank}"
         with self.asking(here):
-            _until(lambda: all(map(self._has_left, self._others())) or bool(self._written_down()), ALIKE_S)
-            others = [r for r in self._others() if not self._has_left(r)]
+            _until(
+                lambda: all(self._has_left(r, self._signs) for r in self._others()) or bool(self._verdict(self._signs)),
+                ALIKE_S,
+            )
+            others = [r for r in self._others() if not self._has_left(r, self._signs)]
             if others:
-                self._settled({self.rank: _LEFT})
+                self._settled({self.rank: _LEFT}, self._signs)
                 raise CollectiveError(
                     f"{here}: this rank has left it by an error of its own ({error}), in the middle of what ranks do "
                     f"together, and rank {others[0]} has not: what this rank sends now would be taken for the rest of "
@@ -125,9 +132,9 @@ class Presence:
                 )
         self._left, self._times_left = None, self._times_left + 1
 
-    def _has_left(self, rank: int) -> bool:
+    def _has_left(self, rank: int, signs: Signs) -> bool:
         """Whether a rank has left, in its middle, what this rank is in or has left."""
-        return self.store.check(f"left/{self._times_left}/{rank}")
+        return signs.store.check(f"left/{self._times_left}/{rank}")
 
     def connect(self, what: str, call: Callable[[], T], limit_s: float) -> T:
         """What `call` returns, which connects ranks and may hang where one is gone; all ranks do it. Raises
@@ -145,10 +152,10 @@ class Presence:
 
     def gather(self, limit_s: float) -> None:
         """Waits until all ranks have come. Raises `CollectiveError` with those that have not within `limit_s`."""
-        missing = self._others()
+        missing, signs = self._others(), self.patient(limit_s)
 
         def are_here(within_s: float) -> bool:
-            missing[:] = [r for r in missing if not self.beat(r)[0]]
+            missing[:] = [r for r in missing if not signs.beat(r)[0]]
             if missing:
                 time.sleep(within_s)
             return not missing
@@ -163,36 +170,39 @@ class Presence:
         except StoreFailure as e:
             raise CollectiveError(self._of_the_store(here, e)) from e
 
+    def patient(self, limit_s: float) -> Signs:
+        """The signs of life as who waits for `limit_s` at most reads them: the store may be silent as long as a rank
+        may be."""
+        return self._signs.within(_patience_s(limit_s))
+
     def wait_for(self, here: str, is_ready: Callable[[float], bool], awaited: Sequence[int], limit_s: float) -> None:
         """Returns once `is_ready`, which is given seconds that it may wait. Raises `CollectiveError` where one of the
         `awaited` ranks has ended, where any is gone, where the store does not answer, and after `limit_s`."""
         self._check_left()
-        patience_s, usual = max(SILENCE_S, min(PATIENCE_S, limit_s)), self.store
+        patience_s, signs = _patience_s(limit_s), self.patient(limit_s)
         begun, pause_s, watch, looked = time.monotonic(), 0.005, None, time.monotonic()
-        self.store = usual.within(patience_s)
-        try:
-            with self.asking(here):
-                while not is_ready(pause_s):
-                    pause_s, now = min(2 * pause_s, 0.25), time.monotonic()
-                    if now - looked > BEAT_S / 2:
-                        looked = now
-                        watch = watch or _Watch(self, self._others())
-                        found = {r: how for r, how in watch.look(patience_s).items() if how != ENDED or r in awaited}
-                        found = found or self._written_down()
-                        if found and not is_ready(0.0):  # what has ended since may have been ready before
-                            raise CollectiveError(self._blamed(here, self._settled(found)))
-                    if now - begun > limit_s:
-                        found = self._roll_call(awaited, watch)
-                        if not is_ready(0.0):
-                            raise CollectiveError(self._blamed(here, self._settled(found), f"not within {limit_s:g} s"))
-        finally:
-            self.store = usual
+        with self.asking(here):
+            while not is_ready(pause_s):
+                pause_s, now = min(2 * pause_s, 0.25), time.monotonic()
+                if now - looked > BEAT_S / 2:
+                    looked = now
+                    watch = watch or Watch(signs, self._others())
+                    found = {r: how for r, how in watch.look(patience_s).items() if how != ENDED or r in awaited}
+                    found = found or self._verdict(signs)
+                    if found and not is_ready(0.0):  # what has ended since may have been ready before
+                        raise CollectiveError(self._blamed(here, self._settled(found, signs)))
+                if now - begun > limit_s:
+                    found = self._roll_call(signs, awaited, watch)
+                    if not is_ready(0.0):
+                        raise CollectiveError(
+                            self._blamed(here, self._settled(found, signs), f"not within {limit_s:g} s")
+                        )
 
     def _explained(self, here: str, error: BaseException) -> str:
         cause = str(error).strip().splitlines()[0][:200]
         try:
-            found = self._written_down() or self._roll_call()
-            return self._blamed(here, self._settled(found), cause)
+            found = self._verdict(self._signs) or self._roll_call(self._signs)
+            return self._blamed(here, self._settled(found, self._signs), cause)
         except StoreFailure as e:
             return f"{self._of_the_store(here, e)}: {cause}"
 
@@ -203,7 +213,7 @@ class Presence:
         if not found:
             return f"{here}: communication failed although every rank lives and is here{behind}"
         said = "; ".join(f"rank {r} {_SAID[how]}" for r, how in sorted(found.items()))
-        if self.world_size > 2 and [*found.values()].count(_GONE) == self.world_size - 1:
+        if self.world_size > 2 and [*found.values()].count(GONE) == self.world_size - 1:
             said += "; or this rank is, as it hears of none of the others"
         return f"{here}: {said}{behind}"
 
@@ -212,44 +222,39 @@ class Presence:
             return f"{here}: rank 0 {_SAID[ENDED]}"
         return without_store(here, self._served_by, error)
 
-    def _settled(self, found: Mapping[int, str]) -> Mapping[int, str]:
+    def _settled(self, found: Mapping[int, str], signs: Signs) -> Mapping[int, str]:
         """Who is to blame, as the first rank that asked has found: those that ask later may see that one end."""
-        written = self._written_down()  # by a rank that was seen to end: it wrote this before
+        written = self._verdict(signs)  # by a rank that was seen to end: it wrote this before
         if not written and found:
-            self.store.set("verdict", json.dumps(dict(found)))
+            signs.store.set("verdict", json.dumps(dict(found)))
         found = written or found
-        self.store.set(f"heard/{self.rank}", "1")
+        signs.store.set(f"heard/{self.rank}", "1")
         if self._served_here:  # what was written down goes with this process
             rest = [r for r in self._others() if r not in found]
-            _until(lambda: all(self._has_heard(r) for r in rest), LINGER_S)
+            _until(lambda: all(signs.has_heard(r) for r in rest), LINGER_S)
         return found
 
-    def _written_down(self) -> dict[int, str]:
-        """The verdict; none where it cannot be read, which no rank has then written."""
-        with contextlib.suppress(CollectiveError, ValueError, AttributeError, RecursionError):
-            found = {int(r): str(how) for r, how in json.loads(self.store.get("verdict") or "{}").items()}
-            if all(0 <= r < self.world_size and how in _SAID for r, how in found.items()):
-                return found
-        return {}
+    def _verdict(self, signs: Signs) -> dict[int, str]:
+        return signs.verdict(self.world_size, _SAID)
 
-    def _roll_call(self, awaited: Sequence[int] = (), watch: _Watch | None = None) -> dict[int, str]:
+    def _roll_call(self, signs: Signs, awaited: Sequence[int] = (), watch: Watch | None = None) -> dict[int, str]:
         """The ranks that are gone or have ended; where all live, those that never came, or have not come to this place;
         else the one that is awaited."""
-        watch, place, begun = watch or _Watch(self, self._others()), self._pulse.place, time.monotonic()
-        at_first, found = watch.counts(), watch.look()
+        watch, place, begun = watch or Watch(signs, self._others()), self._pulse.place, time.monotonic()
+        at_first, found = watch.counts(), watch.look(SILENCE_S)
         while not watch.knows_all(found, at_first) and time.monotonic() - begun < LONGEST_CALL_S:
             time.sleep(0.1)
-            found = watch.look()
+            found = watch.look(SILENCE_S)
         # A store that has answered late again and again excuses no silence as long as that. What follows asks nothing
         # about silence anew: an answer that is late just now would excuse a rank that is gone.
         silent = [r for r, count in watch.counts().items() if count and count == at_first[r]]
-        found = found or {r: _GONE for r in silent if time.monotonic() - begun >= LONGEST_CALL_S}
+        found = found or {r: GONE for r in silent if time.monotonic() - begun >= LONGEST_CALL_S}
         if found:
             return found
-        beats = {r: self.beat(r) for r in self._others()}
+        beats = {r: signs.beat(r) for r in self._others()}
         return (
             {r: _ABSENT for r, (count, _) in beats.items() if not count}
-            or {r: _LEFT for r in beats if self._has_left(r)}
+            or {r: _LEFT for r in beats if self._has_left(r, signs)}
             or {r: _LATE for r, (_, at) in beats.items() if at < place}
             or {r: _LATE for r in awaited if len(awaited) == 1}
         )
@@ -257,20 +262,10 @@ class Presence:
     def _others(self) -> list[int]:
         return [r for r in range(self.world_size) if r != self.rank]
 
-    def _has_heard(self, rank: int) -> bool:
-        return self.store.check(f"heard/{rank}") or self.beat(rank)[0] == ENDED
-
     @property
     def place(self) -> int:
         """How many guarded regions this rank has entered and left."""
         return self._pulse.place
-
-    def beat(self, rank: int) -> tuple[str, int]:
-        """A rank's count and its place; no count where it has none, or none that can be read."""
-        try:
-            return beat_of(self.store.get(f"beat/{rank}"))
-        except CollectiveError:
-            return beat_of(None)
 
 
 def without_store(here: str, served_by: str, error: BaseException) -> str:
@@ -283,46 +278,9 @@ def without_store(here: str, served_by: str, error: BaseException) -> str:
     return f"{here}: {by} is gone: it was killed, or ended at once, as its connections have ended"
 
 
-class _Watch:
-    """Tells ranks that live from those that do not, by looking several times."""
-
-    def __init__(self, presence: Presence, ranks: Iterable[int]) -> None:
-        self._presence = presence
-        now = time.monotonic()
-        self._first = {r: presence.beat(r)[0] for r in ranks}
-        self._last = {r: (count, now) for r, count in self._first.items()}
-
-    def look(self, patience_s: float = SILENCE_S) -> dict[int, str]:
-        """The ranks that have ended, and those whose count has stood still for so long. A rank that has none has not
-        come yet."""
-        found, now = {}, time.monotonic()
-        for r, (before, since) in self._last.items():
-            count = self._presence.beat(r)[0]
-            if count == ENDED:
-                found[r] = ENDED
-            elif count != before:
-                self._last[r] = (count, now)
-            elif count and now - max(since, self._presence.store.silent_until) >= patience_s:
-                found[r] = _GONE
-        return found
-
-    def counts(self) -> dict[int, str]:
-        """What each rank's count was when it was last looked at."""
-        return {r: count for r, (count, _) in self._last.items()}
-
-    def knows_all(self, found: Mapping[int, str], at_first: Mapping[int, str]) -> bool:
-        """Whether every rank has been `found` not to live, or lives: its count has gone on by two from `at_first`, as
-        one may have been on its way to the store when the rank was killed, and lately. One that had not come when this
-        began has not come."""
-        recently = time.monotonic() - 2 * BEAT_S
-        return all(
-            not first or r in found or (_lies_behind(self._last[r][0], at_first[r]) and self._last[r][1] > recently)
-            for r, first in self._first.items()
-        )
-
-
-def _lies_behind(count: str, first: str) -> bool:
-    return count.isdigit() and int(count) >= int(first or 0) + 2
+def _patience_s(limit_s: float) -> float:
+    """How long a rank, or the store, may give no sign of life where another waits for `limit_s` at most."""
+    return max(SILENCE_S, min(PATIENCE_S, limit_s))
 
 
 def _until(condition: Callable[[], bool], limit_s: float) -> None:

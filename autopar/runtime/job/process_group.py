@@ -97,6 +97,16 @@ class Group:
             self.meshes[servers] = made
         return self.meshes[servers]
 
+    def leave(self, what: str, error: BaseException) -> None:
+        """Ends this rank's part in the program, in which the other ranks wait for it: their collectives fail at once,
+        and they name this rank. Those on GPUs only at their timeout, as NCCL's kernels do not hear of it."""
+        if self.presence is None:
+            return
+        self.presence.leave(what, error)
+        for pg in (self.pg, *self.channels.values()):
+            if dist.get_backend(pg) == "gloo":
+                dist.destroy_process_group(pg)
+
     def guard(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around communication that all ranks take part in; see `Presence.guard`."""
         return contextlib.nullcontext() if self.presence is None else self.presence.guard(what)

@@ -26,6 +26,8 @@ from autopar.ir.batch import Batch, flatten
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.job.process_group import Rendezvous
 
+aten = torch.ops.aten
+
 Capture = Callable[[Batch], TrainingGraph]
 
 _HOW = "All ranks must build the same model, with the same settings and loss"
@@ -116,7 +118,7 @@ def _of_shape(t: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _described(graph: TrainingGraph, batch: Batch) -> Described:
     assert graph.joint is not None
-    nodes = graph.joint.module.graph.nodes
+    nodes = [n for n in graph.joint.module.graph.nodes if not _is_one_zero(n)]
     place = {node: i for i, node in enumerate(nodes)}
     shapes, texts, loose = [], [], set()
     gathers = graph.joint.gathers  # then a rank's samples have a place among all, as labels that follow from its number
@@ -130,6 +132,8 @@ def _described(graph: TrainingGraph, batch: Batch) -> Described:
         if node.op == "placeholder":
             value = node.meta["val"]
             shapes.append(f"{tuple(value.shape)} {value.dtype}")
+        elif _is_zeros(node):
+            texts.append(f"zeros {tuple(node.meta['val'].shape)} {node.meta['val'].dtype}")
         elif node.op == "call_function":
             constants = torch.fx.node.map_aggregate((node.args, node.kwargs), told)
             texts.append(f"{_name(node.target)} {constants}")
@@ -139,6 +143,21 @@ def _described(graph: TrainingGraph, batch: Batch) -> Described:
     tensors = [f"{t.dtype} {t.dim()} {t.is_contiguous()}" for t in batch.tensors]
     form = [batch.signature.structure, tensors, [repr(c) for c in batch.constants]]
     return Described(shapes, digest, sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
+
+
+def _is_one_zero(node: torch.fx.Node) -> bool:
+    """Whether a node makes a zero that is expanded to the tensors that are read."""
+    if node.target != aten.zeros.default or node.args[0] != []:
+        return False
+    return bool(node.users) and all(u.target == aten.expand.default for u in node.users)
+
+
+def _is_zeros(node: torch.fx.Node) -> bool:
+    """Whether a node is what forward-mode differentiation has for a tangent that is nothing: by what else a process has
+    traced before, PyTorch makes it in one or the other way. [Empirical, torch 2.13]"""
+    if node.target == aten._efficientzerotensor.default:
+        return True
+    return node.target == aten.expand.default and _is_one_zero(node.all_input_nodes[0])
 
 
 def _factors(node: torch.fx.Node, with_numbers: bool) -> str:

@@ -82,7 +82,7 @@ def agreed(
 
 def _all_there(rendezvous: Rendezvous, presence: Presence, others: list[int]) -> Callable[[float], bool]:
     """Whether all ranks are in the call, after so many seconds at most; raises where one has gone on without it."""
-    store, here = rendezvous.store, presence.place
+    store, signs, here = rendezvous.store, presence.patient(rendezvous.limit_s), presence.place
     assert store is not None
     beyond: dict[int, str] = {}
 
@@ -91,7 +91,7 @@ def _all_there(rendezvous: Rendezvous, presence: Presence, others: list[int]) ->
         for rank in missing:
             # A rank that comes here writes its text before it enters any further region, and thus before the beat
             # that tells of it. Two beats, as the text may come between the looks at the one and at the other.
-            beat, place = presence.beat(rank)
+            beat, place = signs.beat(rank)
             if place > here and beyond.setdefault(rank, beat) != beat and not store.check(f"{_TOPIC}/{rank}"):
                 raise CollectiveError(
                     f"rank {rank} has gone on without it, to a step or to another call that all ranks make"

@@ -261,7 +261,11 @@ class LossMeaning:
     def _unknown(self, weight: BatchWeight, batch: Batch, mean: bool | None, seen: str) -> str:
         """Why it is not known what a loss is a mean over that no graph shows; empty where a batch has shown it, or has
         too few samples to, or where the target has as many samples as the loss is a mean over."""
-        if not isinstance(weight, UnreadWeight) or mean is not None or seen == FEW:
+        if not isinstance(weight, UnreadWeight) or mean is not None:
+            return ""
+        if weight.unread:
+            return weight.unread
+        if seen == FEW:
             return ""
         targets = self._targets(batch)
         if targets is None:

@@ -1,0 +1,77 @@
+"""The plans that a search begins with: those that a person would write, and leaner ones where memory is short."""
+
+from __future__ import annotations
+
+from autopar.search.base import SEARCHED, Candidate, Problem
+from autopar.search.builders import MANY_GROUPS, builder_named, names
+from autopar.search.builders.common import issue_order
+from autopar.search.evaluate import Evaluator
+from autopar.search.moves import choices
+from autopar.spec.plan import SyncGroup
+from autopar.spec.summary import BASELINE
+
+ALWAYS = (BASELINE, "sharded")
+"""Seeds that are priced in any case: what plans are compared with, and what takes the least memory."""
+SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
+"""Seeds may take this part of a search's time, and these seconds in any case."""
+LEAN = ("sharded", "PartitionedPS", "zero1")
+"""Seeds that take less memory with a group for each parameter, as less is gathered, or packed, at a time. Where nothing
+fits, they are tried in turn, until one spreads parameters over the ranks, or fits."""
+HOPELESS = 0.2
+"""Nothing is searched where the leanest plan, `LEAN` included, needs more memory than a device has by more than this
+part of it."""
+
+
+def seeds_of(evaluate: Evaluator) -> tuple[dict[str, Candidate], list[Candidate], tuple[str, ...]]:
+    """Every builder's plan that is allowed and can be used here, priced, by name; leaner ones where memory is short;
+    and the names of those left out. With one rank they are all one.
+
+    The baseline comes first, and those of many groups last, for they take long; where the time is running out, the rest
+    is left out, as it is where none can fit."""
+    problem = evaluate.problem
+    found = names(problem.allows("rounded"), problem.context.late_parameters)
+    if problem.context.world_size == 1:
+        found = found[:1]
+    seeds: dict[str, Candidate] = {}
+    found = sorted(found, key=lambda name: (name not in ALWAYS, name.split("+")[0] in MANY_GROUPS))
+    left_out: list[str] = []
+    lean: list[Candidate] = []
+    for place, name in enumerate(found):
+        if place == len(ALWAYS):
+            lean = _lean(evaluate)
+        used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
+        if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set() or is_hopeless(evaluate)):
+            left_out = found[place:]
+            break
+        candidate = evaluate(name, built(problem, name))
+        if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
+            seeds[name] = candidate
+    if not seeds:  # each of them uses a strategy that is forbidden
+        offered = {strategy: found[0].options for strategy, found in choices(problem).items()}
+        candidate = evaluate(SEARCHED, problem.rules.allowed(offered))
+        seeds |= {SEARCHED: candidate} if candidate is not None else {}
+    return seeds, lean, tuple(left_out)
+
+
+def _lean(evaluate: Evaluator) -> list[Candidate]:
+    """Plans of `LEAN`, where nothing fits that is priced so far."""
+    found: list[Candidate] = []
+    for name in LEAN:
+        fits = evaluate.best is not None and evaluate.best.feasible
+        if fits or evaluate.budget.stop.is_set() or any(c.spreads for c in found):
+            break
+        groups = (g.model_copy(update={"members": (m,)}) for g in built(evaluate.problem, name) for m in g.members)
+        candidate = evaluate(SEARCHED, issue_order(groups, evaluate.problem.graph.parameters))
+        found += [candidate] if candidate is not None else []
+    return found
+
+
+def is_hopeless(evaluate: Evaluator) -> bool:
+    """Whether the leanest plan that was priced needs so much more memory than a device has that none will fit."""
+    smallest = min(place.device.memory_bytes.value for place in evaluate.problem.topology.ranks)
+    return evaluate.best is not None and evaluate.best.overflow_bytes > HOPELESS * smallest
+
+
+def built(problem: Problem, name: str) -> tuple[SyncGroup, ...]:
+    """The groups of one builder, those of pinned parameters as their pins have it."""
+    return problem.rules.applied(builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
