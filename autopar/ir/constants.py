@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.ir.held_tensors import held_tensors
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 """Kinds of values that hold nothing else."""
 
 
@@ -30,7 +30,7 @@ class Constant:
 def constant(x: Any) -> tuple[Constant, str]:
     """What tells a value from others; and why no graph can be made for a batch with it, empty where one can."""
     kind = type(x)
-    if kind in _PLAIN or isinstance(x, (float, complex)):
+    if kind in PLAIN or isinstance(x, (float, complex)):
         return Constant(kind, repr(x) if isinstance(x, (float, complex)) else x), ""
     if kind in (slice, range, set, frozenset) or isinstance(x, (tuple, list)):
         parts = list(map(constant, (x.start, x.stop, x.step) if kind in (slice, range) else x))

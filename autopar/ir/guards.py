@@ -26,7 +26,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import NumpyTensorSource
 
 from autopar.ir.compat import AT_TRACE_END
-from autopar.ir.constants import constant
+from autopar.ir.constants import PLAIN, constant
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
@@ -204,11 +204,19 @@ def _as_written(equals: Callable[[GuardBuilder, Any], None]) -> Callable[[GuardB
             isinstance(value, (tuple, list, set, frozenset)) or (isinstance(value, (float, complex)) and not value)
         ):
             return
-        known, _ = constant(value)
         words = get_verbose_code_parts(f"{guard.name} == {value!r}", guard)
-        builder.get_guard_manager(guard).add_lambda_guard(lambda v: constant(v)[0] == known, words, guard.user_stack)
+        builder.get_guard_manager(guard).add_lambda_guard(_written_as(value), words, guard.user_stack)
 
     return match
+
+
+def _written_as(value: Any) -> Callable[[Any], bool]:
+    """Tells a value that equals this one and is of its kind from what is written otherwise; before each step."""
+    if isinstance(value, (float, complex)) or (type(value) in (tuple, list) and all(type(v) in PLAIN for v in value)):
+        written = repr(value)
+        return lambda v: repr(v) == written
+    known, _ = constant(value)
+    return lambda v: constant(v)[0] == known
 
 
 _AS_WRITTEN = {n: _as_written(getattr(GuardBuilder, n)) for n in ("EQUALS_MATCH", "CONSTANT_MATCH")}

@@ -6,14 +6,15 @@ import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from operator import is_
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autopar.runtime.model.in_place import generator_back, memory_back, slots_of
+from autopar.runtime.model.in_place import generator_back, is_filled, memory_back, slots_of
 from autopar.runtime.model.iterators import Iterators, Rewindable, is_iterator
 
 
@@ -29,6 +30,7 @@ _CONTAINERS = (OrderedDict, dict, list, deque, set)
 """With their subclasses, as `Counter`; the first that one is an instance of reads and fills it, as what a subclass
 overrides may do anything: `ACT2FN[name]` of Transformers makes a new module of what is held there."""
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
+_PASSED_OVER = (*_PLAIN, Rewindable)
 _WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
 """Where modules come from that synchronize another one: what they count themselves goes on."""
 _OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "socket", "subprocess", "threading"}
@@ -54,13 +56,10 @@ def held_within(
     tensors: list[torch.Tensor] = []
     back: list[_Back] = []
     held: list[Any] = []  # so that no other object gets an id that is known
+    kinds: dict[int, tuple[bool, list[MemberDescriptorType]]] = {}  # of classes, by their ids
     while waiting and len(known) < MOST:
         value = waiting.popleft()
-        if (
-            isinstance(value, (*_PLAIN, Rewindable))
-            or id(value) in known
-            or (kept is None and isinstance(value, nn.Module))
-        ):
+        if isinstance(value, _PASSED_OVER) or id(value) in known or (kept is None and isinstance(value, nn.Module)):
             continue
         known.add(id(value))
         held.append(value)
@@ -85,7 +84,11 @@ def held_within(
         elif (in_place := generator_back(value) or memory_back(value)) is not None:
             back.append(in_place)
         else:
-            if _is_of_threads(value):
+            kind = type(value)
+            if id(kind) not in kinds:
+                kinds[id(kind)] = _is_of_threads(kind), slots_of(kind)
+            of_threads, slots = kinds[id(kind)]
+            if of_threads:
                 continue
             if isinstance(value, _CONTAINERS):
                 back += kept_within(value, iterators)
@@ -95,14 +98,14 @@ def held_within(
             if type(getattr(value, "__dict__", None)) is dict:
                 back += kept_within(vars(value), iterators)
                 waiting += vars(value).values()
-            for slot in slots_of(value):
+            for slot in (s for s in slots if is_filled(s, value)):
                 back += _kept_in(partial(slot.__set__, value), slot.__get__(value), iterators)
                 waiting.append(slot.__get__(value))
     return tensors, back
 
 
-def _is_of_threads(value: Any) -> bool:
-    return any(c.__module__.partition(".")[0] in _OF_THREADS for c in type(value).__mro__)
+def _is_of_threads(kind: type) -> bool:
+    return any(c.__module__.partition(".")[0] in _OF_THREADS for c in kind.__mro__)
 
 
 def kept_within(holder: Any, iterators: Iterators) -> list[_Back]:
@@ -258,7 +261,8 @@ def parts(container: Any) -> list[Any]:
 
 def _kind(container: Any) -> Any:
     """The container of Python that this is one of."""
-    return next(k for k in _CONTAINERS if isinstance(container, k))
+    kind = type(container)
+    return kind if kind in _CONTAINERS else next(k for k in _CONTAINERS if isinstance(container, k))
 
 
 def _content(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
@@ -271,7 +275,8 @@ def _content(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
 
 def _refill(container: Any, content: Any) -> None:
     """Has a container hold again what it held; untouched where it does."""
-    if list(map(id, parts(container))) != list(map(id, parts(content))):
+    now, then = parts(container), parts(content)
+    if len(now) != len(then) or not all(map(is_, now, then)):
         kind = _kind(container)
         kind.clear(container)
         if isinstance(content, dict):

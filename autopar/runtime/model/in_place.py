@@ -62,14 +62,14 @@ def _refill(value: Any, content: Any) -> None:
     value[:] = content
 
 
-def slots_of(value: Any) -> list[MemberDescriptorType]:
-    """The filled slots of an object whose class, or a class above it, has `__slots__`."""
-    classes = [vars(c) for c in type(value).__mro__ if "__slots__" in vars(c)]
-    slots = [s for of in classes for s in of.values() if isinstance(s, MemberDescriptorType)]
-    return [s for s in slots if _is_filled(s, value)]
+def slots_of(kind: type) -> list[MemberDescriptorType]:
+    """The slots of a class, or of classes above it, that have `__slots__`."""
+    classes = [vars(c) for c in kind.__mro__ if "__slots__" in vars(c)]
+    return [s for of in classes for s in of.values() if isinstance(s, MemberDescriptorType)]
 
 
-def _is_filled(slot: MemberDescriptorType, value: Any) -> bool:
+def is_filled(slot: MemberDescriptorType, value: Any) -> bool:
+    """Whether an object holds something in a slot."""
     try:
         slot.__get__(value)
     except AttributeError:
