@@ -13,7 +13,7 @@ from autopar.api import optimize
 from autopar.errors import CaptureError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
-from autopar.runtime.drop_in.module import SyncedModule
+from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved
 from autopar.runtime.model.evaluated import as_it_is
 from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.cluster import ClusterSpec
@@ -46,6 +46,7 @@ class DropIn(nn.Module):
         """By all ranks together: the model takes rank 0's values. `options`: more arguments of `autopar.optimize`."""
         super().__init__()
         self.module = model
+        self.register_load_state_dict_pre_hook(as_it_was_saved)  # type: ignore[no-untyped-call]
         self._cluster, self._options, self._weight = cluster, dict(options), weight
         self._synced: list[SyncedModule] = []  # in a list, as it is no part of the model
         self._synchronizes = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 6, generator=generator), torch.randn(4, 4, generator=generator)
 
 
-def program_for(rank: int, strategy: str = "zero1", timeout_s: float = 60.0) -> Program:
+def program_for(rank: int, strategy: str = "zero1", timeout_s: float = 60.0, **settings: Any) -> Program:
     model = net()
     torch.manual_seed(11)
     program: Program = autopar.optimize(
@@ -39,6 +40,7 @@ def program_for(rank: int, strategy: str = "zero1", timeout_s: float = 60.0) -> 
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         strategy=strategy,
         timeout_s=timeout_s,
+        **settings,
     )
     return program
 
@@ -108,6 +110,8 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     loaded.load_state_dict(into)
     found["dcp"] = trained(loaded, range(2, 4)) == losses and same(loaded.state_dict(), final)
 
+    found["dcp, delayed"] = [_delayed(rank, f"{folder}-{steps}", steps) for steps in (0, 1)]
+
     # As autopar wrote it before it kept every rank's stream, and from three ranks.
     old = {**state, "random": [torch.Generator().manual_seed(0).get_state()]}
     three = {**state, "random": [*state["random"], RandomStream(2, 3, seed=5).state()]}
@@ -128,6 +132,23 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
 
     found["alone"] = _alone(program, again)
     return found
+
+
+def _delayed(rank: int, folder: str, steps: int) -> tuple[bool, bool]:
+    """Whether a training whose gradients come a step late goes on from `torch.distributed.checkpoint` as if it had not
+    been interrupted, and whether it is said that gradients are lost. `steps`: taken before what is loaded into."""
+    program = program_for(rank, "ddp+delay=1", fidelity="stale")
+    trained(program, range(2))
+    save(program.state_dict(), checkpoint_id=Path(folder))
+    losses = trained(program, range(2, 5))
+    loaded = program_for(rank, "ddp+delay=1", fidelity="stale")
+    trained(loaded, range(steps))
+    into = loaded.state_dict()
+    load(into, checkpoint_id=Path(folder))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loaded.load_state_dict(into)
+    return trained(loaded, range(2, 5)) == losses, any("held_0_of_1" in str(w.message) for w in said)
 
 
 def _alone(loading: Program, stepping: Program) -> dict[str, str]:

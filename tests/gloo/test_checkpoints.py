@@ -20,6 +20,11 @@ def test_goes_on_as_if_it_had_not_been_interrupted(ranks: list[dict[str, Any]], 
     assert [r[what] for r in ranks] == [True, True]
 
 
+def test_gradients_that_dcp_has_nowhere_to_load_into_are_said_to_be_lost(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["dcp, delayed"] == [[False, True], [True, False]]
+    assert ranks[1]["dcp, delayed"] == [[False, False], [True, False]]  # rank 0 says it
+
+
 @pytest.mark.parametrize("saved", ["old", "three", "twice the same"])
 def test_streams_of_another_number_of_ranks_differ_by_rank(ranks: list[dict[str, Any]], saved: str) -> None:
     assert ranks[0][f"masks, {saved}"] != ranks[1][f"masks, {saved}"]

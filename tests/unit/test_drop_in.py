@@ -185,6 +185,29 @@ def test_a_copy_is_refused_by_name() -> None:
     torch.optim.swa_utils.AveragedModel(module.module)
 
 
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.module(x))
+        return scores
+
+
+@pytest.mark.parametrize("make", [_net, Holds])
+@pytest.mark.parametrize("within_ddp", [False, True])
+def test_a_module_that_holds_a_drop_in_loads_what_it_has_saved(make: Any, within_ddp: bool) -> None:
+    net = make().double()
+    whole = nn.ModuleDict({"a": autopar.optimize(net, example_inputs=X[:, :3]), "b": nn.Linear(2, 2).double()})
+    saved = {name: value + 1 for name, value in whole.state_dict().items()}
+    names = {name: f"a.module.{name[2:]}" if within_ddp and name[0] == "a" else name for name in saved}
+    whole.load_state_dict({names[name]: value for name, value in saved.items()})
+    assert all(torch.equal(value, saved[name]) for name, value in whole.state_dict().items())
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        whole.load_state_dict({**saved, "a.other": X})
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("capture", ["auto", "never"])
 def test_what_is_made_where_nothing_is_recorded_is_trained_outside_of_it(mode: Any, capture: Any) -> None:

@@ -7,7 +7,8 @@
     steps               how many steps were taken
     state               what strategies keep from step to step, where they do
     held                JSON: by the optimizer's number of each parameter, its name, and which of its state's values are
-                        there. What is not named is a placeholder, for `torch.distributed.checkpoint` to load into
+                        there. What is not named is a placeholder, for `torch.distributed.checkpoint` to load into. By
+                        "state", the names in `state`, which has no placeholders
 
 A checkpoint is checked as a whole, and by all ranks, before anything is loaded.
 """
@@ -52,6 +53,8 @@ class Read:
     steps: int
     loss_scale: Mapping[str, Any] | None
     digest: str
+    lacking: Sequence[str] = ()
+    """What strategies had kept when the checkpoint was saved, and what it does not have."""
 
 
 def save(lasting: Lasting) -> dict[str, Any]:
@@ -63,6 +66,8 @@ def save(lasting: Lasting) -> dict[str, Any]:
         written = _write(lasting, _averaged(lasting, lasting.model), state, streams)
     if states := lasting.states.save(lasting.unsaved):
         written["state"] = states
+        names = {key: sorted(by_name) for key, by_name in states.items()}
+        written["held"] = json.dumps({**json.loads(written["held"]), "state": names})
     return written
 
 
@@ -81,6 +86,7 @@ def load(lasting: Lasting, state: Any) -> None:
     if lasting.group.rank == 0:
         names = sorted(lasting.states.found - lasting.states.names())
         say_dropped([f"{key}.{name}" for key, name in names], lasting.is_timed)
+        _say_lacking(read.lacking)
     lasting.resume(read.steps)
 
 
@@ -94,6 +100,19 @@ def say_dropped(names: Sequence[str], may_be_asked_for: bool, stacklevel: int = 
             f"not keep, such as '{names[0]}': what they held back of earlier steps is lost{unless}",
             AutoparWarning,
             stacklevel=stacklevel,
+        )
+
+
+def _say_lacking(names: Sequence[str]) -> None:
+    """Warns of what strategies had kept when the checkpoint was saved, and what the checkpoint lacks now."""
+    if names:
+        warnings.warn(
+            f"the checkpoint was saved with {len(names)} tensors that strategies keep from step to step, such as "
+            f"'{names[0]}', which are missing here: what they held back of earlier steps is lost. "
+            "torch.distributed.checkpoint.load loads only into what a state dict has, and a program has these from its "
+            "first step on: take that step before, or save and load with program.save and program.load",
+            AutoparWarning,
+            stacklevel=4,
         )
 
 
@@ -217,7 +236,8 @@ def read_checked(lasting: Lasting, state: Any) -> Read:
         "steps": steps,
         "loss_scale": scale,
     }
-    return Read(state["model"], loss, groups, found, streams, states, steps, scale, digest(what))
+    lacking = _lacking(state, states)
+    return Read(state["model"], loss, groups, found, streams, states, steps, scale, digest(what), lacking)
 
 
 def _saved_names(lasting: Lasting, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:
@@ -266,10 +286,20 @@ def _held(state: Mapping[str, Any]) -> dict[int, tuple[str, list[str]]] | None:
     if "held" not in state:
         return None
     try:
-        found = {int(n): (str(name), [str(k) for k in keys]) for n, (name, keys) in json.loads(state["held"]).items()}
+        by_number = {n: of for n, of in json.loads(state["held"]).items() if n != "state"}
+        found = {int(n): (str(name), [str(k) for k in keys]) for n, (name, keys) in by_number.items()}
     except (AttributeError, TypeError, ValueError, RecursionError) as e:
         raise SpecError(f"the checkpoint's 'held' is not as {SAVE} writes it: {e}") from e
     return found
+
+
+def _lacking(state: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What `states` has not of what strategies had kept when the checkpoint was saved."""
+    try:
+        saved = json.loads(state.get("held", "{}")).get("state", {})
+        return [f"{key}.{name}" for key, names in saved.items() for name in names if name not in states.get(key, {})]
+    except (AttributeError, TypeError) as e:
+        raise SpecError(f"the checkpoint's 'held' is not as {SAVE} writes it: {e}") from e
 
 
 def _groups(lasting: Lasting, names: dict[int, str], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

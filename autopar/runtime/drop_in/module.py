@@ -33,6 +33,7 @@ class SyncedModule(nn.Module):
         super().__init__()
         self.module = program.model
         self.program = program
+        self.register_load_state_dict_pre_hook(as_it_was_saved)  # type: ignore[no-untyped-call]
 
     @property
     def plan(self) -> Plan:
@@ -81,3 +82,13 @@ class SyncedModule(nn.Module):
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
         check_module("model", self.module, state_dict, strict, converts=True)
         return self.module.load_state_dict(state_dict, strict)
+
+
+def as_it_was_saved(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Renames the entries of the model in `module.module` to what PyTorch looks for, where a module that holds `module`
+    loads its state dict: that has them without `module.`, as `module.state_dict()` has. Those that
+    `DistributedDataParallel` has saved keep their names."""
+    own = {f"{prefix}{name}" for name in module.module.state_dict()}
+    if own & state_dict.keys():
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
