@@ -145,6 +145,23 @@ def apart(a: Any, b: Any) -> float:
     return max(float((x.double() - y.double()).detach().abs().max()) for x, y in zip(a, b, strict=True))
 
 
+def ends_with_it(rank: int) -> list[str]:
+    """What is said of the loss of a model that ends with batch normalization."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(18, 3, bias=False), nn.BatchNorm1d(3)).double()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        program = autopar.optimize(
+            model,
+            example_inputs=batch(0, rank),
+            loss_fn=lambda output, target: F.mse_loss(output, F.one_hot(target, 3).double()),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy="ddp",
+            sync_batch_norm=True,
+        )
+        program.step(batch(0, rank))
+    return [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
+
+
 def refused(rank: int) -> list[str]:
     said = []
     half = net().bfloat16()
@@ -180,5 +197,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "trained": {str(case): train(rank, n, *case) for case in cases[n]},
         "modules": [train_module(rank, n, each) for each in (1, 2)] if n > 1 else [],
         "frozen": freeze_midway(rank, n) if n == 2 else {},
+        "ends with it": ends_with_it(rank) if n == 2 else [],
         "refused": refused(rank) if n == 2 else [],
     }

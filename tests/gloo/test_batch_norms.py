@@ -35,6 +35,10 @@ def test_layers_that_are_frozen_midway_have_the_statistics_of_rank_0_on_all_rank
         assert {k: v for k, v in found["frozen"].items() if not v[0] < 1e-10 or [*v[1:]] != told} == {}
 
 
+def test_nothing_is_said_of_the_loss_of_a_model_that_ends_with_it(worlds: Worlds) -> None:
+    assert [found["ends with it"] for found in worlds[2]] == [[], []]
+
+
 def test_what_cannot_be_synchronized_is_refused(worlds: Worlds) -> None:
     for found in worlds[2]:
         narrow_module, eager_module, narrow = found["refused"]

@@ -139,6 +139,29 @@ def test_whole_state_is_loaded_into_parts() -> None:
     assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(net.parameters(), again.parameters(), strict=True))
 
 
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.none.sum()
+
+
+def test_the_state_beside_a_parameter_without_elements_is_whole() -> None:
+    net = nn.Sequential(_net(), Empty())
+    optimizer = _adam(net)
+    program = _program(net, optimizer)
+    program.step(_batch(0))
+    saved = copy.deepcopy(optimizer.state_dict())
+    program.step(_batch(1))
+    optimizer.load_state_dict(saved)
+    assert all(
+        torch.equal(state["exp_avg"], optimizer.state_dict()["state"][i]["exp_avg"])
+        for i, state in saved["state"].items()
+    )
+
+
 def test_state_in_parts_is_refused_by_name() -> None:
     net = _net()
     optimizer = _adam(net)

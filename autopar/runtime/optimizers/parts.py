@@ -136,10 +136,11 @@ class Parts:
 
     def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has the state of a parameter in parts, or not at all. In a plan whose groups do not all
-        update in each step, a rank that has nothing of a parameter may come to."""
+        update in each step, a rank that has nothing of a parameter may come to. One without elements is updated by
+        none."""
         places = self._places.get(parameter)
         if places is None:
-            return parameter in self._names and not self._is_timed
+            return parameter in self._names and parameter.numel() > 0 and not self._is_timed
         return not any(fragment.whole for _, _, fragment in places)
 
 
