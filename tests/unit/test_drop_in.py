@@ -186,12 +186,14 @@ def test_a_copy_is_refused_by_name() -> None:
 
 
 class Holds(nn.Module):
+    """Has parameters `weight` and `module.weight`, of one shape."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.module, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.module, self.weight = nn.Linear(3, 3), nn.Parameter(torch.ones(3, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.last(self.module(x))
+        scores: torch.Tensor = self.module(x) @ self.weight
         return scores
 
 

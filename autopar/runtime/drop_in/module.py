@@ -88,7 +88,8 @@ def as_it_was_saved(module: Any, state_dict: dict[str, Any], prefix: str, *_: An
     """Renames the entries of the model in `module.module` to what PyTorch looks for, where a module that holds `module`
     loads its state dict: that has them without `module.`, as `module.state_dict()` has. Those that
     `DistributedDataParallel` has saved keep their names."""
-    own = {f"{prefix}{name}" for name in module.module.state_dict()}
-    if own & state_dict.keys():
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    names = module.module.state_dict().keys()
+    own, of_ddp = ({f"{prefix}{within}{name}" for name in names} for within in ("", "module."))
+    if own & state_dict.keys() and not of_ddp <= state_dict.keys():  # a model may have `x` and `module.x`
+        found = {name: state_dict.pop(name) for name in [*state_dict] if name.startswith(prefix)}
+        state_dict.update({f"{prefix}module.{name.removeprefix(prefix)}": value for name, value in found.items()})
