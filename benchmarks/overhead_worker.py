@@ -30,7 +30,11 @@ Step = Callable[[], object]
 def eager_step(entry: Entry, fused: bool | None = None) -> Step:
     """A training step as users write it, with AdamW as users write it."""
     model, batch = entry.build(DROPOUT), entry.batch(entry.batch_size, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    return own_loop(entry, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused), batch)
+
+
+def own_loop(entry: Entry, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
+    """The body of a training loop as users write it; it waits for the loss."""
 
     def step() -> float:
         optimizer.zero_grad()

@@ -20,12 +20,12 @@ from autopar.runtime.base_program import BaseProgram
 from autopar.runtime.compiled import Check
 from autopar.runtime.drop_in.module import SyncedModule
 from autopar.runtime.program import Program
+from benchmarks.overhead_worker import DROPOUT, Step, own_loop
 from benchmarks.zoo import Entry, sizes
 from benchmarks.zoo.architecture import Architecture
 from benchmarks.zoo.batches import generator, masked, tokens
 from benchmarks.zoo.plain import LSTM, cross_entropy
 
-DROPOUT = 0.1
 WARM_STEPS = 3
 """Eager steps of a round that count, behind one that does not."""
 LOOKS = 200
@@ -52,13 +52,11 @@ MODELS = (
 )
 """A transformer, a convolutional network and a recurrent one."""
 
-Step = Callable[[], object]
-
 
 def eager_step(entry: Entry, batch: Any) -> Step:
     """A step as users write it, on this rank's batch alone."""
     model = entry.build(DROPOUT)
-    return _own_loop(entry, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), batch)
+    return own_loop(entry, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), batch)
 
 
 def made(entry: Entry, batch: Any, way: str, check: Check) -> tuple[Step, BaseProgram]:
@@ -72,18 +70,7 @@ def made(entry: Entry, batch: Any, way: str, check: Check) -> tuple[Step, BasePr
         return lambda: program.step(batch).item(), program
     module = autopar.optimize(model, example_inputs=batch if entry.loss_fn is None else batch[0], **settings)
     assert isinstance(module, SyncedModule) and isinstance(module.program, BaseProgram)
-    return _own_loop(entry, module, optimizer, batch), module.program
-
-
-def _own_loop(entry: Entry, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = entry.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return own_loop(entry, module, optimizer, batch), module.program
 
 
 def measure(rank: int, ranks: int, name: str, way: str, rounds: int, file: str) -> None:
