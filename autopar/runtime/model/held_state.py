@@ -31,6 +31,9 @@ _CONTAINERS = (OrderedDict, dict, list, deque, set)
 overrides may do anything: `ACT2FN[name]` of Transformers makes a new module of what is held there."""
 _PLAIN = (str, bytes, int, float, complex, type(None), type, ModuleType, KeptByProgram)
 _PASSED_OVER = (*_PLAIN, Rewindable)
+_ATOMS = frozenset((str, bytes, bool, int, float, complex, type(None), type))
+_NO_ITERATORS = _ATOMS | {dict, OrderedDict, list, set, tuple, torch.Tensor, nn.Parameter}
+"""Exact classes whose objects are known without a closer look: most of what a module holds."""
 _WRAPPERS = ("autopar.", "torch.nn.parallel.", "torch.distributed.")
 """Where modules come from that synchronize another one: what they count themselves goes on."""
 _OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "socket", "subprocess", "threading"}
@@ -57,8 +60,14 @@ def held_within(
     back: list[_Back] = []
     held: list[Any] = []  # so that no other object gets an id that is known
     kinds: dict[int, tuple[bool, list[MemberDescriptorType]]] = {}  # of classes, by their ids
+    empty: list[Any] = []
     while waiting and len(known) < MOST:
         value = waiting.popleft()
+        if type(value) in _ATOMS:
+            continue
+        if _is_empty(value):
+            empty.append(value)
+            continue
         if isinstance(value, _PASSED_OVER) or id(value) in known or (kept is None and isinstance(value, nn.Module)):
             continue
         known.add(id(value))
@@ -101,7 +110,18 @@ def held_within(
             for slot in (s for s in slots if is_filled(s, value)):
                 back += _kept_in(partial(slot.__set__, value), slot.__get__(value), iterators)
                 waiting.append(slot.__get__(value))
-    return tensors, back
+    return tensors, [partial(_empty_again, empty), *back]
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a container of Python's own that holds nothing, as most of a module's tables of hooks."""
+    kind = type(value)
+    return kind in _CONTAINERS and not value and (kind is not OrderedDict or not vars(value))
+
+
+def _empty_again(containers: Iterable[Any]) -> None:
+    for one in filter(None, containers):
+        one.clear()
 
 
 def _is_of_threads(kind: type) -> bool:
@@ -116,6 +136,8 @@ def kept_within(holder: Any, iterators: Iterators) -> list[_Back]:
         return [partial(_refill, holder, content)]
     back: list[_Back] = []
     for key, value in [*content.items()] if isinstance(content, dict) else [*enumerate(content)]:
+        if type(value) in _NO_ITERATORS:
+            continue
         live, later, rewind = iterators.rewound(value)
         if live is not value:
             kind.__setitem__(holder, key, live)
@@ -275,12 +297,20 @@ def _content(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
 
 def _refill(container: Any, content: Any) -> None:
     """Has a container hold again what it held; untouched where it does."""
-    now, then = parts(container), parts(content)
-    if len(now) != len(then) or not all(map(is_, now, then)):
-        kind = _kind(container)
+    kind = _kind(container)
+    if not _is_as_it_was(container, content, kind):
         kind.clear(container)
         if isinstance(content, dict):
             for key, value in content.items():
                 kind.__setitem__(container, key, value)
         else:
             kind.update(container, content) if kind is set else kind.extend(container, content)
+
+
+def _is_as_it_was(container: Any, content: Any, kind: Any) -> bool:
+    """Whether a container holds the same objects as its kept content."""
+    if kind.__len__(container) != len(content):
+        return False
+    if isinstance(content, dict):
+        return all(map(is_, kind.keys(container), content)) and all(map(is_, kind.values(container), content.values()))
+    return all(map(is_, kind.__iter__(container), content))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from autopar.ir.training_graph import TrainingGraph
-from autopar.ops.fragments import Fragment
 from autopar.ops.group import Group
 from autopar.runtime.optimizers.optimizer import without_wrong_kernels
 from autopar.runtime.optimizers.own_settings import bare_copy, kept_settings
-from autopar.runtime.proofs.probes import PROJECTIONS, Probe, Seen
-from autopar.runtime.proofs.subject import Subject, summed
+from autopar.runtime.proofs.probes import Probe, Seen
+from autopar.runtime.proofs.rows import Held, Row, sum_rows
+from autopar.runtime.proofs.subject import Subject
 
 TOLERANCE = {
     torch.float64: 1e-8,
@@ -37,9 +37,6 @@ larger summands may be all that they are, as that of a key's bias in attention."
 
 UPDATES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Of an updated value, relative to the largest update: implementations of one optimizer round differently."""
-
-Held = Sequence[tuple[Fragment, torch.Tensor, Seen]]
-"""Of each fragment that a rank updates: which of the sampled elements it has, and what was seen of its gradient."""
 
 
 @dataclass
@@ -71,25 +68,32 @@ class GradientRule:
     """How far the probes of a gradient may lie from what is expected of them: `tolerance` times the gradient's size."""
 
     def __init__(self, probes: Mapping[str, Probe], expected: Mapping[str, Seen], tolerance: float) -> None:
-        self._expected = expected
+        self._elements = {n: seen.elements.tolist() for n, seen in expected.items()}
+        self._projections = {n: seen.projections.tolist() for n, seen in expected.items()}
         self._tolerance = tolerance
         self._root_numel = {n: math.sqrt(max(1, probes[n].numel)) for n in expected}
         rms = {n: float(seen.norm) / self._root_numel[n] for n, seen in expected.items()}
         floor = FLOOR * max(rms.values(), default=0.0)
-        self._size = {n: max(rms[n], float(_largest(seen.elements)), floor) for n, seen in expected.items()}
+        self._size = {n: max(rms[n], largest_of(of), floor) for n, of in self._elements.items()}
+
+    def expected(self, name: str, which: Sequence[int]) -> list[float]:
+        """Of the sampled elements, some."""
+        of = self._elements[name]
+        return [of[i] for i in which]
 
     def elements(
-        self, name: str, found: torch.Tensor, factor: float = 1.0, which: torch.Tensor | slice = slice(None)
+        self, name: str, found: Sequence[float], factor: float = 1.0, which: Sequence[int] | None = None
     ) -> float:
         """How many times what is allowed sampled elements differ. `factor`: what clipping has multiplied gradients
-        with. `which`: the sampled elements that `found` has."""
-        off = float(_largest(found - factor * self._expected[name].elements[which]))
+        with. `which`: the sampled elements that `found` has; all of them by default."""
+        expected = self._elements[name] if which is None else self.expected(name, which)
+        off = largest_of(a - factor * b for a, b in zip(found, expected, strict=True))
         return times(off, self._size[name] * self._tolerance)
 
-    def projections(self, name: str, found: torch.Tensor, factor: float = 1.0) -> float:
+    def projections(self, name: str, found: Sequence[float], factor: float = 1.0) -> float:
         """How many times what is allowed projections differ. A projection's standard deviation is the gradient's norm,
         at most the gradient's size times the root of its number of elements; three of them are taken."""
-        off = float(_largest(found - factor * self._expected[name].projections))
+        off = largest_of(a - factor * b for a, b in zip(found, self._projections[name], strict=True))
         return times(off, 3 * self._root_numel[name] * self._size[name] * self._tolerance)
 
 
@@ -105,39 +109,34 @@ class Comparison:
     def gradients(self, held: Held, own: Held) -> tuple[dict[str, torch.Tensor], list[Difference]]:
         """The sampled elements of the gradients that were updated with, and what differs in them, or in the mean over
         ranks of what they have of their `own`. By all ranks together."""
-        of, seen_of = self.of, self.expected.seen
-        fit = torch.zeros(2, dtype=torch.float64)
+        of, rule = self.of, self.rule
         rows = {n: Row(len(p.indices)) for n, p in of.probes.items()}
-        for fragment, which, seen in held:
-            name = str(fragment.piece)
-            reference = seen_of[name].elements[which]
-            fit += torch.stack([(seen.elements * reference).sum(), (reference * reference).sum()])
-            rows[name].add(fragment, which, seen)
-        for fragment, which, seen in own:
+        for fragment, which, seen in (*held, *own):
             rows[str(fragment.piece)].add(fragment, which, seen)
+        looks = [(str(f.piece), which.tolist(), seen.elements.tolist()) for f, which, seen in held]
+        pairs = [pair for n, places, mine in looks for pair in zip(mine, rule.expected(n, places), strict=True)]
+        fit = [sum(a * b for a, b in pairs), sum(b * b for _, b in pairs)]
+        fit = sum_rows(rows.values(), of.lasting.group, fit)
         apart = {str(fragment.piece) for fragment, _, _ in own}
-        packed = summed(torch.cat([fit, *(r.flat for r in rows.values())]), of.lasting.group)
-        factor = 1.0 if of.max_norm is None or packed[1] == 0 else float(packed[0] / packed[1])
+        factor = 1.0 if of.max_norm is None or fit[1] == 0 else fit[0] / fit[1]
         found = [Difference(f"no gradient of '{n}'", math.inf) for n in self.expected.strangers]
-        elements, square, begin = {}, 0.0, 2
+        elements, square = {}, 0.0
         for name, row in rows.items():
-            row.flat, begin = packed[begin : begin + len(row.flat)], begin + len(row.flat)
             probe = of.probes[name]
             copies = row.held / max(1, probe.numel)
             if name in apart:
-                found.append(Difference(f"the gradient of '{name}'", self.rule.elements(name, row.elements)))
+                found.append(Difference(f"the gradient of '{name}'", rule.elements(name, row.elements)))
             else:
-                elements[name] = row.elements
+                elements[name] = torch.tensor(row.elements, dtype=torch.float64)
             if probe.numel and (copies < 1 or copies != round(copies)):
                 found.append(Difference(f"the gradient of '{name}', which {copies:g} ranks hold", math.inf))
             elif probe.numel:
                 square += row.square / copies
-                off = self.rule.projections(name, row.projections / copies, 1.0 if name in apart else factor)
+                mean = [p / copies for p in row.projections]
+                off = rule.projections(name, mean, 1.0 if name in apart else factor)
                 found.append(Difference(f"the gradient of '{name}'", off))
-        for fragment, which, seen in held:
-            name = str(fragment.piece)
-            off = self.rule.elements(name, seen.elements, factor, which)
-            found.append(Difference(f"the gradient of '{name}'", off))
+        for name, places, mine in looks:
+            found.append(Difference(f"the gradient of '{name}'", rule.elements(name, mine, factor, places)))
         if of.max_norm is not None and not apart:
             found += self._clipping(of.max_norm, factor, math.sqrt(square))
         return elements, found
@@ -187,47 +186,6 @@ class Comparison:
         return [Difference(f"the updated '{n}'", t) for n, t in off.items()]
 
 
-class Row:
-    """What ranks have seen of one member's gradient, added up."""
-
-    def __init__(self, elements: int) -> None:
-        self.flat = torch.zeros(2 + PROJECTIONS + 2 * elements, dtype=torch.float64)
-
-    @property
-    def sums(self) -> torch.Tensor:
-        """The sampled elements, added up over the ranks that hold them."""
-        return self.flat[2 + PROJECTIONS :].chunk(2)[0]
-
-    def add(self, fragment: Fragment, which: torch.Tensor, seen: Seen) -> None:
-        """Adds what a rank has seen of a part of it."""
-        sums, counts = self.flat[2 + PROJECTIONS :].chunk(2)
-        self.flat[0] += fragment.tensor.numel()
-        self.flat[1] += float(seen.norm) ** 2
-        self.flat[2 : 2 + PROJECTIONS] += seen.projections
-        sums[which] += seen.elements
-        counts[which] += 1
-
-    @property
-    def held(self) -> float:
-        """Elements, over all ranks."""
-        return float(self.flat[0])
-
-    @property
-    def square(self) -> float:
-        """The sum of their squares."""
-        return float(self.flat[1])
-
-    @property
-    def projections(self) -> torch.Tensor:
-        return self.flat[2 : 2 + PROJECTIONS]
-
-    @property
-    def elements(self) -> torch.Tensor:
-        """The sampled ones, as the ranks that hold them have them."""
-        sums, counts = self.flat[2 + PROJECTIONS :].chunk(2)
-        return sums / counts.clamp(min=1)
-
-
 def tolerance_of(graph: TrainingGraph, groups: Sequence[Group] = ()) -> float:
     """What a difference may be: by the narrowest dtype that the graph computes in, or that is on the wire. A strategy
     may send activations, so that what one group rounds is seen in the gradients of others."""
@@ -246,14 +204,12 @@ def _off(
     are no numbers: of a member with such elements, those are compared that are numbers in both."""
     found = {}
     for n, value in stepped.items():
-        if len(value):
-            wide, mine = _wide(value), _wide(after[n])
-            moved, off = (wide - _wide(before[n])).abs(), (mine - wide).abs()
-            if not (known := wide.isfinite()).all():
-                known &= mine.isfinite()
-                wide, moved, off = (x.where(known, x.new_zeros(())) for x in (wide, moved, off))
-            allowed = UPDATES[value.dtype] * moved.max() + torch.finfo(value.dtype).eps * wide.abs() + 1e-30
-            found[n] = _finite(float((off / allowed).max()))
+        rounding = torch.finfo(value.dtype).eps
+        each = list(zip(value.tolist(), after[n].tolist(), before[n].tolist(), strict=True))
+        if not all(math.isfinite(new) for new, _, _ in each):
+            each = [(new, mine, old) for new, mine, old in each if math.isfinite(new) and math.isfinite(mine)]
+        step = UPDATES[value.dtype] * largest_of(new - old for new, _, old in each) + 1e-30
+        found[n] = _finite(largest_of((mine - new) / (step + rounding * abs(new)) for new, mine, _ in each))
     return found
 
 
@@ -304,9 +260,10 @@ def times(off: float, allowed: float) -> float:
     return _finite(off / allowed if allowed else math.inf)
 
 
-def _largest(t: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude; 0 of no elements."""
-    return t.abs().max() if t.numel() else torch.zeros(())
+def largest_of(numbers: Iterable[float]) -> float:
+    """The largest magnitude, 0 of no numbers; not a number if one is none."""
+    sizes = list(map(abs, numbers))
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
 
 
 def _finite(number: float) -> float:

@@ -20,9 +20,10 @@ from autopar.ops.base import Call
 from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.group import Group
 from autopar.ops.layouts import REPLICATE, Partial, Replicate, Varying, held_before
-from autopar.runtime.proofs.differences import FLOOR, TOLERANCE, Difference, Held, Row, times, tolerance_of
+from autopar.runtime.proofs.differences import FLOOR, TOLERANCE, Difference, largest_of, times, tolerance_of
 from autopar.runtime.proofs.probes import Seen
-from autopar.runtime.proofs.subject import Subject, summed
+from autopar.runtime.proofs.rows import Held, Row, sum_rows
+from autopar.runtime.proofs.subject import Subject
 from autopar.strategies.base import HELD
 
 KIND = "what is updated with and kept of"
@@ -83,9 +84,7 @@ class Feedback:
         rows, updates, after = self._rows(own), self._rows(self._updates), self._look()
         states = [row for looks in (self._before, after) for of in looks.values() for row in of.values()]
         every = [*rows.values(), *updates.values(), *states]
-        whole = summed(torch.cat([row.flat for row in every]), self.of.lasting.group)
-        for row, flat in zip(every, torch.split(whole, [len(row.flat) for row in every]), strict=True):
-            row.flat = flat
+        sum_rows(every, self.of.lasting.group)
         found = []
         for group in self.groups:
             found += self._of_group(group, rows, updates, after)
@@ -117,8 +116,10 @@ class Feedback:
         found = [Difference(f"{KIND} '{n}'", off) for n, off in best.items()]
         for fragment, which, seen in self._updates:  # replicas are updated alike
             if (name := str(fragment.piece)) in terms:
-                off, size = seen.elements - updates[name].elements[which], max(terms[name].size, floor)
-                found.append(Difference(f"{KIND} '{name}'", times(_largest(off), size * tolerance)))
+                mean, size = updates[name].elements, max(terms[name].size, floor)
+                pairs = zip(seen.elements.tolist(), which.tolist(), strict=True)
+                off = largest_of(value - mean[i] for value, i in pairs)
+                found.append(Difference(f"{KIND} '{name}'", times(off, size * tolerance)))
         return found
 
     def _states(self, group: Group) -> list[_Kept]:
@@ -223,7 +224,7 @@ _PROJECTED = 2
 
 def _value(row: Row, copies: float) -> torch.Tensor:
     """The sampled elements and the projections, of which ranks have shown so many copies."""
-    return torch.cat([row.sums, row.projections]) / copies
+    return torch.tensor([*row.sums, *row.projections], dtype=torch.float64) / copies
 
 
 def _size(row: Row, value: torch.Tensor, held: float) -> float:

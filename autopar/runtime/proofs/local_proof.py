@@ -92,13 +92,13 @@ class SynchronizedOnce:
         weight of all that this rank has, and how many backward passes that is. By all ranks together."""
         flats = []
         for (n, probe), gradient in zip(self._probes.items(), local, strict=True):
-            flat = weight * probe.see(gradient).flat()
-            flats.append(flat + probe.see(earlier[n]).flat() if n in earlier else flat)
+            flat = weight * probe.see(gradient).flat
+            flats.append(flat + probe.see(earlier[n]).flat if n in earlier else flat)
         whole = summed(torch.cat([torch.tensor([total, count], dtype=torch.float64), *flats]), self._group)
         mean_count = whole[1] / self._group.world_size
         self._share = float(weight * mean_count / whole[0])
         pieces = torch.split(mean_count * whole[2:] / whole[0], [p.width for p in self._probes.values()])
-        return {n: probe.read(piece) for (n, probe), piece in zip(self._probes.items(), pieces, strict=True)}
+        return {n: Seen(piece) for n, piece in zip(self._probes, pieces, strict=True)}
 
     def compare(
         self,
@@ -134,8 +134,8 @@ class SynchronizedOnce:
 
     def _on_any_rank(self, rule: GradientRule, seen: Mapping[str, Seen], factor: float = 1.0) -> dict[str, float]:
         """How many times what is allowed gradients are off, on the rank where they are most."""
-        off = [
-            min(max(rule.elements(n, s.elements, factor), rule.projections(n, s.projections, factor)), 1e30)
-            for n, s in seen.items()
-        ]
+        off = []
+        for n, s in seen.items():
+            elements, projections = s.elements.tolist(), s.projections.tolist()
+            off.append(min(max(rule.elements(n, elements, factor), rule.projections(n, projections, factor)), 1e30))
         return dict(zip(seen, largest(torch.tensor(off, dtype=torch.float64), self._group).tolist(), strict=True))

@@ -8,6 +8,7 @@ a sum over ranks are the sums of theirs: kilobytes go over the network, and nobo
 from __future__ import annotations
 
 import math
+import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,15 +29,21 @@ PROJECTIONS = 2
 class Seen:
     """What was seen of one slice of a parameter's gradient."""
 
-    elements: torch.Tensor
-    """float64: the sampled elements that lie in the slice."""
-    projections: torch.Tensor
-    """float64 [PROJECTIONS]."""
-    norm: torch.Tensor
-    """float64 scalar; of a sum, at most the sum of the norms."""
+    flat: torch.Tensor
+    """float64: the sampled elements that lie in the slice, `PROJECTIONS` projections, and the norm; of a sum, this is
+    at most the sum of the norms."""
 
-    def flat(self) -> torch.Tensor:
-        return torch.cat([self.elements, self.projections, self.norm.reshape(1)])
+    @property
+    def elements(self) -> torch.Tensor:
+        return self.flat[: -PROJECTIONS - 1]
+
+    @property
+    def projections(self) -> torch.Tensor:
+        return self.flat[-PROJECTIONS - 1 : -1]
+
+    @property
+    def norm(self) -> torch.Tensor:
+        return self.flat[-1]
 
 
 class Probe:
@@ -47,26 +54,25 @@ class Probe:
         self.shape = tuple(shape)
         self.slice_shape = self._cut_shape()
         self.numel = math.prod(self.slice_shape)
-        draw = torch.Generator().manual_seed(zlib.crc32(str(piece).encode()))
-        count = min(ELEMENTS, self.numel)
-        drawn = torch.randint(0, max(1, self.numel), (count,), generator=draw)
-        ends = torch.tensor([0, self.numel - 1][: self.numel], dtype=torch.int64)
-        self.indices = torch.unique(torch.cat([drawn, ends]))
+        seed = zlib.crc32(str(piece).encode())
+        some, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+        ends = [0, self.numel - 1][: self.numel]
+        drawn = {*ends, *(some.randrange(self.numel) for _ in range(min(ELEMENTS, self.numel)))}
+        self.indices = torch.tensor(sorted(drawn), dtype=torch.int64)
         """Of the sampled elements in the flattened slice, ascending."""
-        self._vectors = [
-            [torch.randn(size, generator=draw, dtype=torch.float64) for size in self.slice_shape]
-            for _ in range(PROJECTIONS)
-        ]
+        self._every = torch.arange(len(self.indices))
+        vectors = torch.randn(sum(self.slice_shape), PROJECTIONS, generator=draw, dtype=torch.float64)
+        of_dims = torch.split(vectors, list(self.slice_shape))
+        self._cut_at = _middle(self.slice_shape)
+        self._rows = _outer(of_dims[: self._cut_at])
+        """float64 [rows, PROJECTIONS] of the slice as a matrix, whose rows are its first `_cut_at` dimensions."""
+        self._columns = _outer(of_dims[self._cut_at :]).T.contiguous()
+        """float64 [PROJECTIONS, columns] of the same: products by its transpose take a fifth of the time."""
 
     @property
     def width(self) -> int:
         """Numbers in what is seen."""
         return len(self.indices) + PROJECTIONS + 1
-
-    def read(self, flat: torch.Tensor) -> Seen:
-        """The reverse of `Seen.flat`."""
-        n = len(self.indices)
-        return Seen(flat[:n], flat[n : n + PROJECTIONS], flat[-1])
 
     def elements(self, whole: torch.Tensor) -> torch.Tensor:
         """The sampled elements of a tensor of the parameter's shape, in its dtype."""
@@ -84,19 +90,18 @@ class Probe:
         """What is kept of a whole parameter's gradient."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        mine = self.cut(gradient)
-        norm, mine = _norm(mine), _real(mine)
-        elements = mine.reshape(-1)[self.indices.to(mine.device)].double().cpu()
-        return Seen(elements, torch.stack([_contracted(mine, v) for v in self._vectors]), norm)
+        return self._seen(self.cut(gradient), self.indices, self._rows, self._columns)
 
     @outside_of_autocast()
     def of_fragment(self, fragment: Fragment, gradient: torch.Tensor) -> tuple[torch.Tensor, Seen]:
         """What is kept of a part of the slice: which of the sampled elements it has, and what is seen of it."""
         which, places = self._places(fragment)
-        norm, gradient = _norm(gradient), _real(gradient)
-        elements = gradient.reshape(-1)[places.to(gradient.device)].double().cpu()
-        projections = torch.stack([self._projected(fragment, gradient, v) for v in self._vectors])
-        return which, Seen(elements, projections, norm)
+        if fragment.rows is not None:
+            return which, self._seen(gradient, places, *self._vectors_of(fragment.rows))
+        if fragment.tensor.numel() == self.numel:
+            return which, self._seen(gradient, places, self._rows, self._columns)
+        norm, values = _norm(gradient), _wide(gradient).reshape(-1)
+        return which, _together(values, places, self._of_range(values, fragment.begin), norm)
 
     def _cut_shape(self) -> tuple[int, ...]:
         if self.piece.whole:
@@ -108,6 +113,8 @@ class Probe:
 
     def _places(self, fragment: Fragment) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of the sampled elements the fragment holds, and where in its flattened memory."""
+        if fragment.rows is None and fragment.tensor.numel() == self.numel:
+            return self._every, self.indices
         if fragment.rows is None:
             places = self.indices - fragment.begin
             held = (places >= 0) & (places < fragment.tensor.numel())
@@ -120,18 +127,33 @@ class Probe:
         which = torch.nonzero(held).reshape(-1)
         return which, places[which]
 
-    def _projected(self, fragment: Fragment, gradient: torch.Tensor, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-        if fragment.rows is not None:
-            return _contracted(gradient, [vectors[0][fragment.rows], *vectors[1:]])
-        if fragment.tensor.numel() == self.numel:
-            return _contracted(gradient.reshape(self.slice_shape), vectors)
-        row_elements = max(1, math.prod(self.slice_shape[1:]))
-        first, last = fragment.begin // row_elements, -(-(fragment.begin + fragment.tensor.numel()) // row_elements)
-        signs = vectors[0][first:last]
-        for v in vectors[1:]:
-            signs = signs.unsqueeze(-1) * v
-        own = signs.reshape(-1)[fragment.begin - first * row_elements :][: fragment.tensor.numel()]
-        return torch.dot(own.to(gradient.device), gradient.reshape(-1).double()).cpu()
+    def _vectors_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """What projects some rows of the slice, along its first dimension."""
+        if self._cut_at == 0:
+            return self._rows, self._columns[:, rows]
+        return self._rows.view(self.slice_shape[0], -1, PROJECTIONS)[rows].reshape(-1, PROJECTIONS), self._columns
+
+    def _seen(self, gradient: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> Seen:
+        """Of a matrix whose rows and columns are multiplied by such vectors, in any shape."""
+        norm, values = _norm(gradient), _wide(gradient)
+        by_rows = values.reshape(len(rows), columns.shape[1]) @ columns.to(values).T
+        return _together(values.reshape(-1), places, (by_rows * rows.to(values.device)).sum(0), norm)
+
+    def _of_range(self, values: torch.Tensor, begin: int) -> torch.Tensor:
+        """The projections of elements that lie in a row from `begin` on: of the end of a row, of whole rows, and of the
+        beginning of one."""
+        width, size = self._columns.shape[1], len(values)
+        rows, columns = self._rows.to(values.device), self._columns.to(values).T
+        head = min(-begin % width, size)
+        tail = (size - head) % width
+        first, last = -(-begin // width), (begin + size) // width
+        whole = values[head : size - tail].reshape(-1, width) @ columns
+        found = (whole * rows[first : first + len(whole)]).sum(0)
+        if head:
+            found = found + (values[:head] @ columns[begin % width :][:head]) * rows[begin // width]
+        if tail:
+            found = found + (values[size - tail :] @ columns[:tail]) * rows[last]
+        return found
 
 
 def probes(groups: Sequence[Group]) -> dict[str, Probe]:
@@ -139,28 +161,37 @@ def probes(groups: Sequence[Group]) -> dict[str, Probe]:
     return {str(m.slice): Probe(m.slice, m.parameter.spec.shape) for g in groups for m in g.members}
 
 
-def _wide(t: torch.Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
+def _middle(shape: Sequence[int]) -> int:
+    """Before which dimension a tensor is cut into the rows and columns of a matrix that has the fewest of both."""
+    return min(range(len(shape) + 1), key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]))
+
+
+def _outer(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The outer products of a vector a dimension, flattened: [elements, PROJECTIONS]."""
+    found = torch.ones(1, PROJECTIONS, dtype=torch.float64)
+    for v in vectors:
+        found = (found.unsqueeze(1) * v).reshape(len(found) * len(v), PROJECTIONS)
+    return found
+
+
+def _together(values: torch.Tensor, places: torch.Tensor, projections: torch.Tensor, norm: torch.Tensor) -> Seen:
+    elements = values[places.to(values.device)]
+    return Seen(torch.cat([elements, projections, norm.reshape(1)]).double().cpu())
 
 
 def _norm(t: torch.Tensor) -> torch.Tensor:
     parts = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-    norm: torch.Tensor = torch.linalg.vector_norm(parts, dtype=_wide(parts))
-    return norm.double().cpu()
+    norm: torch.Tensor = torch.linalg.vector_norm(parts, dtype=_wide_dtype(parts))
+    return norm
 
 
-def _real(t: torch.Tensor) -> torch.Tensor:
-    """Of complex numbers, the sum of both parts: real, and linear as all that is kept."""
-    if not t.is_complex():
-        return t
-    parts: torch.Tensor = torch.view_as_real(t.resolve_conj())
-    return parts.sum(-1)
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    """In a dtype that sums can be computed in; of complex numbers, the sum of both parts: real, and linear as all that
+    is kept."""
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj()).sum(-1)
+    return t.to(_wide_dtype(t))
 
 
-def _contracted(t: torch.Tensor, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The inner product of a tensor with the outer product of a vector a dimension."""
-    found = t.to(_wide(t))
-    for v in reversed(vectors):
-        found = torch.matmul(found, v.to(found.device, found.dtype))
-        found = found.double() if found.dim() <= 1 else found
-    return found.double().cpu()
+def _wide_dtype(t: torch.Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32

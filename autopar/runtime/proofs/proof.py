@@ -45,6 +45,8 @@ _LOWERED, _MOST_LOWERED = 1 / 16, 8
 """By what the scale of the loss is lowered in a trial, and how often at most."""
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
+_DRAWN = 65_537
+"""Random numbers for one parameter; a prime, so that its rows do not get the same ones."""
 _OTHERWISE = 0.75
 """A number near 1 that rounds what it multiplies."""
 ROUNDING = 16.0
@@ -150,7 +152,7 @@ class Proof:
 
         def see(name: str, gradient: torch.Tensor) -> None:
             for n, probe in own[name]:
-                flats[n] += factor * probe.see(gradient).flat()
+                flats[n] += factor * probe.see(gradient).flat
 
         parts: list[torch.Tensor] = []
         with model.seen(see, parts):
@@ -175,7 +177,7 @@ class Proof:
         sizes = [len(f) for f in flats.values()]
         whole = summed(torch.cat([loss, *flats.values()]), self.of.lasting.group)
         pieces = dict(zip(flats, torch.split(whole[1:], sizes), strict=True))
-        seen = {n: self.of.probes[n].read(piece) for n, piece in pieces.items()}
+        seen = {n: Seen(piece) for n, piece in pieces.items()}
         return Expected(float(whole[0]), seen, buffers, sorted(strangers))
 
     def _eagerly(self, begun_at: float = 1.0) -> Expected:
@@ -202,7 +204,7 @@ class Proof:
                 def take(name: str, gradient: torch.Tensor, share: float = share) -> None:
                     gradient = gradient if factor == 1 else gradient / factor
                     for n, probe in own.get(name, ()):
-                        flats[n] += (1.0 if joined else share) * probe.see(gradient).flat()
+                        flats[n] += (1.0 if joined else share) * probe.see(gradient).flat
                     if name not in own and bool(gradient.count_nonzero()):
                         strangers.add(name)
 
@@ -313,7 +315,7 @@ class Proof:
         put_back()
         found = {}
         for n in of.probes:
-            found[f"the gradient of '{n}'"] = comparison.rule.elements(n, again.seen[n].elements)
+            found[f"the gradient of '{n}'"] = comparison.rule.elements(n, again.seen[n].elements.tolist())
         for n, value in expected.buffers.items():
             found[f"buffer '{n}'"] = difference(again.buffers[n], value, self.tolerance)
         found["the loss"] = times(abs(again.loss - expected.loss), max(1.0, abs(expected.loss)) * self.tolerance)
@@ -341,13 +343,21 @@ def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, round
     of each element."""
     with torch.no_grad():
         for seed, (_, p) in enumerate(sorted(parameters.items())):
-            draw = torch.Generator(p.device).manual_seed(seed)
-            noise = torch.randn(p.shape, generator=draw, dtype=torch.float32, device=p.device).to(p.dtype)
+            noise = _noise(p, seed)
             if rounding:
                 p.mul_(1 + 2 * torch.finfo(p.dtype).eps * torch.sgn(noise))
             elif p.numel():
                 size = float(p.detach().abs().float().square().mean().sqrt())
                 p.add_(noise, alpha=relative * max(size, PERTURBATION))
+
+
+def _noise(p: torch.Tensor, seed: int) -> torch.Tensor:
+    """Normal, of a parameter's shape; from `_DRAWN` numbers on it repeats, since drawing takes longer than a step."""
+    draw = torch.Generator(p.device).manual_seed(seed)
+    drawn = torch.randn(min(p.numel(), _DRAWN), generator=draw, dtype=torch.float32, device=p.device).to(p.dtype)
+    if p.numel() <= _DRAWN:
+        return drawn.view(p.shape)
+    return drawn.repeat(-(-p.numel() // _DRAWN))[: p.numel()].view(p.shape)
 
 
 def _check_unwritten(given: Sequence[torch.Tensor], copied: frozenset[int]) -> None:
