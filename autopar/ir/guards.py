@@ -15,7 +15,9 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
+from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +25,8 @@ import torch
 from torch import nn
 from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, get_verbose_code_parts
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.source import NumpyTensorSource
+from torch._dynamo.source import AttrSource, GenericAttrSource, NumpyTensorSource
+from torch._guards import ChainedSource
 
 from autopar.ir.compat import AT_TRACE_END
 from autopar.ir.constants import PLAIN, constant
@@ -39,6 +42,11 @@ _OF_LIBRARIES = ("transformers.", "torch.")
 """How names of what libraries do for themselves begin: no user reads it."""
 _OTHERS = ("L['tensors']", "_validate_args")
 """In names of what is looked at elsewhere, and of what is otherwise for the time of a capture alone."""
+_OUR_OWN = re.compile(
+    r"G\['__(?:import_autopar_|builtins_dict_)|L\['self'\](?:\.__dict__\[')?\.?(?:_batch|_mode|_outputs|apart|assigned|copied)\b"
+)
+"""How names begin of what the step holds for itself beside the model and the loss, and of Python's own functions:
+nobody changes these."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Guards:
         self._check = check
         self._held = held
         self._scope = {"self": step, "tensors": ()}
-        self._methods = _methods(step)
+        self._functions = _functions(step)
         self.effects = effects
         self.counters = tuple(e for e in effects if e.grows and e.what in read)
         """Of the effects, those on what the code itself has read: it computes something else the next time."""
@@ -86,10 +94,9 @@ class Guards:
 
     def changed(self) -> str | None:
         """What is other than it was at capture, in words; `None` where all is as it was."""
-        for of, held in self._methods:
-            if tuple(map(of.__dict__.get, held)) != tuple(held.values()):
-                name = next(n for n, f in held.items() if of.__dict__.get(n) != f)
-                return f"{of.__qualname__}.{name} is another function than at capture"
+        for functions in self._functions:
+            if (name := functions.changed()) is not None:
+                return f"{functions.of.__qualname__}.{name} is another function than at capture"
         if self._check.guard_manager.check(self._scope):
             return None
         found = self._check.guard_manager.check_verbose(self._scope).verbose_code_parts
@@ -102,7 +109,7 @@ def guards_of(captured: Any, step: nn.Module, effects: list[Effect], rewritten: 
     output = captured.output_graph
     left_out = (*_ON_TENSORS, "CLOSURE_MATCH") if rewritten else _ON_TENSORS
     guards = {_of_identity(g) if _is_constant(g) else _exactly(g) for g in output._guards}
-    kept = {g for g in guards if _is_kept(g, left_out)}
+    kept = {_direct(g) for g in guards if _is_kept(g, left_out)}
     output._guards.inner = type(output._guards.inner)(kept)
     output.skip_guards_check = True  # which would look for the tensors
     with _held_objects() as held:
@@ -159,13 +166,35 @@ def global_state() -> tuple[Any, ...]:
     )
 
 
-def _methods(step: nn.Module) -> list[tuple[type, dict[str, Any]]]:
-    """The functions that classes of modules hold, less PyTorch's, for TorchDynamo does not look at them; of a
-    class without a `forward` of its own, that it has none."""
+class _Functions:
+    """The functions that a class holds, and of `forward` and `__call__`, that it has none."""
+
+    def __init__(self, of: type) -> None:
+        self.of = of
+        self._held = {n: f for n, f in vars(of).items() if isinstance(f, FunctionType)}
+        self._get: Callable[[Any], Any] = itemgetter(*self._held) if self._held else lambda _: None
+        self._before = self._get(vars(of))
+        self._absent = [n for n in ("forward", "__call__") if n not in self._held]
+
+    def changed(self) -> str | None:
+        """The name of one that is other than it was; `None` where all are as they were."""
+        own = vars(self.of)
+        try:
+            same = self._get(own) == self._before
+        except KeyError:
+            same = False
+        for name in self._absent if same else self._held:
+            if own.get(name) != self._held.get(name):
+                return name
+        return None
+
+
+def _functions(step: nn.Module) -> list[_Functions]:
+    """Those of classes of modules, less PyTorch's, for TorchDynamo does not look at them."""
     classes = dict.fromkeys(of for m in step.modules() for of in type(m).__mro__)
-    own = [of for of in classes if of is not object and not of.__module__.startswith(("torch.", "autopar."))]
-    none = dict.fromkeys(("forward", "__call__"))
-    return [(of, {**none, **{n: f for n, f in vars(of).items() if isinstance(f, FunctionType)}}) for of in own]
+    return [
+        _Functions(of) for of in classes if of is not object and not of.__module__.startswith(("torch.", "autopar."))
+    ]
 
 
 def _is_constant(guard: Any) -> bool:
@@ -194,6 +223,36 @@ def _exactly(guard: Any) -> Any:
     found = guard.originating_source.make_guard(_AS_WRITTEN[name])
     found.stack, found.user_stack = guard.stack, guard.user_stack
     return found
+
+
+def _direct(guard: Any) -> Any:
+    """In the place of a guard on an attribute, one that reads it from its object where the class has a function of its
+    own for all attributes, as configurations of Transformers: what that function reads has guards of its own, and it
+    would be called in each step, for each attribute."""
+    source, create = guard.originating_source, guard.create_fn
+    if not isinstance(source, ChainedSource):
+        return guard
+
+    @wraps(create)
+    def match(builder: GuardBuilder, _: Any) -> None:
+        found = _read_directly(source, builder).make_guard(create)
+        found.stack, found.user_stack = guard.stack, guard.user_stack
+        create(builder, found)
+
+    made = source.make_guard(match)
+    made.stack, made.user_stack = guard.stack, guard.user_stack
+    return made
+
+
+def _read_directly(source: Any, builder: GuardBuilder) -> Any:
+    if not isinstance(source, ChainedSource):
+        return source
+    base = _read_directly(source.base, builder)
+    if type(source) is AttrSource:
+        owner = builder.get(source.base)
+        if isinstance(type(owner).__getattribute__, FunctionType) and source.member in getattr(owner, "__dict__", {}):
+            return GenericAttrSource(base, source.member)
+    return source if base is source.base else replace(source, base=base)
 
 
 def _as_written(equals: Callable[[GuardBuilder, Any], None]) -> Callable[[GuardBuilder, Any], None]:
@@ -225,7 +284,8 @@ _AS_WRITTEN = {n: _as_written(getattr(GuardBuilder, n)) for n in ("EQUALS_MATCH"
 def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:
     """Guards without a name are those on PyTorch's global state."""
     name: str = guard.name
-    return bool(name) and not any(o in name for o in _OTHERS) and guard.create_fn_name() not in left_out
+    others = _OUR_OWN.match(name) or any(o in name for o in _OTHERS)
+    return bool(name) and not others and guard.create_fn_name() not in left_out
 
 
 def _effects(side_effects: Any) -> list[Effect]:
