@@ -24,12 +24,10 @@ from autopar.ir.alignments import sized_alignments
 from autopar.ir.apart import Apart, copy_tangents, outputs_apart
 from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, call_model, misfit
-from autopar.ir.checkpointed import refuse_writes
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.form import Held, check_as_given
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
-from autopar.ir.held_writes import refuse_writes_to_held
 from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.kept_results import refuse_kept_draws, seen_kept_results
 from autopar.ir.model_output import find_loss, output_tensors
@@ -41,6 +39,7 @@ from autopar.ir.refusals import own_error, places, refusal, was_raised
 from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
 from autopar.ir.sparse_gradients import with_dense_gradients
+from autopar.ir.unfit import refuse_unfit
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 from autopar.ir.weightless import traced_as_real
 
@@ -215,8 +214,7 @@ def _traced(
         _quiet(),
     ):
         graph, guards = _settled(step, tensors, rewritten or observers.have_switched)
-    refuse_writes(graph)
-    refuse_writes_to_held(graph)
+    refuse_unfit(graph)
     with_dense_gradients(graph)
     empty = any(t.dim() and not len(t) for t in tensors)
     with _restored(step), contextlib.ExitStack() as stack, recurrent_dropout(), traceable_means(empty), _quiet():
