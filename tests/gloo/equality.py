@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -123,34 +123,25 @@ def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Cont
     what gradients are made of, for all that have structure; `late` leaves parameters to the next step; `heads` shares
     the classes of heads out; `shares` the rows of tables as well; `servers` has hosts that serve add up; `sharded`
     gathers parameters for each pass; `layers` shares the outputs of linear layers out."""
-    cluster = cluster_of(world_size)
-    if strategy == "servers":
-        plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _served(graph, world_size)})
-    if strategy == "sharded":
-        plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _sharded(graph)})
-    if strategy in ("heads", "shares"):
-        plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _in_shares(graph, strategy == "shares")})
-    if strategy == "layers":
-        plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _layers(graph)})
-    if strategy == "late":
-        plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _late(graph, world_size)})
-    if strategy == "parts":
-        plan = build_plan("AllReduce", graph, cluster, context)
-        return plan.model_copy(update={"groups": _by_structure(graph)})
-    if strategy != "mixed":
-        return build_plan(strategy, graph, cluster, context)
-    plan = build_plan("AllReduce", graph, cluster, context)
+    of = _OWN_GROUPS.get(strategy)
+    if of is None:
+        return build_plan(strategy, graph, cluster_of(world_size), context)
+    if (key := (id(graph), world_size, context)) not in _bases:
+        _bases[key] = build_plan("AllReduce", graph, cluster_of(world_size), context)
+    return _bases[key].model_copy(update={"groups": of(graph, world_size)})
+
+
+_bases: dict[tuple[int, int, Context], Plan] = {}
+"""Plans of which other groups are made, by their graph, ranks and context; graphs live as long."""
+
+
+def _mixed(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
     largest = max(graph.parameters, key=lambda p: (len(p.spec.shape) > 1, p.numel))
     rest = sorted((p for p in graph.parameters if p is not largest), key=lambda p: p.ready)
     rows = largest.spec.shape[0]
     cut = max(1, rows // 3)
     shares = tuple(float(r) for r in range(world_size)) if world_size > 1 else ()
-    groups = (
+    return (
         SyncGroup(strategy="partitioned_parameter_server", options={"shares": shares}, members=_whole(rest[::3])),
         SyncGroup(strategy="parameter_server", options={"owner": world_size - 1}, members=_whole(rest[1::3])),
         SyncGroup(strategy="all_reduce", members=(ParameterSlice(name=largest.name, start=cut, stop=rows),)),
@@ -159,10 +150,9 @@ def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Cont
             members=(ParameterSlice(name=largest.name, start=0, stop=cut), *_whole(rest[2::3])),
         ),
     )
-    return plan.model_copy(update={"groups": groups})
 
 
-def _by_structure(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+def _by_structure(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
     """Tables in two groups, each product in its own, the rest in one."""
     by_kind = {k: [p for p in graph.parameters if p.structure == k] for k in ("rows", "factors", "dense")}
     rows, factors, dense = by_kind["rows"], by_kind["factors"], by_kind["dense"]
@@ -175,7 +165,7 @@ def _by_structure(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
     return tuple(groups)
 
 
-def _in_shares(graph: TrainingGraph, with_tables: bool) -> tuple[SyncGroup, ...]:
+def _in_shares(graph: TrainingGraph, world_size: int, *, with_tables: bool) -> tuple[SyncGroup, ...]:
     """Classes shared out, and the rows of tables, in two groups; the rest in one."""
     heads = [[p for p in graph.parameters if p.head == h] for h in dict.fromkeys(p.head for p in graph.parameters) if h]
     tables = [p for p in graph.parameters if with_tables and p.table is not None and p.head is None]
@@ -188,7 +178,7 @@ def _in_shares(graph: TrainingGraph, with_tables: bool) -> tuple[SyncGroup, ...]
     )
 
 
-def _layers(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+def _layers(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
     """The outputs of every linear layer shared out, the rest gathered for each pass or in one all-reduce."""
     layers = [p for p in graph.parameters if p.layer is not None]
     assert layers, "the model has no linear layer"
@@ -215,7 +205,7 @@ def _late(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
     )
 
 
-def _sharded(graph: TrainingGraph) -> tuple[SyncGroup, ...]:
+def _sharded(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
     """Parameters in shares of rows: gathered for each pass, gathered once, and some that are whole all the time."""
     chosen: tuple[tuple[str, dict[str, Any]], ...]
     chosen = (("sharded_parameters", {}), ("sharded_parameters", {"keep": True}), ("all_reduce", {}))
@@ -242,6 +232,18 @@ def _served(graph: TrainingGraph, world_size: int) -> tuple[SyncGroup, ...]:
 
 def _whole(parameters: list[Any]) -> tuple[ParameterSlice, ...]:
     return tuple(ParameterSlice(name=p.name) for p in parameters)
+
+
+_OWN_GROUPS: dict[str, Callable[[TrainingGraph, int], tuple[SyncGroup, ...]]] = {
+    "servers": _served,
+    "sharded": _sharded,
+    "heads": partial(_in_shares, with_tables=False),
+    "shares": partial(_in_shares, with_tables=True),
+    "layers": _layers,
+    "late": _late,
+    "parts": _by_structure,
+    "mixed": _mixed,
+}
 
 
 def run_case(rank: int, world_size: int, case: Case) -> dict[str, Any]:
