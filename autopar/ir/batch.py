@@ -169,7 +169,8 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
-        raise SignatureError(f"{type(model).__name__}.forward{signature}: {e}") from e
+        hint = _hint_of_one(signature, len(args) + len(kwargs))
+        raise SignatureError(f"{type(model).__name__}.forward{signature}: {e}{hint}") from e
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
@@ -231,8 +232,16 @@ def misfit(model: torch.nn.Module, batch: Any, has_loss_fn: bool) -> SignatureEr
                 f"{name}.forward{signature} takes no {', '.join(unknown)}, which the batch holds: pass only what "
                 "forward takes, {k: batch[k] for k in ...}"
             )
-        return SignatureError(f"{name}.forward{signature} cannot be called with this batch: {e}")
+        hint = _hint_of_one(signature, len(by_place) + len(by_name))
+        return SignatureError(f"{name}.forward{signature} cannot be called with this batch: {e}{hint}")
     return None
+
+
+def _hint_of_one(signature: inspect.Signature, given: int) -> str:
+    """What to pass where `forward` takes one argument and a batch has several."""
+    if len(signature.parameters) != 1 or given == 1:
+        return ""
+    return ". Where forward is to take all of them as one argument, as a named tuple, pass a tuple of one, (batch,)"
 
 
 def example_batch(model: torch.nn.Module) -> Any:

@@ -14,19 +14,31 @@ from autopar.ir.terms import sum_of_terms
 
 
 def find_loss(output: Any, batch: Any = None) -> Any:
-    """The loss in a model's output: the output itself where it is a tensor, else its `loss`; of a batch that has shares
-    in several terms, the sum of these shares."""
+    """The loss in a model's output: the output itself where it is a tensor, else its `loss`, or the first element of a
+    tuple that holds no other scalar; of a batch that has shares in several terms, the sum of these shares."""
     if isinstance(batch, Weighted):
         return sum_of_terms(output, batch.shares)
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)):
+        scalars = [i for i, value in enumerate(output) if _is_loss(value)]
+        if len(scalars) > 1:
+            raise CaptureError(
+                f"the model's output ({type(output).__name__}) holds {len(scalars)} scalars, each of which may be the "
+                "loss or a part of it: return them added up as one loss, or say which it is in a dict with 'loss'"
+            )
+        loss = output[0] if scalars == [0] else None
     if loss is None:
         raise CaptureError(
             f"the model's output ({type(output).__name__}) holds no loss: pass labels in the batch so that the "
             "model computes one, return the loss from the model, or pass loss_fn="
         )
     return loss
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
 
 
 def output_tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -69,6 +69,32 @@ def test_no_loss_at_all() -> None:
         optimize(Outputs(4, 4), BATCH[0], None)
 
 
+class Several(nn.Linear):
+    """Returns its loss first, with others behind it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = super().forward(x)
+        return h.square().mean(), None, h, *self.others(h)
+
+    def others(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (h.mean().detach(),)
+
+
+def test_the_loss_is_the_first_of_a_tuple() -> None:
+    model = Several(4, 4)
+    expected = model(BATCH[0])[0].item()
+    assert optimize(model, BATCH[0], None).step(BATCH[0]).item() == pytest.approx(expected)
+
+
+def test_a_tuple_of_several_losses_is_refused() -> None:
+    class Two(Several):
+        def others(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (h.abs().mean(),)
+
+    with pytest.raises(CaptureError, match=r"\(tuple\) holds 2 scalars.*added up"):
+        optimize(Two(4, 4), BATCH[0], None)
+
+
 def test_a_parameter_without_a_gradient_is_named() -> None:
     with pytest.raises(CaptureError, match=r"2 trainable parameter.*'spare.weight', 'spare.bias'.*freeze"):
         optimize(Unused())

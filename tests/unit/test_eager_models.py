@@ -390,22 +390,3 @@ def test_a_plan_is_made_with_the_optimizer_of_another_copy_as_for_captured_model
         strategy="ddp", capture="never",
     )  # fmt: skip
     assert {m.name for g in made.groups for m in g.members} == {n for n, _ in Net().named_parameters()}
-
-
-def test_an_operator_that_tracing_computes_otherwise_runs_eagerly() -> None:
-    """`multilabel_margin_loss` is taken apart into operators that give 5.99 for 1.01."""
-    labels = torch.tensor([[0, 2, -1, 1], [1, -1, 0, 0], [3, 1, 0, -1], [2, -1, -1, -1], [0, 1, 2, 3]])
-    net, plain = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
-    plain.load_state_dict(net.state_dict())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain)]
-    with pytest.warns(AutoparWarning, match="other numbers for 'multilabel_margin_loss'"):
-        program = autopar.optimize(
-            net, example_inputs=(X, labels), loss_fn=F.multilabel_margin_loss, optimizer=optimizers[0]
-        )
-    for _ in range(3):
-        loss = F.multilabel_margin_loss(plain(X), labels)
-        optimizers[1].zero_grad()
-        loss.backward()
-        optimizers[1].step()
-        assert program.step((X, labels)).item() == pytest.approx(loss.item(), rel=1e-12)
-    torch.testing.assert_close(net.weight, plain.weight)

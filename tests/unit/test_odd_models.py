@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.errors import AutoparWarning
 from autopar.ir.batch import flatten
 from tests.unit.as_eager import train
 
@@ -324,3 +325,23 @@ def test_measured_compute_of_a_model_with_constants(tmp_path: Any, monkeypatch: 
     constant = torch.arange(6.0)
     for _ in range(2):  # the second time, all operators are known
         train(Calls(lambda y: (y * constant * torch.tensor([2.0])).pow(2).mean()), inputs(), measure_compute=True)
+
+
+def test_an_operator_that_tracing_computes_otherwise_runs_eagerly() -> None:
+    """`multilabel_margin_loss` is taken apart into operators that give 5.99 for 1.01."""
+    x = torch.randn(5, 4, dtype=torch.float64)
+    labels = torch.tensor([[0, 2, -1, 1], [1, -1, 0, 0], [3, 1, 0, -1], [2, -1, -1, -1], [0, 1, 2, 3]])
+    net, plain = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain)]
+    with pytest.warns(AutoparWarning, match="other numbers for 'multilabel_margin_loss'"):
+        program = autopar.optimize(
+            net, example_inputs=(x, labels), loss_fn=F.multilabel_margin_loss, optimizer=optimizers[0]
+        )
+    for _ in range(3):
+        loss = F.multilabel_margin_loss(plain(x), labels)
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        assert program.step((x, labels)).item() == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(net.weight, plain.weight)

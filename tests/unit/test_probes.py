@@ -42,6 +42,11 @@ def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -
         assert row.square == pytest.approx(float(whole.norm) ** 2, rel=1e-5)
 
 
+def test_the_layout_in_memory_does_not_matter() -> None:
+    probe, gradient = Probe(PIECE, (30, 70)), torch.randn(70, 30, dtype=torch.float64).T
+    torch.testing.assert_close(probe.see(gradient).flat, probe.see(gradient.contiguous()).flat)
+
+
 @pytest.mark.parametrize("at", [(0, 0), (17, 33), (63, 575)])
 def test_one_wrong_element_is_seen(at: tuple[int, int]) -> None:
     probe, gradient = Probe(PIECE, (64, 576)), torch.randn(64, 576, dtype=torch.float64)

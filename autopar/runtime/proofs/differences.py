@@ -114,11 +114,12 @@ class Comparison:
         for fragment, which, seen in (*held, *own):
             rows[str(fragment.piece)].add(fragment, which, seen)
         looks = [(str(f.piece), which.tolist(), seen.elements.tolist()) for f, which, seen in held]
-        pairs = [pair for n, places, mine in looks for pair in zip(mine, rule.expected(n, places), strict=True)]
+        clipped = looks if of.max_norm is not None else ()
+        pairs = [pair for n, places, mine in clipped for pair in zip(mine, rule.expected(n, places), strict=True)]
         fit = [sum(a * b for a, b in pairs), sum(b * b for _, b in pairs)]
         fit = sum_rows(rows.values(), of.lasting.group, fit)
         apart = {str(fragment.piece) for fragment, _, _ in own}
-        factor = 1.0 if of.max_norm is None or fit[1] == 0 else fit[0] / fit[1]
+        factor = fit[0] / fit[1] if fit[1] else 1.0
         found = [Difference(f"no gradient of '{n}'", math.inf) for n in self.expected.strangers]
         elements, square = {}, 0.0
         for name, row in rows.items():

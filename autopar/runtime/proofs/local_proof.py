@@ -18,8 +18,9 @@ from autopar.runtime.job.process_group import Group
 from autopar.runtime.proofs.blame import blame, blame_tracing, blame_wire
 from autopar.runtime.proofs.differences import GradientRule, tolerance_of
 from autopar.runtime.proofs.one_pass import How, Ran, as_it_is, differences
+from autopar.runtime.proofs.perturbation import PERTURBATION, perturb
 from autopar.runtime.proofs.probes import Probe, Seen
-from autopar.runtime.proofs.proof import PERTURBATION, ROUNDING, perturb
+from autopar.runtime.proofs.proof import ROUNDING
 from autopar.runtime.proofs.subject import largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
 from autopar.runtime.proofs.wire_range import beyond_float16

@@ -135,8 +135,8 @@ class Probe:
 
     def _seen(self, gradient: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> Seen:
         """Of a matrix whose rows and columns are multiplied by such vectors, in any shape."""
-        norm, values = _norm(gradient), _wide(gradient)
-        by_rows = values.reshape(len(rows), columns.shape[1]) @ columns.to(values).T
+        norm, values = _norm(gradient), _wide(gradient).reshape(len(rows), columns.shape[1])
+        by_rows = values @ columns.to(values).T
         return _together(values.reshape(-1), places, (by_rows * rows.to(values.device)).sum(0), norm)
 
     def _of_range(self, values: torch.Tensor, begin: int) -> torch.Tensor:

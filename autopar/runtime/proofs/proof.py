@@ -35,6 +35,7 @@ from autopar.runtime.proofs.blame import blame, blame_feedback, blame_tracing, b
 from autopar.runtime.proofs.differences import Comparison, Difference, Expected, difference, times, tolerance_of
 from autopar.runtime.proofs.feedback import KIND, Feedback
 from autopar.runtime.proofs.one_pass import How, Ran, step_by_graph, step_eagerly
+from autopar.runtime.proofs.perturbation import PERTURBATION, perturb
 from autopar.runtime.proofs.probes import Probe, Seen
 from autopar.runtime.proofs.subject import Subject, largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
@@ -43,10 +44,6 @@ from autopar.runtime.uncaptured.model import EagerModel
 
 _LOWERED, _MOST_LOWERED = 1 / 16, 8
 """By what the scale of the loss is lowered in a trial, and how often at most."""
-PERTURBATION = 1e-2
-"""Of the trial's parameters, relative to the root of their mean square."""
-_DRAWN = 65_537
-"""Random numbers for one parameter; a prime, so that its rows do not get the same ones."""
 _OTHERWISE = 0.75
 """A number near 1 that rounds what it multiplies."""
 ROUNDING = 16.0
@@ -336,28 +333,6 @@ def fits(subject: Subject) -> bool:
             stacklevel=4,
         )
     return not short
-
-
-def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, rounding: bool = False) -> None:
-    """Adds noise to whole parameters, the same on all ranks: `relative` to their root mean square, or of one rounding
-    of each element."""
-    with torch.no_grad():
-        for seed, (_, p) in enumerate(sorted(parameters.items())):
-            noise = _noise(p, seed)
-            if rounding:
-                p.mul_(1 + 2 * torch.finfo(p.dtype).eps * torch.sgn(noise))
-            elif p.numel():
-                size = float(p.detach().abs().float().square().mean().sqrt())
-                p.add_(noise, alpha=relative * max(size, PERTURBATION))
-
-
-def _noise(p: torch.Tensor, seed: int) -> torch.Tensor:
-    """Normal, of a parameter's shape; from `_DRAWN` numbers on it repeats, since drawing takes longer than a step."""
-    draw = torch.Generator(p.device).manual_seed(seed)
-    drawn = torch.randn(min(p.numel(), _DRAWN), generator=draw, dtype=torch.float32, device=p.device).to(p.dtype)
-    if p.numel() <= _DRAWN:
-        return drawn.view(p.shape)
-    return drawn.repeat(-(-p.numel() // _DRAWN))[: p.numel()].view(p.shape)
 
 
 def _check_unwritten(given: Sequence[torch.Tensor], copied: frozenset[int]) -> None:
