@@ -47,6 +47,8 @@ _OUR_OWN = re.compile(
 )
 """How names begin of what the step holds for itself beside the model and the loss, and of Python's own functions:
 nobody changes these."""
+_TABLE = re.compile(r"\b_(?:parameters|buffers|modules)(?:'\])?$")
+"""How names end of the tables that a module holds: what is in them is looked at, and they are dicts for good."""
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,9 @@ _AS_WRITTEN = {n: _as_written(getattr(GuardBuilder, n)) for n in ("EQUALS_MATCH"
 def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:
     """Guards without a name are those on PyTorch's global state."""
     name: str = guard.name
-    others = _OUR_OWN.match(name) or any(o in name for o in _OTHERS)
-    return bool(name) and not others and guard.create_fn_name() not in left_out
+    kind = guard.create_fn_name()
+    others = _OUR_OWN.match(name) or any(o in name for o in _OTHERS) or (kind == "TYPE_MATCH" and _TABLE.search(name))
+    return bool(name) and not others and kind not in left_out
 
 
 def _effects(side_effects: Any) -> list[Effect]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
+from itertools import chain
 
 from torch import nn
 
@@ -18,7 +19,7 @@ class ModuleTree:
     def strange(self) -> str | None:
         """What is said of a parameter that came since, or is gone, with the module that was replaced or added; `None`
         where there is none. Modules without parameters may come and go."""
-        if all(list(held) == of and len(table) == n for held, of, table, n in self._tables):
+        if [*map(len, self._tables)] == self._sizes and [*chain.from_iterable(self._children)] == self._held:
             return None
         now = dict(self._parameters())
         for name, p in self._known.items():
@@ -38,11 +39,11 @@ class ModuleTree:
     def _keep(self) -> None:
         modules = [m for owner in self._owners.values() for m in owner.modules()]
         # What TorchScript holds cannot be replaced.
-        self._tables = [
-            (m._modules.values(), list(m._modules.values()), m._parameters, len(m._parameters))
-            for m in modules
-            if isinstance(m._modules, dict) and isinstance(m._parameters, dict)
-        ]
+        plain = [m for m in modules if isinstance(m._modules, dict) and isinstance(m._parameters, dict)]
+        self._tables: list[Sized] = [table for m in plain for table in (m._modules, m._parameters)]
+        self._sizes = [*map(len, self._tables)]
+        self._children = [m._modules.values() for m in plain]
+        self._held = [*chain.from_iterable(self._children)]
         self._known = dict(self._parameters())
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -43,10 +43,11 @@ class Unchanged:
         self._optimizer = optimizer
         self._eager = eager
         self._optimizers = () if optimizer is None else each_of(optimizer)
-        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool | None, str]] = []
-        """Where each is held, whether it is trained (`None`: elsewhere, by another program), and its name."""
-        self._kinds: list[tuple[nn.Parameter, torch.dtype, bool, str]] = []
-        """The dtype of each parameter, whether it is on a GPU, and its name."""
+        self._parameters: list[
+            tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool | None, torch.dtype, bool, str]
+        ] = []
+        """Where each is held, whether it is trained (`None`: elsewhere, by another program), its dtype, whether it is
+        on a GPU, and its name."""
         self._held: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         held = None if optimizer is None else {p for g in optimizer.param_groups for p in g["params"]}
         for prefix, owner in owners.items():
@@ -55,8 +56,8 @@ class Unchanged:
                 for key, p in module._parameters.items():
                     if p is not None:
                         trains = None if p.requires_grad and held is not None and p not in held else p.requires_grad
-                        self._parameters.append((table_of(module._parameters), key, p, trains, start + key))
-                        self._kinds.append((p, p.dtype, p.is_cuda, start + key))
+                        table = table_of(module._parameters)
+                        self._parameters.append((table, key, p, trains, p.dtype, p.is_cuda, start + key))
                 for key, b in module._buffers.items():
                     if b is not None and start + key in buffers:
                         self._held.append((table_of(module._buffers), key, start + key))
@@ -66,14 +67,11 @@ class Unchanged:
         """Raises `PlanMismatchError` or `OptimizerError`, with the name, where something is other than it was. Buffers
         that the model has replaced are taken over."""
         hooks = self._optimizer is not None
-        for table, key, p, trains, name in self._parameters:
-            # Run eagerly, a parameter that is frozen for a while has no gradient meanwhile.
-            same = trains is None or p.requires_grad is trains or (self._eager and trains and not p.requires_grad)
-            if table.get(key) is not p or not same:
+        for table, key, p, trains, dtype, on_gpu, name in self._parameters:
+            if table.get(key) is not p or (p.requires_grad is not trains and not self._may_be_frozen(p, trains)):
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
-            if hooks and self._is_hooked(p):
+            if hooks and (p._post_accumulate_grad_hooks or p._backward_hooks) and self._is_hooked(p):
                 self._refuse_hooks()
-        for p, dtype, on_gpu, name in self._kinds:
             if p.dtype is not dtype or p.is_cuda is not on_gpu:  # as `model.to()` makes it, in place
                 before, now = f"{dtype} on {'cuda' if on_gpu else 'cpu'}", f"{p.dtype} on {p.device}"
                 raise PlanMismatchError(
@@ -100,6 +98,11 @@ class Unchanged:
         assert buffer is not None, "a graph reads buffers that are there"
         self._buffers[name] = buffer
         self._held.append((table_of(table), key, name))
+
+    def _may_be_frozen(self, p: nn.Parameter, trains: bool | None) -> bool:
+        """Whether a parameter may require a gradient otherwise than it did: one that is trained elsewhere; and, run
+        eagerly, one that is frozen for a while, and has no gradient meanwhile."""
+        return trains is None or (self._eager and trains and not p.requires_grad)
 
     def _parameter_changed(self, now: nn.Parameter | None, p: nn.Parameter, name: str) -> str:
         if now is not p:
@@ -141,7 +144,7 @@ class Unchanged:
     def _refuse_hooks(self) -> None:
         if self._optimizer is None:
             return
-        for _, _, p, _, name in self._parameters:
+        for _, _, p, _, _, _, name in self._parameters:
             if self._is_hooked(p):
                 raise OptimizerError(
                     f"parameter '{name}' has a hook on its gradient, which a step that runs as one program would not "
