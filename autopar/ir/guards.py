@@ -43,7 +43,7 @@ _OF_LIBRARIES = ("transformers.", "torch.")
 _OTHERS = ("L['tensors']", "_validate_args")
 """In names of what is looked at elsewhere, and of what is otherwise for the time of a capture alone."""
 _OUR_OWN = re.compile(
-    r"G\['__(?:import_autopar_|builtins_dict_)|L\['self'\](?:\.__dict__\[')?\.?(?:_batch|_mode|_outputs|apart|assigned|copied)\b"
+    r"G\['__(?:import_autopar(?:_dot_|'\])|builtins_dict_)|L\['self'\](?:\.__dict__\[')?\.?(?:_batch|_mode|_outputs|apart|assigned|copied)\b"
 )
 """How names begin of what the step holds for itself beside the model and the loss, and of Python's own functions:
 nobody changes these."""

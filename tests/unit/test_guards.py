@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -355,3 +357,19 @@ def test_a_batch_that_requires_a_gradient_is_refused() -> None:
     pair = _Pair()
     with pytest.raises(autopar.AutoparError, match="requires a gradient"):
         pair.program.step((X.clone().requires_grad_(), Y))
+
+
+def test_globals_of_a_package_whose_name_begins_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("autopar_plugin")
+    exec("SCALE = 1.0\ndef scaled(x):\n    return SCALE * x", vars(package))
+    monkeypatch.setitem(sys.modules, "autopar_plugin", package)
+
+    class Plugged(_Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = package.scaled(super().forward(x))
+            return scores
+
+    pair = _Pair(Plugged())
+    for scale in (1.0, 3.0):
+        monkeypatch.setattr(package, "SCALE", scale)
+        pair.step()
