@@ -24,7 +24,9 @@ def _rows(gradient: torch.Tensor, ranks: int) -> list[Fragment]:
     return [Fragment("weight", False, gradient[r], PIECE, 0, 0, r) for r in of_ranks]
 
 
-@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 0), (5, 4), (30, 70), (8, 3, 3, 3), (2, 3, 50, 4)])
+@pytest.mark.parametrize(
+    "shape", [(0,), (1,), (7,), (3, 0), (1, 8), (8, 1), (1, 1, 5), (5, 4), (30, 70), (8, 3, 3, 3), (2, 3, 50, 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
 def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     probe, gradient = Probe(PIECE, shape), torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -129,9 +129,12 @@ class Probe:
 
     def _vectors_of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """What projects some rows of the slice, along its first dimension."""
+        first, *others = self.slice_shape
         if self._cut_at == 0:
-            return self._rows, self._columns[:, rows]
-        return self._rows.view(self.slice_shape[0], -1, PROJECTIONS)[rows].reshape(-1, PROJECTIONS), self._columns
+            columns = self._columns.view(PROJECTIONS, first, math.prod(others))[:, rows]
+            return self._rows, columns.flatten(1)
+        each = math.prod(others[: self._cut_at - 1])
+        return self._rows.view(first, each, PROJECTIONS)[rows].flatten(0, 1), self._columns
 
     def _seen(self, gradient: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> Seen:
         """Of a matrix whose rows and columns are multiplied by such vectors, in any shape."""
