@@ -21,14 +21,13 @@ def find_loss(output: Any, batch: Any = None) -> Any:
     if isinstance(output, torch.Tensor):
         return output
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, (tuple, list)):
-        scalars = [i for i, value in enumerate(output) if _is_loss(value)]
-        if len(scalars) > 1:
+    if loss is None and isinstance(output, (tuple, list)) and output and _is_scalar(output[0]):
+        loss = output[0]
+        if any(_is_scalar(t) and t.requires_grad for t in output_tensors(output[1:])):
             raise CaptureError(
-                f"the model's output ({type(output).__name__}) holds {len(scalars)} scalars, each of which may be the "
-                "loss or a part of it: return them added up as one loss, or say which it is in a dict with 'loss'"
+                f"the model's output ({type(output).__name__}) holds several scalars, each of which may be the loss or "
+                "a part of it: return them added up as one loss, or say which it is in a dict with 'loss'"
             )
-        loss = output[0] if scalars == [0] else None
     if loss is None:
         raise CaptureError(
             f"the model's output ({type(output).__name__}) holds no loss: pass labels in the batch so that the "
@@ -37,8 +36,8 @@ def find_loss(output: Any, batch: Any = None) -> Any:
     return loss
 
 
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def output_tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError, OptimizerError, PlanError, PlanMismatchError, SignatureError
+from autopar.ir.model_output import find_loss
 from autopar.ops.fragments import Fragment
 from autopar.runtime.optimizers.optimizer import OptimizerPart
 from autopar.spec.plan import ParameterSlice
@@ -91,8 +92,20 @@ def test_a_tuple_of_several_losses_is_refused() -> None:
         def others(self, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (h.abs().mean(),)
 
-    with pytest.raises(CaptureError, match=r"\(tuple\) holds 2 scalars.*added up"):
-        optimize(Two(4, 4), BATCH[0], None)
+    class Within(Several):
+        def others(self, h: torch.Tensor) -> Any:
+            return ({"more": h.abs().mean()},)
+
+    for model in (Two(4, 4), Within(4, 4)):
+        with pytest.raises(CaptureError, match=r"\(tuple\) holds several scalars.*added up"):
+            optimize(model, BATCH[0], None)
+
+
+def test_the_loss_of_a_tuple_is_found_without_gradients() -> None:
+    """Parts of batches run so, to see whether a loss compares samples with each other."""
+    with torch.no_grad():
+        output = Several(4, 4)(BATCH[0])
+        assert find_loss(output) is output[0]
 
 
 def test_a_parameter_without_a_gradient_is_named() -> None:
