@@ -33,10 +33,8 @@ from autopar.ir.constants import PLAIN, constant
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
 _OWN = "L['self']"
-_REGISTERED = re.compile(
-    r"L\['self'\](?:(?:\.__dict__\['_modules'\]|\._modules)\['[^']+'\])*"
-    r"(?:\.__dict__\['_(?:parameters|buffers)'\]|\._(?:parameters|buffers))\['[^']+'\]"
-)
+_MODULE = r"L\['self'\](?:(?:\.__dict__\['_modules'\]|\._modules)\['[^']+'\])*"
+_REGISTERED = re.compile(_MODULE + r"(?:\.__dict__\['_(?:parameters|buffers)'\]|\._(?:parameters|buffers))\['[^']+'\]")
 """Names of parameters and buffers of the model and of the loss."""
 _OF_LIBRARIES = ("transformers.", "torch.")
 """How names of what libraries do for themselves begin: no user reads it."""
@@ -47,8 +45,8 @@ _OUR_OWN = re.compile(
 )
 """How names begin of what the step holds for itself beside the model and the loss, and of Python's own functions:
 nobody changes these."""
-_TABLE = re.compile(r"\b_(?:parameters|buffers|modules)(?:'\])?$")
-"""How names end of the tables that a module holds: what is in them is looked at, and they are dicts for good."""
+_TABLE = re.compile(_MODULE + r"(?:\.__dict__\['_(?:parameters|buffers|modules)'\]|\._(?:parameters|buffers|modules))")
+"""Names of the tables that a registered module holds: what is in them is looked at, and they are dicts for good."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +285,9 @@ def _is_kept(guard: Any, left_out: tuple[str, ...]) -> bool:
     """Guards without a name are those on PyTorch's global state."""
     name: str = guard.name
     kind = guard.create_fn_name()
-    others = _OUR_OWN.match(name) or any(o in name for o in _OTHERS) or (kind == "TYPE_MATCH" and _TABLE.search(name))
+    others = (
+        _OUR_OWN.match(name) or any(o in name for o in _OTHERS) or (kind == "TYPE_MATCH" and _TABLE.fullmatch(name))
+    )
     return bool(name) and not others and kind not in left_out
 
 

@@ -11,7 +11,7 @@ from torch import nn
 PERTURBATION = 1e-2
 """Of the trial's parameters, relative to the root of their mean square."""
 _DRAWN = 8_209
-"""Random numbers for one parameter at most; a prime, so that no two rows of it get the same ones."""
+"""Random numbers for one parameter at most, which then repeat; a prime, so that rows next to each other differ."""
 
 
 def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, rounding: bool = False) -> None:

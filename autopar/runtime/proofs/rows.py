@@ -37,7 +37,7 @@ class Row:
         *numbers, norm = seen.flat.tolist()
         elements, projections = numbers[:-PROJECTIONS], numbers[-PROJECTIONS:]
         self.held += fragment.tensor.numel()
-        self.square += norm**2
+        self.square += norm * norm  # which may be infinite; a power of Python's would raise
         self.projections = [a + b for a, b in zip(self.projections, projections, strict=True)]
         for i, value in zip(which.tolist(), elements, strict=True):
             self.sums[i] += value
