@@ -19,6 +19,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.captures import traced_once
 from tests.gloo.plans import ddp_plan
 from tests.gloo.training import Batch, Net, adamw, batch, distance
 
@@ -338,6 +339,7 @@ RESUMED = ("int8", "int8, stochastic", "signs, gathered")
 LEARNED = ("int4, rotated", "int8, stochastic", "signs", "qsgd", "terngrad")
 
 
+@traced_once()
 def compared(rank: int, n: int, folder: str) -> dict[str, Any]:
     """Of each case, trained one way: how far it is from its reference; and what else there is to see on two ranks."""
     found: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.gloo.captures import traced_once
 from tests.gloo.compressed import HOWS, How, net
 from tests.gloo.diloco import Case, distance, program_of, take_step
 from tests.gloo.diloco import Reference as Apart
@@ -53,6 +54,7 @@ CASES = {
 }
 
 
+@traced_once()
 def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     """Of each case, how far it is from the definition; on two ranks, whether a run goes on that was saved."""
     found: dict[str, Any] = {}

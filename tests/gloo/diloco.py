@@ -15,6 +15,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.captures import traced_once
 from tests.gloo.compressed import GROUPS, HOWS, How, Quantizing, net
 from tests.gloo.plans import ddp_plan
 from tests.gloo.training import Batch, batch
@@ -228,6 +229,7 @@ MEAN = Case(options={"outer_lr": 1.0, "outer_momentum": 0.0})
 """Whose outer step is the mean of the replicas."""
 
 
+@traced_once()
 def everything(rank: int, n: int) -> dict[str, Any]:
     """Of each case, how far it is from the definition; on four ranks, of one."""
     cases = CASES | {k: v for k, v in NARROW.items() if k != "bfloat16" or n <= 2}
@@ -295,6 +297,7 @@ SAVED = {
 AT = 4
 
 
+@traced_once()
 def saved(rank: int, n: int, folder: str) -> dict[str, Any]:
     """Some steps, and two checkpoints between synchronizations. Loaded from the folder, a run is the one that was not
     interrupted, to the last bit; from the dict, it goes on from the mean of the replicas, as the reference does."""
@@ -351,6 +354,7 @@ def begun_behind(rank: int, n: int, folder: str) -> float:
     return worst
 
 
+@traced_once()
 def loaded(rank: int, n: int, folder: str) -> dict[str, Any]:
     """On another number of ranks: the same anchors, momenta, and sums of residuals, from both checkpoints."""
     found: dict[str, Any] = {}

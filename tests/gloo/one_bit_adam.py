@@ -19,6 +19,7 @@ import autopar
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.captures import traced_once
 from tests.gloo.compressed import GROUPS, Numbers, StillNet, batches, net
 from tests.gloo.plans import ddp_plan
 from tests.gloo.training import adamw, batch, distance
@@ -339,6 +340,7 @@ def _cleared(rank: int, n: int) -> None:
     take_step(program, Case(), FIRST + 1, rank)
 
 
+@traced_once()
 def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     """All of the above on this many ranks."""
     found: dict[str, Any] = {"off": {name: off(rank, n, case) for name, case in CASES.items()}}

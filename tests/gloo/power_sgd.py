@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.captures import traced_once
 from tests.gloo.plans import ddp_plan
 from tests.gloo.training import Batch, adamw, batch
 
@@ -243,6 +244,7 @@ CASES = (
 )
 
 
+@traced_once()
 def everything(rank: int, n: int) -> dict[str, Any]:
     found: dict[str, Any] = {case: followed(rank, n, case) for case in (CASES if n != 4 else CASES[2:3])}
     return found | ({"losses": losses(rank, n)} if n == 2 else {})
@@ -269,6 +271,7 @@ def losses(rank: int, n: int) -> list[float]:
     return found
 
 
+@traced_once()
 def saved(rank: int, n: int, folder: str) -> dict[str, Any]:
     """Some steps, and two checkpoints. Loaded from the folder, a run is the one that was not interrupted, to the last
     bit; from the dict, of which each rank has an equal part of the residuals, but for rounding."""
@@ -291,6 +294,7 @@ def saved(rank: int, n: int, folder: str) -> dict[str, Any]:
     return {"off": worst, "sums": sums(state)}
 
 
+@traced_once()
 def loaded(rank: int, n: int, folder: str, before: int) -> dict[str, Any]:
     """The same sums on another number of ranks, from both checkpoints. They go on as the definition does where one rank
     has all of the residuals, for updates depend on the sum alone. Options that ask for other factors begin with new

@@ -20,6 +20,7 @@ from autopar.ops import products
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.testing import classes
+from tests.gloo.captures import traced_once
 
 CLASSES = 13
 SAMPLES = (3, 1, 2)
@@ -137,6 +138,7 @@ def _written_to(program: Program, rank: int, strategy: str) -> list[bool]:
     return refused
 
 
+@traced_once()
 def everything(rank: int, n: int) -> dict[str, Any]:
     """All findings of one rank, by strategy."""
     # Products are formed and applied a row or two at a time, as those of a large model are.

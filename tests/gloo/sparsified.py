@@ -19,6 +19,7 @@ from autopar.errors import VerificationError
 from autopar.ops import sparsification
 from autopar.runtime.program import Program
 from autopar.spec.plan import Plan, SyncGroup
+from tests.gloo.captures import traced_once
 from tests.gloo.chosen_chunks import (
     CHUNK,
     DENSITY,
@@ -192,6 +193,7 @@ def wrong(rank: int, n: int) -> dict[str, str]:
     return said
 
 
+@traced_once()
 def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     """All of the above on this many ranks."""
     found: dict[str, Any] = {}

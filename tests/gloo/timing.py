@@ -17,6 +17,7 @@ from autopar.runtime.program import Program
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.testing.cases import cluster_of
+from tests.gloo.captures import traced_once
 from tests.gloo.training import Net, adamw, batch, distance, net, program_for
 
 STEPS = 7
@@ -142,6 +143,7 @@ def resumed(rank: int, n: int, strategy: str, at: int) -> float:
     return worst
 
 
+@traced_once()
 def other_delay(rank: int, n: int, folder: str) -> list[float]:
     """Loaded from what another plan has saved: there are no gradients to go on with, so the first steps hold back, and
     update nothing. Once more where not all that is held back is there yet; through a dict, and through a folder."""
@@ -183,11 +185,13 @@ def saved_on_disk(rank: int, n: int, folder: str, strategy: str, at: int) -> boo
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@traced_once()
 def on_disk(rank: int, n: int, folder: str) -> list[bool]:
     strategies = ("ddp+every=3", "zero1+delay=2", "PartitionedAR+every=3", "PartitionedAR+delay=1")
     return [saved_on_disk(rank, n, folder, s, 4) for s in strategies]
 
 
+@traced_once()
 def from_disk(rank: int, n: int, folder: str) -> list[float]:
     """Loaded on other ranks: what each has of the parameters is the mean, and what is held adds up to the sum."""
     model, program = _program(rank, "ddp+every=3")
@@ -207,6 +211,7 @@ def _program(rank: int, strategy: str) -> tuple[Net, Program]:
     return model, program_for(model, rank, strategy, fidelity=FIDELITY)
 
 
+@traced_once()
 def wrong(rank: int, n: int) -> list[str]:
     """What the proof of the first step says where own gradients, or held ones, are a tenth too large."""
     said, own, held = list[str](), averages.multiplied, vars(state)["pack"]
@@ -254,6 +259,7 @@ def held_alone() -> float:
     return distance(model, reference.models[0])
 
 
+@traced_once()
 def everything(rank: int, n: int) -> dict[str, float]:
     found = {s: off(rank, n, s) for s in STRATEGIES}
     found["clipped alone"] = off(rank, n, "ddp+every=3", 0.05)

@@ -17,6 +17,7 @@ from torch import nn
 import autopar
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from tests.gloo.captures import traced_once
 from tests.gloo.compressed import GROUPS, Numbers, Quantizing, StillNet, batches, net
 from tests.gloo.plans import ddp_plan
 from tests.gloo.training import adamw, batch, distance
@@ -211,6 +212,7 @@ def narrow(rank: int, n: int) -> dict[str, float]:
     return {"apart": apart, "moved": moved, "fell": losses[0] - losses[-2]}
 
 
+@traced_once()
 def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     """All of the above on this many ranks."""
     found: dict[str, Any] = {"off": {name: off(rank, n, case) for name, case in CASES.items()}}
