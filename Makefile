@@ -15,8 +15,7 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
-# One process more than cores here: tests of ranks wait for each other part of their time.
-TESTS := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # One thread each, as ranks and test processes share the cores; models are built from their configurations.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
