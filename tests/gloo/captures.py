@@ -12,8 +12,7 @@ from torch import nn
 
 from autopar.ir import build
 from autopar.ir.batch import Batch
-from autopar.ir.capture import JointGraph, Mode
-from autopar.ir.served import Varying
+from autopar.ir.capture import JointGraph
 from autopar.ir.weightless import lacks_values
 
 
@@ -24,19 +23,13 @@ def traced_once() -> Iterator[None]:
     guards are those of the first such model."""
     trace: Callable[..., JointGraph] = vars(build)["capture_joint"]
 
-    def traced(
-        model: nn.Module,
-        batch: Batch,
-        loss_fn: Any = None,
-        mode: Mode = "step",
-        outputs: bool = False,
-        varying: Varying = frozenset(),
-    ) -> JointGraph:
+    def traced(model: nn.Module, batch: Batch, loss_fn: Any, *how: Hashable) -> JointGraph:
+        *form, varying = how if len(how) == 3 else (*how, None)
         if varying or any(map(lacks_values, batch.tensors)):
-            return trace(model, batch, loss_fn, mode, outputs, varying)
-        key = (_described(model, loss_fn), _form(batch), mode, outputs)
+            return trace(model, batch, loss_fn, *how)
+        key = (_described(model, loss_fn), _form(batch), *form)
         if key not in _traces:
-            _traces[key] = trace(model, batch, loss_fn, mode, outputs), model, loss_fn
+            _traces[key] = trace(model, batch, loss_fn, *how), model, loss_fn
         return _traces[key][0].copied()
 
     with mock.patch.object(build, "capture_joint", traced):
