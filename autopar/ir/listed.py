@@ -35,6 +35,26 @@ def chosen(batch: Any, size: int, rows: Sequence[int], within: tuple[int, ...] =
         type(v)(v[i] for i in rows) if here and _sequence(v) and len(v) == size else chosen(v, size, rows, within)
         for v in values
     ]
+    return _with_parts(batch, parts)
+
+
+def joined(one: Any, other: Any, within: tuple[int, ...] = ()) -> Any:
+    """A batch that lists the samples of two, which list one each. Of tensors of one row, both rows are taken; what else
+    they hold is the other's. `within`: as in `listed`."""
+    if isinstance(other, torch.Tensor):
+        return torch.cat([one, other]) if other.dim() and len(other) == 1 else other
+    ones, others, within = _values(one, within), _values(other, within), (*within, id(one), id(other))
+    if not others:
+        return other
+    here = _own_list(others) is not None
+    parts = [
+        type(b)([*a, *b]) if here and _sequence(b) and len(b) == 1 else joined(a, b, within)
+        for a, b in zip(ones, others, strict=True)
+    ]
+    return _with_parts(other, parts)
+
+
+def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
     if is_record(batch):
         return record_of(type(batch), dict(zip(held_by(batch), parts, strict=True)))
     return dict(zip(batch, parts, strict=True)) if isinstance(batch, Mapping) else type(batch)(parts)

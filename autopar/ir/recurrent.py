@@ -60,17 +60,31 @@ def recurrent_dropout() -> Iterator[None]:
 
 
 def keep_workspaces(graph: torch.fx.Graph) -> None:
-    """Has oneDNN's recurrent layers return their workspace; torch builds without oneDNN have no such layers."""
-    layer = getattr(aten, "mkldnn_rnn_layer", None)
-    if layer is None:
+    """Has oneDNN's recurrent layers return their workspace, and take batches of no samples; torch builds without oneDNN
+    have no such layers."""
+    if not hasattr(aten, "mkldnn_rnn_layer"):
         return
-    for node in graph.find_nodes(op="call_function", target=layer.default):
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
         node.target = recurrent_layer
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
+        node.target = recurrent_layer_backward
 
 
 def recurrent_layer(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """oneDNN's layer for training; its arguments are the operator's."""
+    given, _, _, _, _, hidden, cell = arguments[:7]
+    if not given.numel():  # which oneDNN does not take
+        *sizes, _ = given.shape
+        return given.new_empty((*sizes, hidden.shape[-1])), hidden.clone(), cell.clone(), given.new_empty(0)
     detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments[:-1]]
     with torch.enable_grad():
         found: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer.default(*detached, True)
+    return found
+
+
+def recurrent_layer_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """The layer's gradients; its arguments are the operator's."""
+    if not arguments[0].numel():
+        return tuple(torch.zeros_like(a) for a in arguments[:7])
+    found: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer_backward.default(*arguments)
     return found

@@ -80,6 +80,10 @@ CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "contrastive": (contrastive, (2, 6)),
     "labelled": (labelled, (2, 6)),
     "units differ": (squeezed, (1, 5)),
+    "sum, of one sample each, eager": (lambda s, t: entropy(s, t, reduction="sum"), (1, 1)),
+    "mean, of one sample each, eager": (squares, (1, 1)),
+    "contrastive, of one sample each": (contrastive, (1, 1)),
+    "pairs, of one sample each, eager": (lambda s, t: squares(s, t) + (s[:, None] - s).square().mean(), (1, 1)),
     "two counts": (lambda s, t: entropy(s, t) + entropy(s, t, ignore_index=3), (2, 6)),
 }
 
@@ -102,6 +106,7 @@ def one_step(rank: int, name: str) -> tuple[float, float, list[str]]:
             loss_fn=loss,
             strategy="ddp",
             optimizer=torch.optim.SGD(mine.parameters(), lr=0.1),
+            capture="never" if name.endswith("eager") else "auto",
         )
         found = float(program.step(batches[rank]))
     words, targets = (torch.cat([b[i] for b in batches]) for i in range(2))
@@ -184,18 +189,25 @@ class Grows:
         return entropy(s, t) + self.factor * contrastive(s, t) if self.factor else entropy(s, t)
 
 
-def grown(rank: int, strategy: str, capture: Literal["auto", "never"], step_when: int) -> list[str]:
+def grown(
+    rank: int, strategy: str, capture: Literal["auto", "never"], step_when: int, sizes: tuple[int, int] = (6, 7)
+) -> list[str]:
     """What is said where the loss compares samples from this step on."""
     mine, loss = model(), Grows()
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", autopar.AutoparWarning)
         program = autopar.optimize(
-            mine, example_inputs=batch(rank, 6), loss_fn=loss, strategy=strategy, optimizer=optimizer, capture=capture
+            mine,
+            example_inputs=batch(rank, sizes[0]),
+            loss_fn=loss,
+            strategy=strategy,
+            optimizer=optimizer,
+            capture=capture,
         )
         for step in range(8):
             loss.factor = 1.0 if step >= step_when else 0.0
-            program.step(batch(rank, 6 + rank))
+            program.step(batch(rank, sizes[rank]))
     return [str(w.message) for w in said if str(w.message).startswith("the loss")]
 
 
@@ -221,6 +233,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         ],
         "module": [drop_in_module(rank, torch.float64), drop_in_module(rank, torch.bfloat16)],
         "grown": [grown(rank, *of) for of in (("sharded", "auto", 0), ("sharded", "auto", 5), ("ddp", "never", 5))],
+        "grown, of one sample each": grown(rank, "ddp", "never", 5, (1, 1)),
         "16 bits": nothing_counts_in_16_bits(rank),
         "switched": [switched(rank, (0,), (6, 6)), switched(rank, (0, 1), (6, 6)), switched(rank, (0, 1), (0, 6))],
     }

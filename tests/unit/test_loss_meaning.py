@@ -73,9 +73,9 @@ def meaning(loss: Loss, given: Callable[[Any], float] | None = None) -> LossMean
 
 def found(loss: Loss, given: Callable[[Any], float] | None = None) -> Finding:
     m = meaning(loss, given)
-    graph = training_graph(m.model, flatten(BATCH), loss)
+    graph = training_graph(m.finder.model, flatten(BATCH), loss)
     assert graph.joint is not None and graph.joint.weight is not None
-    return m.find(graph.joint.weight, flatten(BATCH))
+    return m.finder.find(graph.joint.weight, flatten(BATCH))
 
 
 def test_running_parts_of_a_batch_leaves_everything_as_it_was() -> None:
@@ -148,11 +148,11 @@ def per_target(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("first", [-100, 1])
 def test_a_part_that_loses_nothing_does_not_make_the_loss_a_sum(first: int) -> None:
     target = torch.tensor([-100, -100, first, 1, -100, 0])
-    f = meaning(per_target).find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], target)))
+    f = meaning(per_target).finder.find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], target)))
     is_sum, said = conclude([f], 2, False)
     assert not is_sum and "is not the mean of what its parts lose" in str(said)
     nothing = torch.full((6,), -100)
-    f = meaning(per_target).find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], nothing)))
+    f = meaning(per_target).finder.find(UnreadWeight("samples", is_sum=True), flatten((BATCH[0], nothing)))
     is_sum, said = conclude([f], 2, False)
     assert not is_sum and "is not known" in str(said)
 
@@ -164,7 +164,7 @@ def test_an_eager_loss_that_weights_its_classes_is_not_known_though_one_sample_s
     batch = flatten((BATCH[0][:1], BATCH[1][:1]))
     for loss, said in ((weighted, "its cross-entropy weights its classes"), (F.cross_entropy, None)):
         seen = look_at(nn.Linear(4, 3), batch, Settings(loss_fn=loss), "step")
-        finding = meaning(loss).find(weight_of(batch, seen.targets, seen.unread), batch)
+        finding = meaning(loss).finder.find(weight_of(batch, seen.targets, seen.unread), batch)
         _, problem = conclude([finding, finding], 2, False)
         assert problem is None if said is None else said in str(problem)
 
@@ -173,7 +173,7 @@ def test_an_eager_batch_of_tensors_of_many_sizes_is_said_once_to_count_by_its_fi
     read = UnreadWeight("samples", is_sum=True)
     graphs: Any = {"x": torch.randn(10, 4), "y": torch.randn(3, 3)}
     m = LossMeaning(nn.Linear(4, 3), None, None, Rendezvous(Group(0, 1, None, 60.0)), {}, torch.device("cpu"))
-    finding = m.find(read, flatten(graphs))
+    finding = m.finder.find(read, flatten(graphs))
     _, said = conclude([finding], 2, False)
     assert "differ in dimension 0 (10, 3)" in str(said)
     assert conclude([finding, Finding(3, True, True, looks_like_mean=True)], 2, False) == (False, None)
@@ -256,7 +256,7 @@ def test_a_single_graph_is_not_taken_apart_into_its_nodes() -> None:
 
     m = LossMeaning(Pooled(), F.mse_loss, None, Rendezvous(Group(0, 1, None, 60.0)), {}, torch.device("cpu"))
     batch = flatten((torch.randn(6, 1), torch.zeros(1, 1)))
-    finding = m.find(UnreadWeight("samples", is_sum=True), batch)
+    finding = m.finder.find(UnreadWeight("samples", is_sum=True), batch)
     assert finding.looks_like_mean is None and "target" in finding.seen
 
 
@@ -286,4 +286,4 @@ def test_sequences_whose_first_dimension_is_time_are_taken_apart_in_the_second(
         m = LossMeaning(model, loss, None, Rendezvous(alone), {}, torch.device("cpu"))
         graph = training_graph(model, batch, loss)
         assert graph.joint is not None and graph.joint.weight is not None
-        assert m.find(graph.joint.weight, batch).looks_like_mean is looks
+        assert m.finder.find(graph.joint.weight, batch).looks_like_mean is looks

@@ -16,8 +16,8 @@ from torch import nn
 import autopar
 from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import BatchWeight
+from autopar.runtime.losses.finder import Finder
 from autopar.runtime.losses.findings import Finding, PerSample, units_differ
-from autopar.runtime.losses.meaning import LossMeaning
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -123,13 +123,13 @@ def test_a_term_across_samples_that_no_graph_shows_is_seen_from_time_to_time(
 
 def test_batches_of_other_sizes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int | None] = []
-    find = LossMeaning.find
+    find = Finder.find
 
-    def counted(meaning: LossMeaning, weight: BatchWeight, batch: Batch) -> Finding:
+    def counted(finder: Finder, weight: BatchWeight, batch: Batch) -> Finding:
         looked.append(batch.size)
-        return find(meaning, weight, batch)
+        return find(finder, weight, batch)
 
-    monkeypatch.setattr(LossMeaning, "find", counted)
+    monkeypatch.setattr(Finder, "find", counted)
     trained(F.mse_loss, [(3, 3), (4, 2), (5, 1)])
     assert looked == [3]
 

@@ -170,6 +170,27 @@ def test_recurrent_layers(kind: Any, settings: dict[str, Any]) -> None:
     train(Recurrent(), inputs(3, 3, 2, 6))
 
 
+def test_recurrent_layers_take_batches_of_no_samples() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.LSTM(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+            self.head = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(x)[0].sum() + self.head.square().sum()
+            return loss
+
+    eager, model, x = Recurrent(), Recurrent(), torch.zeros(0, 3, 6)
+    program = autopar.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), example_inputs=x)
+    assert float(program.step(x)) == pytest.approx(float(eager(x).detach()))
+    eager(x).backward()
+    for p, trained in zip(eager.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(trained, p - 0.1 * p.grad)
+
+
 @pytest.mark.parametrize(("kind", "bidirectional"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, False)])
 def test_dropout_between_recurrent_layers_draws_as_in_eager_training(kind: Any, bidirectional: bool) -> None:
     class Recurrent(nn.Module):

@@ -44,6 +44,8 @@ class Finding:
     """Where neither a graph nor the first batch says what the loss is a mean over, why not."""
     unseen: str = ""
     """Where a graph says it, and nothing shows whether samples are compared with each other, why not."""
+    kind: str = ""
+    """Of a batch of one sample, what it has in common with those that it can be put together with; else empty."""
 
 
 def conclude(found: Sequence[Finding], ranks: int, given: bool) -> tuple[bool, str | None]:

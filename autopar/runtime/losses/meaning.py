@@ -8,7 +8,6 @@ by rank 0.
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparWarning
-from autopar.ir.batch import Batch, inputs_and_target
+from autopar.ir.batch import Batch
 from autopar.ir.batch_weight import BatchWeight, UnreadWeight
 from autopar.runtime.compiled import Compiled
 from autopar.runtime.job.process_group import Rendezvous
+from autopar.runtime.losses.finder import Finder, by_shapes, of_many_sizes
 from autopar.runtime.losses.findings import (
     ADVICE,
     Finding,
@@ -38,16 +37,8 @@ from autopar.runtime.losses.findings import (
     units_differ_since,
 )
 from autopar.runtime.losses.looks import LossLooks
-from autopar.runtime.losses.probe import (
-    FEW,
-    NOT_ON_PARTS,
-    PartLosses,
-    may_be_time_first,
-    part_losses,
-    part_of,
-    samples_of,
-    side_by_side,
-)
+from autopar.runtime.losses.pairs import OF_OTHER_KINDS, Lent, all_of_other_kinds, lend, lender
+from autopar.runtime.losses.probe import side_by_side
 
 
 class LossMeaning:
@@ -63,8 +54,7 @@ class LossMeaning:
         device: torch.device,
     ) -> None:
         """`given`: the user's `weight`, from a batch to how much it counts."""
-        self.model = model
-        self.loss_fn = loss_fn
+        self.finder = Finder(model, loss_fn, given, buffers, device)
         self.given = given
         self.is_sum = False
         """Whether the loss is a sum over the global batch: then the loss of every batch counts whole."""
@@ -104,7 +94,7 @@ class LossMeaning:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
         if self.given is not None:
             return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
-        targets = self._targets(batch) if _is_unread(weight) else None
+        targets = self.finder.targets(batch) if _is_unread(weight) else None
         if not self._said and batch.size:
             self._hold_to_first(weight, batch, targets)
         if targets is None:
@@ -134,10 +124,11 @@ class LossMeaning:
         self._settled = True
         # Of the batch with the most samples, a graph shows the most.
         largest, batch = max(every, key=_size)
+        if len(batches) > 1 and batch.size == 1:
+            self.finder.lent = Lent.of(batches[0 if batch is not batches[0] else 1])
         with looks.whole(together=True):
-            mine = json.dumps(asdict(self.find(largest.weight, batch)))
-        theirs = self._rendezvous.exchange("loss", mine)
-        everyone = [Finding(**json.loads(text)) for text in theirs]
+            mine = self.finder.find(largest.weight, batch)
+        everyone = self._of_two_samples(self._exchange("loss", mine), largest.weight, batch, looks)
         found = [f for f in everyone if f.samples]
         if not found:
             return
@@ -159,6 +150,27 @@ class LossMeaning:
         problem = problem or not_seen(found, self.is_sum)  # which is less than what later batches may show
         if problem is not None and self._rendezvous.group.rank == 0:
             warnings.warn(problem, AutoparWarning, stacklevel=4)
+
+    def _exchange(self, topic: str, mine: Finding) -> list[Finding]:
+        theirs = self._rendezvous.exchange(topic, json.dumps(asdict(mine)))
+        return [Finding(**json.loads(text)) for text in theirs]
+
+    def _of_two_samples(
+        self, everyone: list[Finding], weight: BatchWeight, batch: Batch, looks: LossLooks
+    ) -> list[Finding]:
+        """What all ranks have found, each on its sample and another rank's where all of them have one. By all together;
+        `everyone`: what they have found on their batches alone."""
+        group, rank = self._rendezvous.group, lender(everyone)
+        if rank is None:
+            alone = isinstance(weight, UnreadWeight) and all_of_other_kinds(everyone)
+            return [replace(f, unknown=f.unknown or OF_OTHER_KINDS) if alone else f for f in everyone]
+        mine, tensors = everyone[group.rank], lend(batch, rank, group, self._device)
+        with looks.whole(together=True) as is_whole:
+            if mine.samples:
+                self.finder.lent = Lent(tensors, mine.kind, 0 if batch.size == 1 else 1)
+                if is_whole and group.rank != rank:
+                    mine = self.finder.find(weight, batch)
+        return self._exchange("loss of two samples", mine)
 
     def units(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> tuple[str, str]:
         """In which units batches count, in words, for ranks to compare: on all ranks, as far as this one knows, and
@@ -194,121 +206,15 @@ class LossMeaning:
         """Warns, on whichever rank sees it, where the loss of a batch is not what it counts as."""
         if not self._fits(weight):
             return  # said as it is weighed
-        problem = misfit([self.find(weight, batch)], self.is_sum, self.given is not None)
+        problem = misfit([self.finder.find(weight, batch)], self.is_sum, self.given is not None)
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=6)
 
-    def find(self, weight: BatchWeight, batch: Batch) -> Finding:
-        """Looks at a batch and its loss; asks no other rank."""
-        if not batch.size:
-            return Finding(0)
-        losses: PartLosses | str = "its target has another number of samples than the rest of the batch"
-        if self._targets(batch) in (None, batch.size):
-            losses = part_losses(self.model, self.loss_fn, self._moved(batch))
-        mean, total, seen = self._seen(weight, batch, losses)
-        reads = self.given is not None or not isinstance(weight, UnreadWeight)
-        if mean is False and reads and may_be_time_first(self.model, batch):
-            across = part_losses(self.model, self.loss_fn, self._moved(batch), dim=1)
-            fits, adds, how = self._seen(weight, batch, across)
-            if fits is not False:
-                losses, mean, total, seen = across, fits, adds, how
-        where = f" at {weight.where}" if weight.where else ""
-        if self.given is not None:
-            return Finding(batch.size, True, False, mean, total, (), "weight=", where, "", seen)
-        may_be = (weight.is_mean, weight.is_sum)
-        counts = self._of_counts(weight, batch.tensors)
-        if isinstance(losses, PartLosses) and weight.others and batch.listed is None:
-            of_part = self._of_counts(weight, samples_of(batch, losses.split))
-            mean = None if agreed_ratios([counts, of_part]) is None else mean
-        return Finding(
-            batch.size,
-            *may_be,
-            mean,
-            total,
-            counts,
-            weight.unit,
-            where,
-            weight.problem or "",
-            seen,
-            self._per_sample_of(weight, batch),
-            self._unknown(weight, batch, mean, seen),
-            seen if mean is None and reads and seen.startswith(NOT_ON_PARTS) else "",
-        )
-
-    def _seen(
-        self, weight: BatchWeight, batch: Batch, losses: PartLosses | str
-    ) -> tuple[bool | None, bool | None, str]:
-        """Whether a loss looks like a mean, and like a sum, and what shows it, or why nothing does."""
-        if isinstance(losses, str):
-            return None, None, losses
-        weights = self._of_parts(weight, batch, losses)
-        if weights is None:
-            return None, None, ""
-        split = losses.split
-        adds = self.given is None and weight.is_sum and not weight.is_mean
-        expected = sum(losses.parts) if adds else losses.mean(weights)
-        seen = (
-            f"on a batch of {split.samples} samples it is {losses.whole:.6g}; {split.first} of them by "
-            f"themselves and the other {split.samples - split.first} would make it {expected:.6g}"
-        )
-        return losses.is_mean(weights), losses.is_sum(), seen
-
-    def _per_sample_of(self, weight: BatchWeight, batch: Batch) -> float | None:
-        """How many units a sample has, where a graph has shown it and the shapes of a batch give it."""
-        return float(self._of(weight, batch.tensors)) / (batch.size or 1) if _by_shapes(weight, batch) else None
-
-    def _unknown(self, weight: BatchWeight, batch: Batch, mean: bool | None, seen: str) -> str:
-        """Why it is not known what a loss is a mean over that no graph shows; empty where a batch has shown it, or has
-        too few samples to, or where the target has as many samples as the loss is a mean over."""
-        if not isinstance(weight, UnreadWeight) or mean is not None:
-            return ""
-        if weight.unread:
-            return weight.unread
-        if seen == FEW:
-            return ""
-        targets = self._targets(batch)
-        if targets is None:
-            return seen if side_by_side(batch) else _of_many_sizes(batch)
-        return seen if side_by_side(batch) and targets == batch.size else ""
-
-    def _targets(self, batch: Batch) -> int | None:
-        """Samples in the target of a loss function, which are what it takes the mean over: of a batch of graphs, the
-        first tensor has a row for each of their nodes. `None` where no tensor of a target tells."""
-        if self.loss_fn is None or batch.listed is not None:
-            return None
-        _, target = inputs_and_target(batch.rebuild(batch.tensors), True)
-        tensors = (t for t in pytree.tree_leaves(target) if isinstance(t, torch.Tensor))
-        return next((len(t) for t in tensors if t.dim()), None)
-
-    def _moved(self, batch: Batch) -> Batch:
-        return batch.to(self._device)
-
-    def _of(self, weight: BatchWeight, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return weight.of(tensors, self._buffers, self._device)
-
-    def _of_parts(self, weight: BatchWeight, batch: Batch, losses: PartLosses) -> tuple[float, float] | None:
-        split = losses.split
-        if self.given is not None:
-            first, rest = (part_of(batch, rows, split.dim) for rows in split.parts)
-            try:
-                return float(self.given(first)), float(self.given(rest))
-            except Exception:  # it need not know of parts
-                return None
-        if batch.listed is not None:  # its parts are of another structure than was captured
-            return None if weight.unit != "samples" else (split.first, split.samples - split.first)
-        whole = float(self._of(weight, batch.tensors))
-        share = float(self._of(weight, samples_of(batch, split))) * split.first / split.samples
-        return share, whole - share
-
-    def _of_counts(self, weight: BatchWeight, tensors: tuple[torch.Tensor, ...]) -> tuple[float | None, ...]:
-        first, *others = (float(self._of(w, tensors)) for w in (weight, *weight.others))
-        return tuple(None if other == first == 0 else math.inf if first == 0 else other / first for other in others)
-
     def _as_agreed(self, weight: BatchWeight, batch: Batch, count: torch.Tensor) -> torch.Tensor:
         """How much a batch counts, of which a graph has shown `count`: where it has shown too little, as the batches
         did on which ranks have agreed."""
-        if self._per_sample is None or not _by_shapes(weight, batch) or not batch.size:
+        if self._per_sample is None or not by_shapes(weight, batch) or not batch.size:
             return count
         agreed = self._per_sample.of(float(count), batch.size)
         if agreed == float(count):
@@ -330,12 +236,12 @@ class LossMeaning:
         where = f" at {weight.where}" if weight.where else ""
         problem = None
         if isinstance(weight, UnreadWeight) and targets is None and not side_by_side(batch):
-            problem = not_known(_of_many_sizes(batch))
+            problem = not_known(of_many_sizes(batch))
         if not self._fits(weight):
             why = weight.problem or "is a sum over this batch, and a mean over the first one, or the other way around"
             problem = f"the loss{where} {why}. Each rank's batch counts as the first one did. {ADVICE}"
         elif weight.others or self._ratios:
-            agreed = agreed_ratios([self._ratios, self._of_counts(weight, batch.tensors)])
+            agreed = agreed_ratios([self._ratios, self.finder.ratios(weight, batch.tensors)])
             self._ratios = agreed or ()
             problem = counts_differ(Finding(1, unit=weight.unit, where=where)) if agreed is None else None
         if problem is not None:
@@ -350,13 +256,3 @@ def _size(each: tuple[Compiled, Batch]) -> int:
 def _is_unread(weight: BatchWeight) -> bool:
     """Whether the graph does not say what the loss is a mean over."""
     return isinstance(weight, UnreadWeight) or weight.problem is not None
-
-
-def _by_shapes(weight: BatchWeight, batch: Batch) -> bool:
-    """Whether a graph shows how much a batch counts, by its shapes alone."""
-    return not isinstance(weight, UnreadWeight) and weight.counted is None and batch.listed is None
-
-
-def _of_many_sizes(batch: Batch) -> str:
-    sizes = ", ".join(str(len(t)) for t in batch.tensors if t.dim())
-    return f"the model runs eagerly and the batch's tensors differ in dimension 0 ({sizes})"

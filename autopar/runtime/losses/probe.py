@@ -92,6 +92,11 @@ class PartLosses:
         near = self._is_near(self.mean(weights))
         return None if near and not any(self.parts) else near
 
+    def is_of_one(self) -> bool:
+        """Whether the loss is that of one part alone, as where a loss is made for batches of one sample."""
+        near = [self._is_near(part) for part in self.parts]
+        return near[0] is not near[1]
+
     def _is_near(self, other: float) -> bool | None:
         return _near(self.whole, other, self.parts, self.tolerance) if math.isfinite(other) else None
 
