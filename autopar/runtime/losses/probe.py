@@ -21,7 +21,7 @@ from autopar.ir.listed import chosen
 from autopar.runtime.model.eager import loss_of, owners_of, without_trace
 from autopar.runtime.model.generators import generators, same_generators
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5}
+_TOLERANCES = {torch.float64: 1e-11, torch.float32: 3e-5}
 """By which the loss and what its parts give may lie apart, relative to the largest of them: some ten times what parts
 of other sizes differ by in roundoff. [Empirical]"""
 _COARSE, _COARSER = 2e-3, 0.05
