@@ -319,7 +319,8 @@ def run(prepared: Prepared, group: Group) -> Record:
                 loss,
             )  # fmt: skip
         drawn = dict(prepared.model.named_buffers()).get("drawn")
-        record.drawn += [] if drawn is None else [str(drawn.sum().item())]
+        shared = getattr(prepared.program, "_eager", None) is not None  # as buffers are that such a model writes
+        record.drawn += [] if drawn is None or shared else [str(drawn.sum().item())]
     if group.world_size > 1 and isinstance(prepared.program, Program):
         with prepared.program.gathered():
             record.parameters = [
