@@ -16,7 +16,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.gradient_modes import gradients_recorded
 from autopar.ir.passes import EVERY, Passes
-from autopar.planning import Planner, Progress, Training, check_choices
+from autopar.planning import Planner, Progress, check_choices
 from autopar.quality.budget import QualityBudget
 from autopar.quality.planned import check_budget, choose_for
 from autopar.quality.program import BudgetedProgram
@@ -45,6 +45,7 @@ from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
 from autopar.spec.plan_variable import plan_from_environment
+from autopar.training import Training
 
 
 @gradients_recorded()

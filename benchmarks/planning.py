@@ -22,9 +22,10 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.planning import Planner, Training
+from autopar.planning import Planner
 from autopar.runtime.compiled import Settings
 from autopar.spec.cluster import ClusterSpec
+from autopar.training import Training
 from benchmarks.harness import Report, Target, options, publish
 from benchmarks.plots import Plot
 

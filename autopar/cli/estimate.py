@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from autopar.ir.capture import Mode
     from autopar.ir.training_graph import TrainingGraph
     from autopar.ops.context import Context
-    from autopar.planning import Training
     from autopar.search.sensitivity import Sensitivity
     from autopar.spec.calibration import Calibration
     from autopar.spec.plan import Plan
     from autopar.strategies.lowering import StepProgram
+    from autopar.training import Training
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def lowered(plan: Plan, made: ModelArgument, optimizer: str | None) -> tuple[Tra
 
 def _training(made: ModelArgument, optimizer: str | None) -> Training:
     from autopar.cli.model_argument import chosen_optimizer
-    from autopar.planning import Training
     from autopar.runtime.compiled import Settings
+    from autopar.training import Training
 
     chosen = chosen_optimizer(made, optimizer)
     mode: Mode = "step" if chosen is not None else "module"

@@ -34,7 +34,6 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.lab import memory
 from autopar.lab.host import Host
 from autopar.lab.job import serve
-from autopar.planning import Training
 from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group, join
 from autopar.runtime.program import Program
@@ -45,6 +44,7 @@ from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
 from autopar.strategies.timing import is_timed
+from autopar.training import Training
 
 KEPT = 4
 """Captured models, and pricers of virtual ones, that a rank keeps."""

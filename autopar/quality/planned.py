@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import SpecError
 from autopar.ops.context import Context
-from autopar.planning import Planner, Training
+from autopar.planning import Planner
 from autopar.quality.budget import QualityBudget
 from autopar.quality.candidates import Plans
 from autopar.quality.choice import choose
@@ -14,6 +14,7 @@ from autopar.quality.probe import Job
 from autopar.runtime.job.process_group import Group
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
+from autopar.training import Training
 
 
 def check_budget(

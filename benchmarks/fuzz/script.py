@@ -94,7 +94,7 @@ def started(model, loss, optimizer, groups, recompute, late):
     import autopar
     from autopar.ir.batch import flatten, module_batch
     from autopar.ir.build import training_graph
-    from autopar.planning import Training
+    from autopar.training import Training
     from autopar.runtime.compiled import Settings
     from autopar.runtime.job.process_group import join
     from autopar.runtime.job.servers import serve_here

@@ -18,7 +18,6 @@ from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.model_output import find_loss, output_tensors
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.fragments import Fragment
-from autopar.planning import Training
 from autopar.runtime.compiled import Settings
 from autopar.runtime.drop_in.gradient_program import GradientProgram
 from autopar.runtime.drop_in.module import SyncedModule
@@ -28,6 +27,7 @@ from autopar.runtime.program import Program
 from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.plan import Plan
 from autopar.strategies import Context
+from autopar.training import Training
 from benchmarks.fuzz.case import Case
 from benchmarks.fuzz.plans import random_plan
 from benchmarks.fuzz.source import Built, Tree, joined, map_batch, trainable

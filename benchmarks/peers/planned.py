@@ -96,7 +96,7 @@ def captured(workload: Workload) -> TrainingGraph:
 
 def graph_of(workload: Workload, group: Group) -> TrainingGraph:
     """A workload's graph on a rank; where it runs eagerly its outline, by all ranks together."""
-    from autopar.planning import Training
+    from autopar.training import Training
 
     model = workload.model()
     training = Training(model, workload.batch(0, group.rank), settings_of(workload), workload.optimizer(model), "step")

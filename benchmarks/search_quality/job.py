@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from autopar.cost_models import AnalyticCostModel, optimizer_cost
 from autopar.errors import AutoparWarning, InfeasibleError
 from autopar.ir.training_graph import TrainingGraph
-from autopar.planning import Training
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, searcher_named
 from autopar.search.base import SEARCHED
@@ -22,6 +21,7 @@ from autopar.search.run import search_result
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan, Recompute
 from autopar.strategies import Context
+from autopar.training import Training
 
 EVALUATIONS = 600
 """The budget of every searcher: what `autopar` prices where nothing is said."""

@@ -20,6 +20,7 @@ ORDER = [
     "cost_models",
     "search",
     "runtime",
+    "training",
     "planning",
     "quality",
     "api",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar import training
 from autopar.cost_models.analytic import AnalyticCostModel, StepPricer
 from autopar.errors import SpecError
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.profile import node_seconds
 from autopar.search import SearchOptions, with_shares
 from autopar.search.batch_shares import Entry, _shared
 from autopar.spec.cluster import ClusterSpec
@@ -119,6 +122,26 @@ def test_plans_are_made_for_the_shares() -> None:
         fast, slow = (place.device.batch or 0 for place in plan.cluster.cluster.ranks)
         assert fast > slow > 0 and fast + slow == 4096
         assert f"batches   {fast} on 1 cpu, {slow} on 1 cpu" in plan.explain()
+
+
+def test_what_is_timed_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[TrainingGraph] = []
+
+    def counted(graph: TrainingGraph, *args: Any) -> dict[str, float]:
+        timed.append(graph)
+        return node_seconds(graph, *args)
+
+    monkeypatch.setattr(training, "node_seconds", counted)
+    autopar.plan(
+        nn.Linear(64, 64),
+        cluster(FAST % "", SLOW % ""),
+        example_inputs=(torch.randn(8, 64), torch.randn(8, 64)),
+        loss_fn=nn.functional.mse_loss,
+        measure_compute=True,
+        time_budget_s=1.0,
+        search=SearchOptions(global_batch=4096),
+    )
+    assert len(timed) == len(set(map(id, timed))) >= 1
 
 
 def test_an_eager_models_batch_is_not_shared_out() -> None:

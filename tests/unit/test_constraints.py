@@ -16,7 +16,7 @@ from autopar.cli.app import app
 from autopar.cli.model_argument import load_model
 from autopar.cost_models import AnalyticCostModel
 from autopar.errors import AutoparWarning, InfeasibleError, PlanError, SpecError
-from autopar.planning import Planner, Training
+from autopar.planning import Planner
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, Constraints, Problem, build_plan, search
 from autopar.search.builders import BUILDERS, builder_named
@@ -25,6 +25,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan, partition_problems
 from autopar.spec.topology import topology_of
 from autopar.strategies import STRATEGIES, Context
+from autopar.training import Training
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 GRAPH = training_graph(MLP)

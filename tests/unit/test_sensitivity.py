@@ -17,7 +17,6 @@ from autopar.cost_models.network import Network
 from autopar.errors import ClusterSpecError, PlanMismatchError
 from autopar.ir.scaled_batch import scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
-from autopar.planning import Training
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, build_plan, search
 from autopar.search.circumstances import HALF, TWICE, with_bandwidth, with_hosts
@@ -28,6 +27,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
+from autopar.training import Training
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 from tests.unit.test_calibration import CLUSTER, calibration
 from tests.unit.test_runner_up import with_factors
