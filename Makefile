@@ -15,7 +15,7 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
-TESTS := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+TESTS := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # One thread each, as ranks and test processes share the cores; models are built from their configurations.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
