@@ -19,7 +19,13 @@ def beyond_float16(groups: Sequence[Group], seen: Mapping[str, Seen]) -> dict[st
     for group in groups:
         if group.spec.options.get("wire") == "float16":
             for name in (str(m.slice) for m in group.members):
-                largest = float(seen[name].elements.abs().max()) if name in seen and len(seen[name].elements) else 0.0
+                largest = _largest(seen[name]) if name in seen else 0.0
                 if largest > _HALF.max / 2 or 0 < largest < _HALF.tiny:
                     found[name] = largest
     return found
+
+
+def _largest(seen: Seen) -> float:
+    """The largest sampled element; where all of these are zeros, as in a table of which few rows are used, what no
+    element is larger than."""
+    return float(seen.elements.abs().max()) if seen.elements.any() else float(seen.norm)
