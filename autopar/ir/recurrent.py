@@ -1,8 +1,9 @@
 """Recurrent layers as eager PyTorch computes them, where its tracing of them does otherwise.
 
 Tracing writes them as single steps, or on CPUs as oneDNN's LSTM layers. Torch 2.13 leaves out the dropout between
-layers (`_rnn_helper` compares the layer's number the wrong way round). And oneDNN's operator returns a workspace for
-the backward pass only where autograd is on, whatever its argument `train` says; a captured graph runs with it off.
+layers (`_rnn_helper` compares the layer's number the wrong way round), and takes oneDNN's layers in 16 bits on CPUs
+that have no such instructions, where they fail. And oneDNN's operator returns a workspace for the backward pass only
+where autograd is on, whatever its argument `train` says; a captured graph runs with it off.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def recurrent_dropout() -> Iterator[None]:
         layer: Any,
     ) -> tuple[torch.Tensor, list[Any]]:
         """All layers, one after the other, each traced by itself."""
+        if layer is getattr(decompositions, "mkldnn_one_layer_lstm", None) and not _in_onednn(given.dtype):
+            layer = decompositions.one_layer_lstm
         value, found = given.transpose(0, 1) if batch_first else given, []
         directions = 2 if bidirectional else 1
         for i in range(count):
@@ -57,6 +60,13 @@ def recurrent_dropout() -> Iterator[None]:
         yield
     finally:
         decompositions._rnn_helper = traced
+
+
+def _in_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in a dtype on this CPU."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def keep_workspaces(graph: torch.fx.Graph) -> None:

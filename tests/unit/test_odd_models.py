@@ -170,6 +170,24 @@ def test_recurrent_layers(kind: Any, settings: dict[str, Any]) -> None:
     train(Recurrent(), inputs(3, 3, 2, 6))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lstm_layers_train_in_16_bits_on_any_cpu(dtype: torch.dtype) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.LSTM(6, 5, num_layers=2, bidirectional=True).to(dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(x)[0].pow(2).mean()
+            return loss
+
+    eager, model, (x,) = Recurrent(), Recurrent(), inputs(1, 3, 2, 6)
+    x = x.to(dtype)
+    program = autopar.optimize(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), example_inputs=x)
+    assert float(program.step(x)) == pytest.approx(float(eager(x).detach()), rel=0.02)
+
+
 def test_recurrent_layers_take_batches_of_no_samples() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
