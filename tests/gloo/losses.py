@@ -30,6 +30,10 @@ class Words(nn.Module):
         return scores
 
 
+class Tagged(torch.Tensor):
+    """A kind of tensor of the user's."""
+
+
 def model() -> Words:
     torch.manual_seed(5)
     return Words().double()
@@ -94,6 +98,8 @@ def one_step(rank: int, name: str) -> tuple[float, float, list[str]]:
     batches = [batch(r, size) for r, size in enumerate(sizes)]
     if name.startswith("nothing"):
         batches[0][1].zero_()
+    if name.startswith("pairs"):
+        batches = [(words, targets.as_subclass(Tagged)) for words, targets in batches]
     if name == "labelled":
         for _, t in batches:
             t[:, 0] = torch.arange(len(t))

@@ -42,7 +42,7 @@ class Finder:
         self.loss_fn = loss_fn
         self.lent: Lent | None = None
         """Where batches have one sample, another one to look at beside it."""
-        self._given = given
+        self.given = given
         self._buffers = buffers
         self._device = device
 
@@ -54,7 +54,7 @@ class Finder:
         if self.targets(batch) in (None, batch.size):
             losses = part_losses(self.model, self.loss_fn, self._moved(batch))
         mean, total, seen = self._seen(weight, batch, losses)
-        reads = self._given is not None or not isinstance(weight, UnreadWeight)
+        reads = self.given is not None or not isinstance(weight, UnreadWeight)
         dim = 0
         if mean is False and reads and may_be_time_first(self.model, batch):
             across = part_losses(self.model, self.loss_fn, self._moved(batch), dim=1)
@@ -65,9 +65,10 @@ class Finder:
         pair = self.lent.beside(batch, self._device) if kind and self.lent is not None else None
         if pair is not None:
             losses = part_losses(self.model, self.loss_fn, pair.both, dim)
+            losses = f"of two samples put together, {losses}" if isinstance(losses, str) else losses
             mean, total, seen = self._seen(weight, batch, losses, pair)
         where = f" at {weight.where}" if weight.where else ""
-        if self._given is not None:
+        if self.given is not None:
             return Finding(batch.size, True, False, mean, total, (), "weight=", where, "", seen, kind=kind)
         may_be = (weight.is_mean, weight.is_sum)
         counts = self.ratios(weight, batch.tensors)
@@ -86,7 +87,7 @@ class Finder:
             seen,
             self._per_sample_of(weight, batch),
             self._unknown(weight, batch, mean, seen),
-            seen if mean is None and reads and pair is None and seen.startswith(NOT_ON_PARTS) else "",
+            seen if mean is None and reads and seen.startswith(NOT_ON_PARTS) else "",
             kind,
         )
 
@@ -103,7 +104,7 @@ class Finder:
         if weights is None:
             return None, None, ""
         split = losses.split
-        adds = self._given is None and weight.is_sum and not weight.is_mean
+        adds = self.given is None and weight.is_sum and not weight.is_mean
         expected = sum(losses.parts) if adds else losses.mean(weights)
         if pair is None:
             of_what = f"on a batch of {split.samples} samples"
@@ -150,10 +151,10 @@ class Finder:
         self, weight: BatchWeight, batch: Batch, losses: PartLosses, pair: Pair | None
     ) -> tuple[float, float] | None:
         split, whole = losses.split, batch if pair is None else pair.both
-        if self._given is not None:
+        if self.given is not None:
             first, rest = (part_of(whole, rows, split.dim) for rows in split.parts)
             try:
-                return float(self._given(first)), float(self._given(rest))
+                return float(self.given(first)), float(self.given(rest))
             except Exception:  # it need not know of parts
                 return None
         if whole.listed is not None:  # its parts are of another structure than was captured

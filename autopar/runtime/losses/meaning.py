@@ -55,7 +55,6 @@ class LossMeaning:
     ) -> None:
         """`given`: the user's `weight`, from a batch to how much it counts."""
         self.finder = Finder(model, loss_fn, given, buffers, device)
-        self.given = given
         self.is_sum = False
         """Whether the loss is a sum over the global batch: then the loss of every batch counts whole."""
         self._rendezvous = rendezvous
@@ -76,7 +75,7 @@ class LossMeaning:
 
     def take_as_sum(self) -> None:
         """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
-        self.given, self.is_sum, self._settled, self._said = None, True, True, True
+        self.finder.given, self.is_sum, self._settled, self._said = None, True, True, True
 
     def take_as_samples(self) -> None:
         """Has each batch count by its samples, or as the user says, without looking at parts of it: the loss compares
@@ -90,10 +89,10 @@ class LossMeaning:
         return found
 
     def _weight(self, weight: BatchWeight, batch: Batch, original: Any) -> torch.Tensor:
-        if self._by_samples and self.given is None:
+        if self._by_samples and self.finder.given is None:
             return torch.tensor(float(batch.size or 0), dtype=torch.float64, device=self._device)
-        if self.given is not None:
-            return torch.tensor(float(self.given(original)), dtype=torch.float64, device=self._device)
+        if self.finder.given is not None:
+            return torch.tensor(float(self.finder.given(original)), dtype=torch.float64, device=self._device)
         targets = self.finder.targets(batch) if _is_unread(weight) else None
         if not self._said and batch.size:
             self._hold_to_first(weight, batch, targets)
@@ -134,10 +133,10 @@ class LossMeaning:
             return
         if batch.listed is not None and any(f.unit == "samples" for f in found):
             self._by_samples = True  # ranks with one sample cannot tell its objects from samples
-        otherwise = None if self._by_samples or self.given is not None else units_differ(everyone)
+        otherwise = None if self._by_samples or self.finder.given is not None else units_differ(everyone)
         if otherwise is not None:
             found = [replace(f, unit="samples") for f in found]
-        self.is_sum, problem = conclude(found, len(everyone), self.given is not None)
+        self.is_sum, problem = conclude(found, len(everyone), self.finder.given is not None)
         if not self.is_sum:
             problem = problem or otherwise
             self._by_samples |= otherwise is not None or has_no_weight(found)
@@ -166,7 +165,7 @@ class LossMeaning:
             return [replace(f, unknown=f.unknown or OF_OTHER_KINDS) if alone else f for f in everyone]
         mine, tensors = everyone[group.rank], lend(batch, rank, group, self._device)
         with looks.whole(together=True) as is_whole:
-            if mine.samples:
+            if mine.samples and tensors is not None:
                 self.finder.lent = Lent(tensors, mine.kind, 0 if batch.size == 1 else 1)
                 if is_whole and group.rank != rank:
                     mine = self.finder.find(weight, batch)
@@ -175,7 +174,7 @@ class LossMeaning:
     def units(self, weights: Sequence[BatchWeight], batches: Sequence[Batch]) -> tuple[str, str]:
         """In which units batches count, in words, for ranks to compare: on all ranks, as far as this one knows, and
         those of a step; both are empty where units do not matter."""
-        if not self._settled or self._by_samples or self.is_sum or self.given is not None:
+        if not self._settled or self._by_samples or self.is_sum or self.finder.given is not None:
             return "", ""
         here = " and ".join(sorted({w.unit for w, b in zip(weights, batches, strict=True) if b.size}))
         self._units = here or self._units
@@ -206,7 +205,7 @@ class LossMeaning:
         """Warns, on whichever rank sees it, where the loss of a batch is not what it counts as."""
         if not self._fits(weight):
             return  # said as it is weighed
-        problem = misfit([self.finder.find(weight, batch)], self.is_sum, self.given is not None)
+        problem = misfit([self.finder.find(weight, batch)], self.is_sum, self.finder.given is not None)
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=6)
@@ -228,7 +227,7 @@ class LossMeaning:
 
     def _fits(self, weight: BatchWeight) -> bool:
         """Whether a loss may be the sum, or the mean, that ranks have agreed on."""
-        return self.given is not None or (weight.is_sum if self.is_sum else weight.is_mean)
+        return self.finder.given is not None or (weight.is_sum if self.is_sum else weight.is_mean)
 
     def _hold_to_first(self, weight: BatchWeight, batch: Batch, targets: int | None) -> None:
         """Warns, on whichever rank sees it, where a later batch's loss is not what all ranks have settled on.

@@ -58,14 +58,14 @@ class Lent:
         if kind_of(batch, self.dim) != self.kind:
             return None
         other, own = (tuple(t.to(device) for t in each) for each in (self.tensors, batch.tensors))
-        if batch.listed is None:
+        try:
+            if batch.listed is not None:
+                return Pair(other, flatten(joined(batch.rebuild(other), batch.rebuild(own))))
             rows = zip(other, own, strict=True)
             both = tuple(torch.cat([a, b], self.dim) if _is_row(b, self.dim) else b for a, b in rows)
-            return Pair(other, replace(batch, tensors=both))
-        try:
-            return Pair(other, flatten(joined(batch.rebuild(other), batch.rebuild(own))))
-        except RuntimeError:  # tensors beside the list, of other shapes
+        except RuntimeError:  # tensors beside the list, of other shapes; or in a layout in which tensors are not joined
             return None
+        return Pair(other, replace(batch, tensors=both))
 
 
 def kind_of(batch: Batch, dim: int = 0) -> str:
@@ -93,18 +93,29 @@ def all_of_other_kinds(found: Sequence[Finding]) -> bool:
     return len(here) > 1 and all(f.kind for f in here) and len({f.kind for f in here}) > 1
 
 
-def lend(own: Batch, rank: int, group: Group, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """That rank's sample, on every rank; by all ranks together. `device`: where collectives take tensors."""
-    file = io.BytesIO()
-    if group.rank == rank:
-        torch.save([t.detach().cpu() for t in own.tensors], file)
-    size = torch.tensor(file.tell(), device=device)
+def lend(own: Batch, rank: int, group: Group, device: torch.device) -> tuple[torch.Tensor, ...] | None:
+    """That rank's sample, on every rank, each tensor as a plain one; `None` where they cannot be sent. By all ranks
+    together. `device`: where collectives take tensors."""
+    mine = _written(own.tensors) if group.rank == rank else b""
+    size = torch.tensor(len(mine), device=device)
     with group.guard("comparing samples of two ranks"), may_fail():
         dist.broadcast(size, group_src=rank, group=group.pg)
-        own_bytes = bytearray(file.getvalue() or bytes(int(size)))
-        content = torch.frombuffer(own_bytes, dtype=torch.uint8).to(device)
+        if not size:
+            return None
+        content = torch.frombuffer(bytearray(mine or bytes(int(size))), dtype=torch.uint8).to(device)
         dist.broadcast(content, group_src=rank, group=group.pg)
     return tuple(torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True))
+
+
+def _written(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Tensors as bytes; none where a tensor cannot be written, which the other ranks, who wait for it, must be told."""
+    file = io.BytesIO()
+    plain = (t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor) for t in tensors)
+    try:
+        torch.save([t.detach().cpu() for t in plain], file)
+    except Exception:
+        return b""
+    return file.getvalue()
 
 
 def _is_row(t: torch.Tensor, dim: int) -> bool:
