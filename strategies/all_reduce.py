@@ -26,7 +26,7 @@ class AllReduce(Strategy):
     options_type = AllReduceOptions
 
     def options(self, context: Context) -> Sequence[AllReduceOptions]:
-        return [AllReduceOptions(wire=w) for w in ("same", "bfloat16", "float16")]
+        return [AllReduceOptions(wire=w) for w in ("same", "bfloat16")]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, AllReduceOptions)

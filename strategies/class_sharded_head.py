@@ -60,7 +60,7 @@ class ClassShardedHead(Strategy):
         return None if member.slice.whole else "the classes are shared out, not slices of the layer"
 
     def options(self, context: Context) -> Sequence[ClassShardedHeadOptions]:
-        return [ClassShardedHeadOptions(wire=w) for w in ("same", "bfloat16", "float16")]
+        return [ClassShardedHeadOptions(wire=w) for w in ("same", "bfloat16")]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, ClassShardedHeadOptions)

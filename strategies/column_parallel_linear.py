@@ -52,7 +52,7 @@ class ColumnParallelLinear(Strategy):
         return None if member.slice.whole else "a layer's outputs are shared out, not slices of it"
 
     def options(self, context: Context) -> Sequence[ColumnParallelLinearOptions]:
-        return [ColumnParallelLinearOptions(wire=w) for w in ("same", "bfloat16", "float16")]
+        return [ColumnParallelLinearOptions(wire=w) for w in ("same", "bfloat16")]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, ColumnParallelLinearOptions)

@@ -37,7 +37,7 @@ class GatheredParts(Strategy):
         return None if member.slice.whole else self.of_a_slice
 
     def options(self, context: Context) -> Sequence[GatheredPartsOptions]:
-        return [GatheredPartsOptions(wire=w) for w in ("same", "bfloat16", "float16")]
+        return [GatheredPartsOptions(wire=w) for w in ("same", "bfloat16")]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, GatheredPartsOptions)

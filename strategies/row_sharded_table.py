@@ -39,7 +39,7 @@ class RowShardedTable(Strategy):
         return None if member.slice.whole else "the rows are shared out, not slices of the table"
 
     def options(self, context: Context) -> Sequence[RowShardedTableOptions]:
-        return [RowShardedTableOptions(wire=w) for w in ("same", "bfloat16", "float16")]
+        return [RowShardedTableOptions(wire=w) for w in ("same", "bfloat16")]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, RowShardedTableOptions)

@@ -40,7 +40,7 @@ class SummationServers(Strategy):
         return None if context.servers else "no host of the cluster only serves"
 
     def options(self, context: Context) -> Sequence[SummationServersOptions]:
-        return [SummationServersOptions(wire=w) for w in ("same", "bfloat16", "float16") if context.servers]
+        return [SummationServersOptions(wire=w) for w in ("same", "bfloat16") if context.servers]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, SummationServersOptions)

@@ -29,9 +29,6 @@ HIDDEN = 0.002
 PLAIN = "all_reduce"
 EXACT, ROUNDED = "exact", "rounded"
 """What the fastest plans are called that lose nothing, or bits alone."""
-FLOAT16 = "rounded, float16"
-"""What the fastest plan that rounds is called where it sends float16: less is known of what float16 loses than of what
-bfloat16 loses."""
 FROM_STEP = "+from_step="
 
 
@@ -108,28 +105,13 @@ def names(context: Context, steps: int) -> Iterator[str]:
 
 
 def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:
-    """The fastest exact plan; the fastest that rounds, where it is worth it, to bfloat16 and as it was found; and those
-    that lose more, and are worth it beside both, the fastest of these first."""
+    """The fastest exact plan; the fastest that rounds, where it is worth it; and those that lose more, and are worth it
+    beside both, the fastest of these first."""
     exact, rounded = plans.searched("exact"), plans.searched("rounded")
     found = [Candidate(EXACT, exact, predicted_s(exact))]
     if predicted_s(rounded) <= WORTH * predicted_s(exact):
-        known = _in_bfloat16(rounded, plans.price)
-        found.append(Candidate(ROUNDED, known, predicted_s(known)))
-        if known is not rounded:
-            found.append(Candidate(FLOAT16, rounded, predicted_s(rounded)))
+        found.append(Candidate(ROUNDED, rounded, predicted_s(rounded)))
     return [*found, *candidates(context, plans, found[-1].plan, steps)]
-
-
-def _in_bfloat16(plan: Plan, price: Callable[[Plan], Plan]) -> Plan:
-    """The plan, which sends bfloat16 where it sent float16, unless that takes longer: what it loses is better known."""
-    if all(g.options.get("wire") != "float16" for g in plan.groups):
-        return plan
-    groups = [
-        g.model_copy(update={"options": {**g.options, "wire": "bfloat16"}}) if g.options.get("wire") == "float16" else g
-        for g in plan.groups
-    ]
-    changed = price(plan.model_copy(update={"groups": tuple(groups)}))
-    return changed if predicted_s(changed) <= (1 + HIDDEN) * predicted_s(plan) else plan
 
 
 def candidates(context: Context, plans: Plans, exact: Plan, steps: int) -> list[Candidate]:

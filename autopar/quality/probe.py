@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.errors import VerificationError
 from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
-from autopar.runtime.compiled import Check, Settings
+from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.program import Program
 from autopar.spec.plan import Plan
@@ -41,9 +40,6 @@ class Probed:
     lag: float
     noise: float
     loss_gap: float
-
-
-_ALL_LOST = Probed(math.inf, math.inf, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -70,10 +66,10 @@ class Job:
         settings = replace(own, scaler=scaler, loss_fn=loss_fn or own.loss_fn)
         return replace(self, model=model, optimizer=optimizer, settings=settings)
 
-    def program(self, plan: Plan, batch: Any, check: Check = "never") -> Program:
-        """A program that trains this job's model. Its first steps are not compared with the model run eagerly, where
-        `check` does not say so, nor its times with what was predicted: those of a plan that is taken will be."""
-        settings, plan = replace(self.settings, check=check), plan.model_copy(update={"prediction": None})
+    def program(self, plan: Plan, batch: Any) -> Program:
+        """A program that trains this job's model. Its first steps are not compared with the model run eagerly, nor its
+        times with what was predicted: those of a plan that is taken will be."""
+        settings, plan = replace(self.settings, check="never"), plan.model_copy(update={"prediction": None})
         made = Program(self.model, plan, self.group, self.optimizer, settings, self.context)
         made.adopt(self.graph, batch)
         return made
@@ -119,19 +115,14 @@ class Probe:
         self._noise = _distance(other, self._exact)
 
     def of(self, plan: Plan) -> Probed:
-        """Trains a copy with the plan. One that sends float16 is compared in its first step, if the job is, as it would
-        be once it is taken: of gradients that float16 does not hold, all is lost."""
-        sends_float16 = any(g.options.get("wire") == "float16" for g in plan.groups)
-        try:
-            way, losses = self._way(plan, self._batches, self._job.settings.check if sends_float16 else "never")
-        except VerificationError:  # on all ranks alike
-            return _ALL_LOST
+        """Trains a copy with the plan."""
+        way, losses = self._way(plan, self._batches)
         distance = _distance(way, self._exact)
         tail = max(1, self._steps // 4)
         fell = sum(self._losses[:tail]) - sum(self._losses[-tail:])
         gap = sum(losses[-tail:]) - sum(self._losses[-tail:])
         if not math.isfinite(distance) or not math.isfinite(gap):
-            return _ALL_LOST
+            return Probed(math.inf, math.inf, math.inf, math.inf)
         return Probed(
             divergence=_ratio(distance, math.sqrt(self._way_squared)),
             lag=1 - _ratio(_dot(way, self._exact), self._way_squared) if self._way_squared else 0.0,
@@ -139,13 +130,11 @@ class Probe:
             loss_gap=_ratio(gap, abs(fell)),
         )
 
-    def _way(
-        self, plan: Plan, batches: Iterable[Any], check: Check = "never"
-    ) -> tuple[list[torch.Tensor], list[float]]:
+    def _way(self, plan: Plan, batches: Iterable[Any]) -> tuple[list[torch.Tensor], list[float]]:
         """Where the plan leads from the start, and the losses of its steps."""
         job = self._job.copy()
         first, rest = _first_and_all(batches)
-        program = job.program(plan, first, check)
+        program = job.program(plan, first)
         losses = []
         for step, batch in enumerate(rest):
             self._before_step(step, job.optimizer)

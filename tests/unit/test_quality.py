@@ -23,7 +23,6 @@ from autopar.quality.candidates import (
     loses,
     predicted_s,
 )
-from autopar.quality.candidates import priced as priced_candidates
 from autopar.quality.choice import Hopeful, worth_a_pilot
 from autopar.quality.degradation import Loss
 from autopar.quality.guard import LOOK_STEPS, LOST_STEPS, SETTLING_LOOKS, Guard
@@ -269,23 +268,6 @@ def test_a_pilot_is_judged_by_what_chance_does_to_trainings_on_the_same_batches(
     assert Shown(unsure, lost=-0.2, chance=0.1).verdict(0.01) == NOT_SHOWN, "it has gone elsewhere"
     assert Shown(unsure, lost=0.2, chance=0.1).verdict(0.01) == REFUTED
     assert Shown(unsure, lost=0.001, chance=math.inf, apart=0.0).verdict(0.01) == NOT_SHOWN
-
-
-def test_what_rounds_sends_bfloat16_where_float16_is_no_faster() -> None:
-    wires = {"exact": "same", "rounded": "float16"}
-
-    def searched(fidelity: str) -> autopar.Plan:
-        plan = planned("ddp")
-        groups = (g.model_copy(update={"options": {"wire": wires[fidelity]}}) for g in plan.groups)
-        return priced(plan.model_copy(update={"groups": tuple(groups)}))
-
-    found = priced_candidates(CONTEXT, replace(PLANS, searched=searched), STEPS)
-    exact, rounded, as_found, *_ = found
-    assert [c.name for c in found[:3]] == ["exact", "rounded", "rounded, float16"]
-    assert {g.options["wire"] for g in exact.plan.groups} == {"same"}
-    assert {g.options["wire"] for g in rounded.plan.groups} == {"bfloat16"}
-    assert {g.options["wire"] for g in as_found.plan.groups} == {"float16"}
-    assert method_of(rounded.plan.groups, CONTEXT) == "wire=bfloat16"
 
 
 def test_pilots_are_given_to_plans_that_save_most_in_the_mean() -> None:

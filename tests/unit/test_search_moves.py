@@ -59,7 +59,8 @@ def test_choices_are_what_strategies_offer_within_the_fidelity() -> None:
     exact, rounded = Neighbourhood(problem()), Neighbourhood(problem("rounded"))
     assert [str(c) for c in exact.choices["all_reduce"]] == ["all_reduce"]
     assert len(exact.choices["parameter_server"]) == 4
-    assert {c.options.get("wire", "same") for c in rounded.choices["all_reduce"]} == {"same", "bfloat16", "float16"}
+    wires = {c.options.get("wire", "same") for c in rounded.choices["all_reduce"]}
+    assert wires == {"same", "bfloat16"}, "float16 takes as long, and does not hold small gradients"
 
 
 def test_a_switch_respects_what_a_strategy_can_do() -> None:
