@@ -160,7 +160,9 @@ class Reader:
                 first = first if isinstance(first, Rows) else value
             else:
                 first = added(node, first, value)
-        if isinstance(first, Rows) and isinstance(_val(node), torch.Tensor) and not self._has_samples(node):
+        if not isinstance(first, Rows) or self.sizes[0] == 1:  # what is taken out of the only sample is that sample's
+            return first
+        if isinstance(_val(node), torch.Tensor) and not self._has_samples(node):
             return Unknown(node, "takes single samples out of the batch")
         return first
 

@@ -72,6 +72,8 @@ class LossMeaning:
         """In which batches have counted last."""
         self._last: tuple[torch.Tensor, int] = torch.zeros(()), 0
         """How much the last batch counts, and its samples."""
+        self._shown: tuple[torch.Tensor, int] | None = None
+        """The same of the last of this rank's batches of which a graph has shown how much it counts."""
 
     def take_as_sum(self) -> None:
         """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
@@ -100,7 +102,13 @@ class LossMeaning:
             count = weight.of_batch(batch, self._buffers, self._device)
         else:
             count = torch.tensor(float(targets), dtype=torch.float64)
-        return self._as_agreed(weight, batch, count).to(self._device)
+        count = self._as_agreed(weight, batch, count).to(self._device)
+        if weight.problem is None and batch.size:
+            self._shown = count, batch.size
+        elif weight.problem is not None and batch.size and self._shown is not None:  # each sample as much as theirs
+            shown, samples = self._shown
+            count = shown * (batch.size / samples)
+        return count
 
     def per_sample(self) -> float | None:
         """How much each sample of the batch that was weighed last counts; `None` where that is not known."""
@@ -125,6 +133,8 @@ class LossMeaning:
         largest, batch = max(every, key=_size)
         if len(batches) > 1 and batch.size == 1:
             self.finder.lent = Lent.of(batches[0 if batch is not batches[0] else 1])
+        if largest.weight.problem is None and batch.size:
+            self._shown = largest.weight.of_batch(batch, self._buffers, self._device), batch.size
         with looks.whole(together=True):
             mine = self.finder.find(largest.weight, batch)
         everyone = self._of_two_samples(self._exchange("loss", mine), largest.weight, batch, looks)
@@ -238,7 +248,8 @@ class LossMeaning:
             problem = not_known(of_many_sizes(batch))
         if not self._fits(weight):
             why = weight.problem or "is a sum over this batch, and a mean over the first one, or the other way around"
-            problem = f"the loss{where} {why}. Each rank's batch counts as the first one did. {ADVICE}"
+            as_much = "by its samples, each as much as those of" if weight.problem else "as"
+            problem = f"the loss{where} {why}. This batch counts {as_much} the first one. {ADVICE}"
         elif weight.others or self._ratios:
             agreed = agreed_ratios([self._ratios, self.finder.ratios(weight, batch.tensors)])
             self._ratios = agreed or ()
