@@ -13,7 +13,7 @@ from autopar.api import optimize
 from autopar.errors import CaptureError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
-from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved
+from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved, copied
 from autopar.runtime.model.evaluated import as_it_is
 from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.cluster import ClusterSpec
@@ -51,6 +51,10 @@ class DropIn(nn.Module):
         self._synced: list[SyncedModule] = []  # in a list, as it is no part of the model
         self._synchronizes = True
         make_equal([*model.parameters(), *model.buffers()])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DropIn:
+        """A copy of the model; where it is trained, by all ranks, it is captured and planned by itself."""
+        return copied(self, memo, {"_synced": [], "_options": self._options})
 
     @property
     def plan(self) -> Plan:

@@ -19,6 +19,8 @@ from autopar.ir.form import Form, Held, taken_apart
 from autopar.ir.held_tensors import held_tensors
 from autopar.ir.listed import listed
 
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -26,8 +28,8 @@ class Signature:
 
     structure: str
     leaves: tuple[Any, ...]
-    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous; a `Constant`
-    for anything else."""
+    """`(shape, dtype)` for tensors, with their strides behind where they are not contiguous, or with the layout where
+    they are sparse; a `Constant` for anything else."""
 
     @property
     def of_any_size(self) -> Signature:
@@ -47,6 +49,8 @@ def _is_tensor_key(leaf: Any) -> bool:
 
 
 def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
+    if x.layout in _SPARSE:
+        return tuple(x.shape), x.dtype, x.layout
     return (tuple(x.shape), x.dtype) if x.is_contiguous() else (tuple(x.shape), x.dtype, x.stride())
 
 

@@ -15,7 +15,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(3, everything)
 
 
-@pytest.mark.parametrize("what", ["new shapes", "micro-batches", "resumed", "module"])
+@pytest.mark.parametrize("what", ["new shapes", "micro-batches", "resumed", "module", "copied"])
 def test_equals_one_process(ranks: list[dict[str, Any]], what: str) -> None:
     assert all(r[what] <= 1e-10 for r in ranks), [r[what] for r in ranks]
 

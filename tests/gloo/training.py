@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
 from autopar.errors import AutoparError, CaptureError, VerificationError
@@ -146,6 +148,32 @@ def drop_in_module(rank: int, n: int) -> float:
     return distance(model, eager)
 
 
+def copied_module(rank: int, n: int, capture: Literal["auto", "never"]) -> list[float]:
+    """How far copies are from those of eager models: a moving average of weights that rank 0 alone keeps, and a copy
+    that is trained by itself beside what it was copied from."""
+    model, eager = net(), net()
+    module = autopar.optimize(model, example_inputs=batch(0, rank)[0], capture=capture)
+    average = get_ema_multi_avg_fn(0.5)
+    averages = [AveragedModel(of, multi_avg_fn=average) for of in ((module, eager) if rank == 0 else ())]
+    pairs = [(module, eager)]
+    optimizers = [(adamw(model), adamw(eager))]
+    for step in range(4):
+        if step == 2:
+            other, eager_other = copy.deepcopy(pairs[0])
+            pairs.append((other, eager_other))
+            optimizers.append((adamw(other), adamw(eager_other)))
+        for (mine, theirs), (of_mine, of_theirs) in zip(pairs, optimizers, strict=True):
+            x, y = batch(10 * step + len(pairs), rank)
+            of_mine.zero_grad()
+            F.cross_entropy(mine(x), y).backward()
+            of_mine.step()
+            eager_step(theirs, of_theirs, joined([batch(10 * step + len(pairs), r) for r in range(n)]))
+        for averaged, (of, _) in zip(averages, [pairs[0], pairs[0][::-1]], strict=False):
+            averaged.update_parameters(of)
+    both = [(averages[0].module.module, averages[1].module)] if averages else []
+    return [distance(a, b) for a, b in [*((mine.module, theirs) for mine, theirs in pairs), *both]]
+
+
 def drop_in_module_in_evaluation_mode(rank: int, n: int, by_itself: bool) -> list[str]:
     """What a backward pass says that would leave each rank its own gradients; and that gradients of inputs are none of
     these. `by_itself`: whether the model is put into evaluation mode without the module."""
@@ -275,6 +303,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "micro-batches": different_micro_batches(rank, n),
         "resumed": resumed_under_another_plan(rank, n),
         "module": drop_in_module(rank, n),
+        "copied": max(d for capture in ("auto", "never") for d in copied_module(rank, n, capture)),
         "evaluated": [drop_in_module_in_evaluation_mode(rank, n, by_itself) for by_itself in (False, True)],
         "bfloat16": rounded_gradient(rank, n, "bfloat16"),
         "float16": rounded_gradient(rank, n, "float16"),

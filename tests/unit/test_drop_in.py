@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -177,12 +178,26 @@ def test_cached_results_of_functions_have_values() -> None:
     assert torch.equal(module(X[:, :3]), model(X[:, :3]))
 
 
-def test_a_copy_is_refused_by_name() -> None:
+@pytest.mark.parametrize("capture", ["auto", "never"])
+def test_copies_are_models_of_their_own(capture: Literal["auto", "never"]) -> None:
+    module = autopar.optimize(_net(), example_inputs=X[:, :3], capture=capture)
+    deep, shallow = copy.deepcopy(module), copy.copy(module)
+    assert deep.plan == module.plan and shallow.module is module.module
+    for made, shared in ((deep, False), (shallow, True), (copy.deepcopy(deep), False)):
+        module.zero_grad()
+        F.mse_loss(made(X[:, :3]), Y).backward()
+        expected = [p.grad for p in made.parameters()]
+        assert all((p.grad is not None) is shared for p in module.parameters())
+        module.zero_grad()
+        F.mse_loss(module(X[:, :3]), Y).backward()
+        for a, p in zip(expected, module.parameters(), strict=True):
+            assert a is not None and p.grad is not None and torch.equal(a, p.grad)
+
+
+def test_a_module_is_not_pickled() -> None:
     module = autopar.optimize(_net(), example_inputs=X[:, :3])
-    for copied in (copy.deepcopy, copy.copy, torch.optim.swa_utils.AveragedModel):
-        with pytest.raises(CaptureError, match=r"module\.module"):
-            copied(module)
-    torch.optim.swa_utils.AveragedModel(module.module)
+    with pytest.raises(CaptureError, match=r"module\.module"):
+        torch.save(module, io.BytesIO())
 
 
 class Holds(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Self
 
 from torch import nn
 
@@ -28,6 +29,16 @@ class DropInProgram(BaseProgram):
         self._kept = KeptGradients(self._parameters)
         self._steps = 0
         """Backward passes that have synchronized gradients."""
+
+    def of_copy(self, model: nn.Module) -> Self:
+        """A program of a copy of the model, under the same plan; made by all ranks together. What the copy runs, and
+        what it was told of random numbers, is its own."""
+        made = type(self)(model, self.plan, self._group, self.settings, self._context)
+        if self._group.world_size > 1 and not self._random.own:
+            made.use_pytorch_generator()
+        if self._outlined is not None:
+            made.adopt(self._outlined.graph, self._outlined.batch)
+        return made
 
     @property
     def accumulates(self) -> bool:

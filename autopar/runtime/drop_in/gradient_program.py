@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -87,7 +87,9 @@ class GradientProgram(DropInProgram):
         """The model's output, given its inputs as the model takes them. While all that is trained is frozen, as a
         discriminator for its generator's update, the model is a function of its inputs alone, and runs as it is; ranks
         take each other's samples there as in training."""
-        if any(self._parameters[p.name].requires_grad for p in self.graph.parameters):
+        known = next(iter(self._compiled), None)  # a copy captures its first batch
+        trained = self._parameters if known is None else [p.name for p in known.graph.parameters]
+        if any(self._parameters[name].requires_grad for name in trained):
             return self.run(bind(self.model, args, kwargs))
         with self._random:
             if not (self._gathers and self._group.world_size > 1):
@@ -96,6 +98,11 @@ class GradientProgram(DropInProgram):
             batch = flatten(inputs)
             with gathering(self._group, self._sizes(batch)):
                 return gathered_as_it_is(self.model, batch, self._weight(batch, inputs))
+
+    def of_copy(self, model: nn.Module) -> Self:
+        made = super().of_copy(model)
+        made._gathers, made._tells = self._gathers, self._tells
+        return made
 
     def adopt(
         self, graph: TrainingGraph, batch: Any, outputs: bool | None = None, sizes: tuple[int, ...] = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from autopar.runtime.drop_in.gradient_program import GradientProgram
 from autopar.runtime.model.evaluated import as_it_is
 from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.plan import Plan
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class SyncedModule(nn.Module):
@@ -32,12 +35,21 @@ class SyncedModule(nn.Module):
     def __init__(self, program: GradientProgram | EagerGradientProgram) -> None:
         super().__init__()
         self.module = program.model
-        self.program = program
+        self._program: GradientProgram | EagerGradientProgram | None = program
+        self._original = program
+        """Of a copy, the program of what it was copied from."""
         self.register_load_state_dict_pre_hook(as_it_was_saved)  # type: ignore[no-untyped-call]
 
     @property
+    def program(self) -> GradientProgram | EagerGradientProgram:
+        """What runs the model in training; a copy's is made when it is first asked for."""
+        if self._program is None:
+            self._program = self._original.of_copy(self.module)
+        return self._program
+
+    @property
     def plan(self) -> Plan:
-        return self.program.plan
+        return (self._program or self._original).plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
@@ -49,11 +61,22 @@ class SyncedModule(nn.Module):
             )
         return self.program.call(args, kwargs)
 
+    def __copy__(self) -> SyncedModule:
+        """The same module, with the same program."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncedModule:
+        """A copy of the model under the same plan. Where it is trained, it synchronizes its own gradients, and all
+        ranks must have one; copies that are not, as averages of weights, may be one rank's alone."""
+        return copied(self, memo, {"_program": None, "_original": self._program or self._original})
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises `CaptureError`: a copy would be of the model alone, and nobody would synchronize its gradients."""
+        """Raises `CaptureError`: nobody would synchronize the gradients of what is read back."""
         raise CaptureError(
-            "a module of autopar cannot be copied or pickled, as it holds connections to other ranks: copy the model "
-            "itself, copy.deepcopy(module.module) or AveragedModel(module.module), and optimize a copy that is trained"
+            "a module of autopar cannot be pickled, as it holds connections to other ranks: save the model itself, "
+            "module.module, or its state_dict(), and optimize what is loaded"
         )
 
     @contextlib.contextmanager
@@ -82,6 +105,14 @@ class SyncedModule(nn.Module):
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
         check_module("model", self.module, state_dict, strict, converts=True)
         return self.module.load_state_dict(state_dict, strict)
+
+
+def copied(of: M, memo: dict[int, Any], own: Mapping[str, Any]) -> M:
+    """A deep copy of a module that holds what cannot be copied: `own` says what the copy has in its place, by name."""
+    made = of.__new__(type(of))
+    memo[id(of)] = made
+    made.__dict__.update(copy.deepcopy({k: v for k, v in of.__dict__.items() if k not in own}, memo), **own)
+    return made
 
 
 def as_it_was_saved(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
