@@ -165,6 +165,22 @@ def test_an_array_of_numpy_is_run_on_eagerly() -> None:
         _as_alone(Beside(), [(_x(i), np.full((5, 1), i + 1.0)) for i in range(3)])
 
 
+class OfRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(_x(9, 4)[:, :2].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(x, self.table)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_batches_are_run_on_eagerly(layout: torch.layout) -> None:
+    with pytest.warns(AutoparWarning, match="it reads a sparse tensor"):
+        _as_alone(OfRows(), [(_x(i).relu().to_sparse(layout=layout),) for i in range(3)])
+
+
 def ranks(rank: int, n: int) -> list[float]:
     """How far from one process on the global batch: of dataclasses, of objects, and of these in turns."""
     found = []
