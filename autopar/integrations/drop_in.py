@@ -13,7 +13,7 @@ from autopar.api import optimize
 from autopar.errors import CaptureError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
-from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved, copied
+from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved, as_of_the_model, copied
 from autopar.runtime.model.evaluated import as_it_is
 from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.cluster import ClusterSpec
@@ -109,10 +109,7 @@ class DropIn(nn.Module):
         """Loads the model's own, or what was saved of it within `DistributedDataParallel`."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
-        names = dict(self.module.state_dict())
-        if state_dict and not names.keys() & state_dict.keys():
-            state_dict = {n.removeprefix("module."): v for n, v in state_dict.items()}
-        return self.module.load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(as_of_the_model(self.module, state_dict), strict)
 
     def _captured(self, inputs: Any) -> SyncedModule:
         made: SyncedModule = optimize(

@@ -181,6 +181,11 @@ def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if kind is inspect.Parameter.VAR_KEYWORD:
             named |= value
         elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            if isinstance(model, torch._dynamo.OptimizedModule):
+                raise CaptureError(
+                    "the model was compiled by torch.compile, whose code no graph sees: pass the model itself, with "
+                    "compile=True to have inductor compile what is captured"
+                )
             raise CaptureError(
                 f"{type(model).__name__}.forward takes '{name}' by position only, which cannot be captured: give its "
                 "inputs names"

@@ -30,7 +30,7 @@ from autopar.ir.form import Held, check_as_given
 from autopar.ir.guards import Effect, Guards, guards_of, seen_effects
 from autopar.ir.joint import JointGraph as JointGraph
 from autopar.ir.kept_results import refuse_kept_draws, seen_kept_results
-from autopar.ir.model_output import find_loss, output_tensors
+from autopar.ir.model_output import check_output, find_loss, output_tensors
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
@@ -93,6 +93,7 @@ class _Step(nn.Module):
         output, target = call_model(self.model, batch, self.loss_fn is not None)
         check_as_given(made)
         if self._mode == "module":
+            check_output(output)
             return tuple([t.clone() if i in self.apart.copied else t for i, t in enumerate(output_tensors(output))])
         loss = find_loss(output if self.loss_fn is None else self.loss_fn(output, target), batch)
         if not self._outputs:

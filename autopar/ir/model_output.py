@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -38,6 +39,32 @@ def find_loss(output: Any, batch: Any = None) -> Any:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, range, slice, type(None))
+"""Types of what a model may return besides tensors, as it is."""
+
+
+def check_output(output: Any) -> None:
+    """Raises `CaptureError` where a model's output holds an object that no graph makes. A cache of keys and values, as
+    models of transformers return it, is none that training needs."""
+    if isinstance(output, dict):
+        for value in output.values():
+            check_output(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            check_output(value)
+    elif is_dataclass(output):
+        for one in fields(output):
+            check_output(getattr(output, one.name))
+    elif not isinstance(output, (torch.Tensor, *PLAIN)):
+        kind = type(output)
+        is_set = isinstance(output, (set, frozenset))  # of which TorchDynamo does not say the module
+        if is_set or not (kind.__module__.startswith("transformers") and "Cache" in kind.__name__):
+            raise CaptureError(
+                f"the model returns an object of type {kind.__name__}, whose tensors a graph does not see: return them "
+                "in a tuple, a dict or a dataclass"
+            )
 
 
 def output_tensors(output: Any) -> Iterator[torch.Tensor]:

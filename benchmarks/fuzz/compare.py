@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from benchmarks.fuzz.source import Built, Tree, build
-from benchmarks.fuzz.training import Record, eager
+from benchmarks.fuzz.training import Record, Weighting, eager
 
 EXACT = 1e-9
 """Largest difference in float64, relative to the largest value of a tensor, or to 1."""
@@ -94,8 +94,11 @@ def finite(record: Record) -> bool:
     return all(bool(torch.isfinite(t).all()) for tree in trees for t in [*tree.values(), *record.losses])
 
 
-def judge(built: Built, found: Record, expected: Record, buffers: bool) -> Difference | None:
-    """What of an autopar training differs from the eager one for another reason than rounding."""
+def judge(
+    built: Built, found: Record, expected: Record, buffers: bool, weighting: Weighting = "joined"
+) -> Difference | None:
+    """What of an autopar training differs from the eager one for another reason than rounding. `weighting`: of the
+    eager one, `expected`."""
     dtype = getattr(torch, built.case.dtype)
     mixed = any("dtype=torch." in line for line in built.case.init)
     eps = float(torch.finfo(torch.bfloat16 if mixed else dtype).eps)
@@ -104,10 +107,10 @@ def judge(built: Built, found: Record, expected: Record, buffers: bool) -> Diffe
         seen = difference(found, expected, limit, buffers)
         if seen is None:
             return None
-        again = eager(built, noise=_NOISE)
+        again = eager(built, weighting, noise=_NOISE)
         return seen if seen.size > EXACT + _OF_NOISE * _largest(again, expected, buffers) else None
-    exact = eager(build(built.case, "float64"), like=built.model())
-    trials = cache(lambda: [t for i in range(_TRIALS) if finite(t := eager(built, rounding=i + 1))])
+    exact = eager(build(built.case, "float64"), weighting, like=built.model())
+    trials = cache(lambda: [t for i in range(_TRIALS) if finite(t := eager(built, weighting, rounding=i + 1))])
     if difference(found, expected, limit, buffers) is not None:
         mine, theirs = _by_step(found, exact, buffers), _by_step(_as_seen(expected, found), exact, buffers)
         for ours, eagers in zip(mine, theirs, strict=True):

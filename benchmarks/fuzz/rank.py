@@ -128,7 +128,7 @@ def _of_all_ranks(case: Case, found: Record, expected: Record) -> Record:
 def _is_as_ddp(built: Built, found: Record, weighting: Weighting) -> bool:
     """Whether numbers are those of ranks that each train on their own batch, and average their gradients."""
     expected = eager(built, weighting)
-    return difference(_of_all_ranks(built.case, found, expected), expected, 1e-8, False) is None
+    return judge(built, _of_all_ranks(built.case, found, expected), expected, False, weighting) is None
 
 
 def _refused(case: Case, group: Group) -> Outcome:

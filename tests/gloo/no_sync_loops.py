@@ -45,6 +45,14 @@ def looks(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
         model.zero_grad()
 
 
+def says_by_attribute(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
+    for k in range(6):
+        module.require_backward_grad_sync = k % 3 == 2
+        assert module.require_backward_grad_sync is (k % 3 == 2)
+        loss(module(batch(k, rank))).backward()
+        yield
+
+
 def drops(module: Any, model: nn.Module, rank: int) -> Iterator[None]:
     for to_none in (True, False):
         with module.no_sync():
@@ -218,6 +226,7 @@ def takes_derivatives_between(module: Any, model: nn.Module, rank: int) -> Itera
 
 LOOPS: tuple[Loop, ...] = (
     looks,
+    says_by_attribute,
     drops,
     changes,
     continues,

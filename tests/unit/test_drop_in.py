@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError, SignatureError
+from autopar.errors import AutoparWarning, CaptureError, SignatureError
 
 X, Y = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
 
@@ -210,6 +212,51 @@ class Holds(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.module(x) @ self.weight
         return scores
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+class Beside(nn.Module):
+    """Returns an object beside its scores."""
+
+    def __init__(self, made: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.made = _net(), made
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = self.net(x)
+        return scores, self.made(scores)
+
+
+def _distribution(scores: torch.Tensor) -> torch.distributions.Normal:
+    return torch.distributions.Normal(scores, 1.0, validate_args=False)
+
+
+def test_an_object_in_the_output_is_the_models_own() -> None:
+    """A graph sees no tensors in it: the model runs eagerly."""
+    plain = Beside(lambda scores: (Kind.ONE, scores.dtype, range(2)))
+    module = autopar.optimize(plain, example_inputs=X[:, :3], capture="always")
+    assert module(X[:, :3])[1] == (Kind.ONE, torch.float64, range(2))
+    for made in (_distribution, lambda scores: {scores, 1}):
+        with pytest.warns(AutoparWarning, match=r"returns an object of type .* runs eagerly"):
+            module = autopar.optimize(Beside(made), example_inputs=X[:, :3])
+        scores, other = module(X[:, :3])
+        assert isinstance(other, type(made(scores)))
+
+
+@pytest.mark.parametrize("make", [_net, Holds])
+def test_what_was_saved_within_ddp_is_loaded(make: Any) -> None:
+    net = make().double()
+    module = autopar.optimize(net, example_inputs=X[:, :3])
+    saved = {f"module.{name}": value + 1 for name, value in net.state_dict().items()}
+    for strict in (True, False):
+        for p in net.parameters():
+            p.data.zero_()
+        found = module.load_state_dict(saved, strict)
+        assert not found.missing_keys and not found.unexpected_keys
+        assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in net.state_dict().items())
 
 
 @pytest.mark.parametrize("make", [_net, Holds])

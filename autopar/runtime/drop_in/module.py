@@ -18,6 +18,8 @@ from autopar.runtime.model.evaluated import as_it_is
 from autopar.runtime.uncaptured.gradient_program import EagerGradientProgram
 from autopar.spec.plan import Plan
 
+PREFIX = "module."
+"""What `DistributedDataParallel` puts before the names of a model's state."""
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -79,6 +81,15 @@ class SyncedModule(nn.Module):
             "module.module, or its state_dict(), and optimize what is loaded"
         )
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether gradients are synchronized, as loops set it that accumulate gradients without `no_sync()`."""
+        return self.program.synchronizes
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.program.synchronizes = value
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """What is called and passed back through within it leaves this rank's own gradients in the parameters' `grad`,
@@ -99,12 +110,24 @@ class SyncedModule(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a `state_dict()` of the model. Raises `SpecError` where it does not fit, before anything is changed;
-        `assign` is refused, as the program holds the tensors themselves."""
+        """Loads a `state_dict()` of the model, or what was saved of it within `DistributedDataParallel`. Raises
+        `SpecError` where it does not fit, before anything is changed; `assign` is refused, as the program holds the
+        tensors themselves."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the tensors that the program was made for")
+        state_dict = as_of_the_model(self.module, state_dict)
         check_module("model", self.module, state_dict, strict, converts=True)
         return self.module.load_state_dict(state_dict, strict)
+
+
+def as_of_the_model(model: nn.Module, state_dict: Any) -> Any:
+    """A state dict of the model with its own names, where `DistributedDataParallel` has saved it."""
+    if not isinstance(state_dict, Mapping):
+        return state_dict
+    own, of_ddp = ({f"{before}{name}" for name in model.state_dict()} for before in ("", PREFIX))
+    if len(of_ddp & state_dict.keys()) <= len(own & state_dict.keys()):  # a model may have `x` and `module.x`
+        return state_dict
+    return {str(name).removeprefix(PREFIX): value for name, value in state_dict.items()}
 
 
 def copied(of: M, memo: dict[int, Any], own: Mapping[str, Any]) -> M:

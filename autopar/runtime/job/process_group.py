@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -41,6 +41,16 @@ class _Job:
     """To the job's store: one for all programs, as each holds the store up while it is made."""
     programs: int = 0
     """How many have joined."""
+    ended: list[Any] = field(default_factory=list)
+    """Process groups of programs that nobody holds any more. The next program that joins destroys them: the garbage
+    collector may come at a moment when PyTorch makes others."""
+
+    def release(self) -> None:
+        """Destroys them; gloo's alone, which needs no other rank for it."""
+        while self.ended:
+            pg = self.ended.pop()
+            if dist.get_backend(pg) == "gloo":
+                dist.destroy_process_group(pg)
 
 
 _joined: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()
@@ -145,10 +155,17 @@ def join(timeout_s: float) -> Group:
 
         presence.connect("connecting the ranks of this job", initialize, timeout_s)
     presence.joined()
+    job.release()
     job.programs += 1
     _joined[dist.group.WORLD] = job
     pg = presence.connect("connecting the ranks of a program", lambda: dist.new_group(timeout=timeout), timeout_s)
-    return Group(met.rank, met.world_size, pg, timeout_s, presence)
+    group = Group(met.rank, met.world_size, pg, timeout_s, presence)
+    weakref.finalize(presence, _end, job, pg, group.channels).atexit = False
+    return group
+
+
+def _end(job: _Job, pg: Any, channels: Mapping[Any, Any]) -> None:
+    job.ended += [pg, *channels.values()]
 
 
 def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.ir.batch import Batch, call_model, inputs_and_target
-from autopar.ir.model_output import output_tensors
+from autopar.ir.model_output import PLAIN, output_tensors
 from autopar.ir.untraceable import cumulative_averages
 from autopar.runtime.model.eager import kept_attributes, without_trace
 
@@ -99,4 +99,4 @@ def fill(template: Any, values: Iterator[torch.Tensor]) -> Any:
         for one in dataclasses.fields(template):
             object.__setattr__(filled, one.name, fill(getattr(template, one.name), values))
         return filled
-    return template if isinstance(template, (bool, int, float, str, type(None))) else None
+    return template if isinstance(template, PLAIN) else None
