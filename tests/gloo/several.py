@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -247,6 +248,17 @@ def refused(rank: int) -> list[str]:
     return found
 
 
+def connections(rank: int) -> list[int]:
+    """How many process groups there are as each of several programs has been made, of which only the last is held."""
+    found = []
+    for _ in range(4):
+        module = autopar.optimize(net(), example_inputs=batch(0, rank)[0], strategy="ddp")
+        found.append(len(torch.distributed.distributed_c10d._world.pg_map))
+        del module
+        gc.collect()
+    return found
+
+
 def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     strategies = {1: ["zero1"], 2: ["ddp", "sharded"], 3: ["zero1", "PSLoadBalancing"]}[n]
     gans = {1: [("ddp", "ddp")], 2: [("zero1", "ddp"), ("sharded", "zero1")], 3: [("PSLoadBalancing", "zero1")]}[n]
@@ -256,4 +268,5 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
         "programs": {str(g): gan_of_programs(rank, n, g, freezes=n == 2) for g in gans},
         "modules": gan_of_modules(rank, n),
         "refused": refused(rank) if n == 2 else [],
+        "connections": connections(rank) if n > 1 else [],
     }

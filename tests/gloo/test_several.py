@@ -35,3 +35,8 @@ def test_what_cannot_be_is_refused_by_name(worlds: Worlds) -> None:
         assert "are in optimizer 1 and in one before it" in twice
         assert "'critic.body.0.weight'" in left_out and 'unused_parameters="freeze"' in left_out
         assert "'critic.body.0.weight' holds no values" in spread and "gathered()" in spread
+
+
+def test_the_connections_of_programs_that_nobody_holds_are_closed(worlds: Worlds) -> None:
+    for found in (found for n, ranks in worlds.items() if n > 1 for found in ranks):
+        assert len(set(found["connections"][1:])) == 1

@@ -61,7 +61,8 @@ def compare_steps(rendezvous: Rendezvous, graph: TrainingGraph, batch: Batch, ca
         one, other = unlike
         raise PlanMismatchError(
             f"rank {one} and rank {other} compute different things on batches of the same shapes; they differ in "
-            f"{_differences(everyone[one], everyone[other])}. {_HOW}"
+            f"{_differences(everyone[one], everyone[other])}. {_HOW}. A model that asks for its rank, as one that "
+            'gathers samples itself, takes autopar.gather instead, or runs eagerly with capture="never"'
         )
     if all(theirs.loose == mine.loose for theirs in everyone):
         return
