@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import PACKAGE, modules, parsed
+from tests.architecture.source import PACKAGE, ROOT, modules, parsed
 
 ORDER = [
     "errors",
@@ -96,6 +96,10 @@ def test_the_imports_of_a_module_are_found(tmp_path: Path) -> None:
     assert {"autopar.search.base", "autopar.ir", "autopar", "autopar.spec.plan", "autopar.runtime"} <= names
     assert layer("autopar.search.base") == "search"
     assert layer("autopar") == "verification"
+
+
+def test_contributing_names_the_layers() -> None:
+    assert f"\n    {' < '.join(ORDER)}\n" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 KINDS = ("deferred", "sharded_rows", "random")
