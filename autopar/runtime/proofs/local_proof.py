@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TracingError, VerificationError
+from autopar.ir.garbage import without_collector
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops import group as ops
 from autopar.runtime.job.process_group import Group
@@ -27,6 +28,7 @@ from autopar.runtime.proofs.wire_range import beyond_float16
 from autopar.spec.plan import ParameterSlice
 
 
+@without_collector()
 def prove_locally(
     eagerly: Callable[[How], Ran],
     by_graph: Callable[[], Ran],

@@ -24,6 +24,7 @@ from torch import nn
 from autopar.errors import AutoparWarning, CaptureError, TracingError, VerificationError
 from autopar.ir.batch import Batch
 from autopar.ir.dtypes import EXACT_BYTES
+from autopar.ir.garbage import without_collector
 from autopar.ops.fragments import Fragment
 from autopar.ops.updates import Observer
 from autopar.runtime.looks import Observers
@@ -62,6 +63,7 @@ class Proof:
         self.shares = shares
         self.tolerance = tolerance_of(subject.graph, subject.groups)
 
+    @without_collector()
     def trial(self) -> None:
         """Compares on perturbed parameters, and puts everything back."""
         put_back, scale = self.of.lasting.snapshot(), self.of.scale
@@ -84,6 +86,7 @@ class Proof:
             assert self.of.scale is not None
             self.of.scale.lower(_LOWERED)
 
+    @without_collector()
     def step(self, how: str = "") -> torch.Tensor:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
         of = self.of
