@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import CaptureError
 from autopar.ir.arrivals import Reached
@@ -27,7 +25,14 @@ from autopar.runtime.drop_in.drop_in_program import DropInProgram
 from autopar.runtime.drop_in.kept_gradients import Kept
 from autopar.runtime.drop_in.module_writer import BackwardWriter, ForwardWriter
 from autopar.runtime.drop_in.other_gradients import OtherGradients
-from autopar.runtime.drop_in.passes import Backward, Gradients, Passes, only
+from autopar.runtime.drop_in.passes import (
+    Backward,
+    Gradients,
+    Passes,
+    is_added_to,
+    only,
+    without_hooks_on_saved_tensors,
+)
 from autopar.runtime.gathering import gathered_as_it_is, gathering, sizes_of
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
@@ -141,7 +146,7 @@ class GradientProgram(DropInProgram):
         if self._eagerly is not None:
             self._eagerly.call_captured()
         if self.settings.check == "always" or (self.settings.check == "first" and not compiled.proved):
-            with _without_hooks_on_saved_tensors():
+            with without_hooks_on_saved_tensors():
                 self._prove(compiled, batch)
 
         synchronizes = self.synchronizes
@@ -241,7 +246,7 @@ class GradientProgram(DropInProgram):
         if self._group.world_size == 1:
             return only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
         with self._guard():
-            kept = self._kept.take(weight, names, lambda name: _is_added_to(self._parameters[name]))
+            kept = self._kept.take(weight, names, lambda name: is_added_to(self._parameters[name]))
         total, count = weight + kept.weight, 1 + kept.passes
         has = [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)]
         scalars = self._scalars(names, has, weight, total, count)
@@ -358,31 +363,6 @@ class GradientProgram(DropInProgram):
         if graph.joint.sizes is not None and holds_numbers(output):
             raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
         return replace(super()._lowered(graph, program, batch), output=output)
-
-
-def _is_added_to(p: nn.Parameter) -> bool:
-    """Whether the backward pass under way adds what the module delivers of a parameter to its `grad`."""
-    if not p.requires_grad:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
-    except RuntimeError:  # it is `torch.autograd.grad` of the parameter
-        return False
-
-
-@contextlib.contextmanager
-def _without_hooks_on_saved_tensors() -> Iterator[None]:
-    """While it is open, what autograd saves is saved as it is: a checkpoint around the module counts what is saved,
-    and runs the module again without a proof. Where nobody has such hooks, none are set: torch.func refuses them."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        yield
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _unforeseen(reached: str, missed: str) -> str:

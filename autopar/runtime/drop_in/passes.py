@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.errors import CaptureError
 from autopar.ir.arrivals import Reached
@@ -80,3 +83,28 @@ def only(gradients: Sequence[torch.Tensor | None], reached: Sequence[bool]) -> G
 def _differentiable(c: Compiled) -> list[int]:
     """Which of the outputs the backward pass starts from, in the order of the graph's tangents."""
     return [int(key) for kind, key in c.joint.inputs if kind == "tangent"]
+
+
+def is_added_to(p: nn.Parameter) -> bool:
+    """Whether the backward pass under way adds what the module delivers of a parameter to its `grad`."""
+    if not p.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+    except RuntimeError:  # it is `torch.autograd.grad` of the parameter
+        return False
+
+
+@contextlib.contextmanager
+def without_hooks_on_saved_tensors() -> Iterator[None]:
+    """While it is open, what autograd saves is saved as it is: a checkpoint around the module counts what is saved,
+    and runs the module again without a proof. Where nobody has such hooks, none are set: torch.func refuses them."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
