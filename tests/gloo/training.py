@@ -170,7 +170,7 @@ def copied_module(rank: int, n: int, capture: Literal["auto", "never"]) -> list[
             eager_step(theirs, of_theirs, joined([batch(10 * step + len(pairs), r) for r in range(n)]))
         for averaged, (of, _) in zip(averages, [pairs[0], pairs[0][::-1]], strict=False):
             averaged.update_parameters(of)
-    both = [(averages[0].module.module, averages[1].module)] if averages else []
+    both: list[tuple[Any, Any]] = [(averages[0].module.module, averages[1].module)] if averages else []
     return [distance(a, b) for a, b in [*((mine.module, theirs) for mine, theirs in pairs), *both]]
 
 

@@ -171,7 +171,8 @@ class OfRows(nn.Module):
         self.table = nn.Parameter(_x(9, 4)[:, :2].clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sparse.mm(x, self.table)
+        found: torch.Tensor = torch.sparse.mm(x, self.table)
+        return found
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
