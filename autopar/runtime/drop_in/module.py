@@ -46,7 +46,7 @@ class SyncedModule(nn.Module):
     def program(self) -> GradientProgram | EagerGradientProgram:
         """What runs the model in training; a copy's is made when it is first asked for."""
         if self._program is None:
-            self._program = self._original.of_copy(self.module)
+            self._program = self._original = self._original.of_copy(self.module)
         return self._program
 
     @property
