@@ -54,7 +54,7 @@ class DropIn(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropIn:
         """A copy of the model; where it is trained, by all ranks, it is captured and planned by itself."""
-        return copied(self, memo, {"_synced": [], "_options": self._options})
+        return copied(self, memo, {"_synced": [], "_options": self._options, "_synchronizes": True})
 
     @property
     def plan(self) -> Plan:
@@ -92,6 +92,15 @@ class DropIn(nn.Module):
             yield
         finally:
             self._set_synchronizes(before)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether gradients are synchronized, as loops set it that accumulate gradients without `no_sync()`."""
+        return self._synchronizes
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._set_synchronizes(value)
 
     def reads(self, inputs: dict[str, Any], name: str) -> bool:
         """Whether what a captured model computes depends on one of its inputs, a tensor, in a batch that it saw."""

@@ -41,13 +41,18 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, range, slice, type(None))
+PLAIN: tuple[type, ...] = (
+    *(bool, int, float, complex, str, bytes, range, slice, Enum, type, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 """Types of what a model may return besides tensors, as it is."""
 
 
 def check_output(output: Any) -> None:
     """Raises `CaptureError` where a model's output holds an object that no graph makes. A cache of keys and values, as
     models of transformers return it, is none that training needs."""
+    if isinstance(output, (torch.Tensor, *PLAIN)):
+        return
     if isinstance(output, dict):
         for value in output.values():
             check_output(value)
@@ -57,12 +62,11 @@ def check_output(output: Any) -> None:
     elif is_dataclass(output):
         for one in fields(output):
             check_output(getattr(output, one.name))
-    elif not isinstance(output, (torch.Tensor, *PLAIN)):
-        kind = type(output)
-        is_set = isinstance(output, (set, frozenset))  # of which TorchDynamo does not say the module
-        if is_set or not (kind.__module__.startswith("transformers") and "Cache" in kind.__name__):
+    else:
+        kind = type(output)  # whose module TorchDynamo does not tell of Python's own
+        if not ("Cache" in kind.__name__ and kind.__module__.startswith("transformers")):
             raise CaptureError(
-                f"the model returns an object of type {kind.__name__}, whose tensors a graph does not see: return them "
+                f"the model returns an object of type {kind.__name__}, in which a graph sees no tensors: return them "
                 "in a tuple, a dict or a dataclass"
             )
 

@@ -72,13 +72,17 @@ def gathering(group: Group, sizes: tuple[int, ...]) -> Iterator[None]:
         _now[:] = before
 
 
-def gathered_as_it_is(model: nn.Module, batch: Batch, weight: float) -> Any:
+def gathered_as_it_is(model: nn.Module, batch: Batch, weight: float, group: Group) -> Any:
     """The output of a drop-in module that trains nothing, run as it is; `weight`: how much the batch counts. What other
-    ranks' losses bring to this rank's inputs counts as their batches do beside this one, as in training."""
+    ranks' losses bring to this rank's inputs counts as their batches do beside this one, as in training. The backward
+    pass holds on to the `group`, in which gradients are gathered."""
 
     def hooked(t: torch.Tensor, by: float) -> torch.Tensor:
+        def scaled(gradient: torch.Tensor, _: Group = group) -> torch.Tensor:
+            return gradient * by
+
         if t.requires_grad and not t.is_leaf:
-            t.register_hook(lambda gradient: gradient * by)  # type: ignore[no-untyped-call]
+            t.register_hook(scaled)  # type: ignore[no-untyped-call]
         return t
 
     taken = tuple(hooked(t.view_as(t), 1 / weight) if weight else t for t in batch.tensors)

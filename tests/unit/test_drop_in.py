@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import gc
 import io
 import warnings
 from collections.abc import Callable
@@ -194,6 +195,22 @@ def test_copies_are_models_of_their_own(capture: Literal["auto", "never"]) -> No
         F.mse_loss(module(X[:, :3]), Y).backward()
         for a, p in zip(expected, module.parameters(), strict=True):
             assert a is not None and p.grad is not None and torch.equal(a, p.grad)
+
+
+@pytest.mark.parametrize("capture", ["auto", "never"])
+def test_a_copy_that_is_frozen_at_first_trains_later(capture: Literal["auto", "never"]) -> None:
+    made = copy.deepcopy(autopar.optimize(_net(), example_inputs=X[:, :3], capture=capture))
+    made.requires_grad_(False)
+    assert not made(X[:, :3]).requires_grad
+    made.requires_grad_(True)
+    made(X[:, :3]).sum().backward()
+    assert all(p.grad is not None for p in made.parameters())
+
+
+def test_a_shallow_copy_loads_state_once_the_first_is_gone() -> None:
+    whole = nn.ModuleList([copy.copy(autopar.optimize(_net(), example_inputs=X[:, :3]))])
+    gc.collect()
+    whole.load_state_dict(whole.state_dict())
 
 
 def test_a_module_is_not_pickled() -> None:

@@ -97,7 +97,28 @@ def test_a_batch_of_which_a_graph_shows_nothing_counts_as_much_as_others(sizes: 
 
     distance, said = trained(two_by_themselves, sizes)
     assert distance <= 1e-12
-    assert len(said) == 1 and "counts by its samples, each as much as those of the first one" in said[0]
+    assert len(said) == 1 and "counts by its samples, each as much as in other batches" in said[0]
+
+
+def test_a_batch_of_which_nothing_counts_says_nothing_of_others() -> None:
+    def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept = (target[:, :1] > (9 if len(target) == 3 else -9)).double().expand_as(output)
+        each = (output - target).square() * kept
+        return one_by_one(output, target) if len(output) == 2 else each.sum() / kept.sum().clamp(min=1)
+
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    eager = copy.deepcopy(net)
+    parts = [batch(i, size) for i, size in enumerate((3, 2))]
+    with pytest.warns(autopar.AutoparWarning, match="takes single samples"):
+        program = autopar.optimize(
+            net, example_inputs=parts[0], optimizer=torch.optim.SGD(net.parameters(), lr=0.1), loss_fn=masked
+        )
+        program.step(micro_batches=parts)
+    x, y = parts[1]
+    F.mse_loss(eager(x), y).backward()
+    for p, q in zip(net.parameters(), eager.parameters(), strict=True):
+        assert q.grad is not None and torch.allclose(p, q - 0.1 * q.grad, rtol=1e-12)
 
 
 def test_batches_of_one_size_are_as_before() -> None:

@@ -32,12 +32,21 @@ class DropInProgram(BaseProgram):
 
     def of_copy(self, model: nn.Module) -> Self:
         """A program of a copy of the model, under the same plan; made by all ranks together. What the copy runs, and
-        what it was told of random numbers, is its own."""
-        made = type(self)(model, self.plan, self._group, self.settings, self._context)
+        what it was told of random numbers, is its own. Parameters that were frozen in it since are those of the plan
+        all the same."""
+        planned, parameters = {m.name for g in self.plan.groups for m in g.members}, dict(model.named_parameters())
+        frozen = [p for name, p in parameters.items() if name in planned and not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
+        try:
+            made = type(self)(model, self.plan, self._group, self.settings, self._context)
+            if self._outlined is not None:
+                made.adopt(self._outlined.graph, self._outlined.batch)
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
         if self._group.world_size > 1 and not self._random.own:
             made.use_pytorch_generator()
-        if self._outlined is not None:
-            made.adopt(self._outlined.graph, self._outlined.batch)
         return made
 
     @property

@@ -102,7 +102,7 @@ class GradientProgram(DropInProgram):
             inputs = bind(self.model, args, kwargs)
             batch = flatten(inputs)
             with gathering(self._group, self._sizes(batch)):
-                return gathered_as_it_is(self.model, batch, self._weight(batch, inputs))
+                return gathered_as_it_is(self.model, batch, self._weight(batch, inputs), self._group)
 
     def of_copy(self, model: nn.Module) -> Self:
         made = super().of_copy(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -66,7 +67,8 @@ class SyncedModule(nn.Module):
     def __copy__(self) -> SyncedModule:
         """The same module, with the same program."""
         made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        made.__dict__.update(self.__dict__, _load_state_dict_pre_hooks=OrderedDict())
+        made.register_load_state_dict_pre_hook(as_it_was_saved)  # type: ignore[no-untyped-call]
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncedModule:
@@ -127,7 +129,11 @@ def as_of_the_model(model: nn.Module, state_dict: Any) -> Any:
     own, of_ddp = ({f"{before}{name}" for name in model.state_dict()} for before in ("", PREFIX))
     if len(of_ddp & state_dict.keys()) <= len(own & state_dict.keys()):  # a model may have `x` and `module.x`
         return state_dict
-    return {str(name).removeprefix(PREFIX): value for name, value in state_dict.items()}
+    named = OrderedDict((str(name).removeprefix(PREFIX), value) for name, value in state_dict.items())
+    if hasattr(state_dict, "_metadata"):  # the versions of modules, by name; DDP's own is before the model's
+        of = {f"{name}.".removeprefix(PREFIX).removesuffix("."): one for name, one in state_dict._metadata.items()}
+        named._metadata = of  # type: ignore[attr-defined]
+    return named
 
 
 def copied(of: M, memo: dict[int, Any], own: Mapping[str, Any]) -> M:

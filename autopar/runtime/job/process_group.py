@@ -49,8 +49,9 @@ class _Job:
         """Destroys them; gloo's alone, which needs no other rank for it."""
         while self.ended:
             pg = self.ended.pop()
-            if dist.get_backend(pg) == "gloo":
-                dist.destroy_process_group(pg)
+            with contextlib.suppress(ValueError):  # of one that was left
+                if dist.get_backend(pg) == "gloo":
+                    dist.destroy_process_group(pg)
 
 
 _joined: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()

@@ -73,7 +73,9 @@ class LossMeaning:
         self._last: tuple[torch.Tensor, int] = torch.zeros(()), 0
         """How much the last batch counts, and its samples."""
         self._shown: tuple[torch.Tensor, int] | None = None
-        """The same of the last of this rank's batches of which a graph has shown how much it counts."""
+        """The same of all of this rank's batches of which a graph has shown how much they count."""
+        self._has_targets = False
+        """Whether a target has another number of samples than the rest of its batch."""
 
     def take_as_sum(self) -> None:
         """Has each batch's loss count whole: it is made of the batch's shares in the global loss already."""
@@ -104,11 +106,21 @@ class LossMeaning:
             count = torch.tensor(float(targets), dtype=torch.float64)
         count = self._as_agreed(weight, batch, count).to(self._device)
         if weight.problem is None and batch.size:
-            self._shown = count, batch.size
-        elif weight.problem is not None and batch.size and self._shown is not None:  # each sample as much as theirs
-            shown, samples = self._shown
-            count = shown * (batch.size / samples)
+            self._show(count, batch)
+        elif weight.problem is not None and batch.size and (each := self._of_a_sample()) is not None:
+            count = torch.full_like(count, each * (batch.size if targets is None else targets))
         return count
+
+    def _show(self, count: torch.Tensor, batch: Batch) -> None:
+        """Remembers how much a batch counts, of which a graph has shown it."""
+        before, samples = self._shown or (torch.zeros_like(count), 0)
+        targets = self.finder.targets(batch) if self._has_targets else None
+        self._shown = before + count, samples + ((batch.size or 0) if targets is None else targets)
+
+    def _of_a_sample(self) -> float | None:
+        """How much a sample counts in the mean over these batches; `None` where they count as nothing."""
+        shown, samples = self._shown or (torch.zeros(()), 0)
+        return (float(shown) / samples or None) if samples else None
 
     def per_sample(self) -> float | None:
         """How much each sample of the batch that was weighed last counts; `None` where that is not known."""
@@ -134,7 +146,8 @@ class LossMeaning:
         if len(batches) > 1 and batch.size == 1:
             self.finder.lent = Lent.of(batches[0 if batch is not batches[0] else 1])
         if largest.weight.problem is None and batch.size:
-            self._shown = largest.weight.of_batch(batch, self._buffers, self._device), batch.size
+            self._has_targets = self.finder.targets(batch) not in (None, batch.size)
+            self._show(largest.weight.of_batch(batch, self._buffers, self._device), batch)
         with looks.whole(together=True):
             mine = self.finder.find(largest.weight, batch)
         everyone = self._of_two_samples(self._exchange("loss", mine), largest.weight, batch, looks)
@@ -186,7 +199,8 @@ class LossMeaning:
         those of a step; both are empty where units do not matter."""
         if not self._settled or self._by_samples or self.is_sum or self.finder.given is not None:
             return "", ""
-        here = " and ".join(sorted({w.unit for w, b in zip(weights, batches, strict=True) if b.size}))
+        known = [w for w, b in zip(weights, batches, strict=True) if b.size and not (w.problem and self._of_a_sample())]
+        here = " and ".join(sorted({w.unit for w in known}))
         self._units = here or self._units
         return self._units, here
 
@@ -248,8 +262,9 @@ class LossMeaning:
             problem = not_known(of_many_sizes(batch))
         if not self._fits(weight):
             why = weight.problem or "is a sum over this batch, and a mean over the first one, or the other way around"
-            as_much = "by its samples, each as much as those of" if weight.problem else "as"
-            problem = f"the loss{where} {why}. This batch counts {as_much} the first one. {ADVICE}"
+            each = "" if self._of_a_sample() is None else ", each as much as in other batches of this rank"
+            counts = f"by its samples{each}" if weight.problem else "as the first one"
+            problem = f"the loss{where} {why}. This batch counts {counts}. {ADVICE}"
         elif weight.others or self._ratios:
             agreed = agreed_ratios([self._ratios, self.finder.ratios(weight, batch.tensors)])
             self._ratios = agreed or ()
