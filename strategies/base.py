@@ -105,8 +105,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def options(self, context: Context) -> Sequence[Options]:
-        """The settings worth pricing, the plainest first. Of number formats on the wire, bfloat16 and not float16: that
-        takes as long, and holds no gradients below 6e-8."""
+        """The settings worth pricing, the plainest first. Of the 16-bit formats on the wire bfloat16 alone: float16
+        takes as long to send, and rounds gradients below 3e-8 to zero."""
 
     @abstractmethod
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:

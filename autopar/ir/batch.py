@@ -19,7 +19,8 @@ from autopar.ir.form import Form, Held, taken_apart
 from autopar.ir.held_tensors import held_tensors
 from autopar.ir.listed import listed
 
-_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+"""Layouts of sparse tensors, which have no strides."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def _is_tensor_key(leaf: Any) -> bool:
 
 
 def _tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
-    if x.layout in _SPARSE:
+    if x.layout in SPARSE:
         return tuple(x.shape), x.dtype, x.layout
     return (tuple(x.shape), x.dtype) if x.is_contiguous() else (tuple(x.shape), x.dtype, x.stride())
 

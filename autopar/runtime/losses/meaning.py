@@ -73,7 +73,7 @@ class LossMeaning:
         self._last: tuple[torch.Tensor, int] = torch.zeros(()), 0
         """How much the last batch counts, and its samples."""
         self._shown: tuple[torch.Tensor, int] | None = None
-        """The same of all of this rank's batches of which a graph has shown how much they count."""
+        """How much this rank's batches count together, of those whose graph has shown it, and their samples."""
         self._has_targets = False
         """Whether a target has another number of samples than the rest of its batch."""
 

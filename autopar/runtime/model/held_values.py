@@ -10,10 +10,9 @@ from torch import nn
 
 from autopar.errors import AutoparWarning
 from autopar.formatting import size
+from autopar.ir.batch import SPARSE
 from autopar.runtime.model.in_place import LARGEST
 from autopar.runtime.model.shared_memory import once
-
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def held_values(tensors: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]) -> Callable[[], None]:
@@ -63,7 +62,7 @@ def _is_kept(t: torch.Tensor) -> bool:
 
 
 def _is_kept_sparse(t: torch.Tensor) -> bool:
-    return _is_own(t) and t.layout in _SPARSE and not t.is_meta and sum(p.nbytes for p in _parts(t)) <= LARGEST
+    return _is_own(t) and t.layout in SPARSE and not t.is_meta and sum(p.nbytes for p in _parts(t)) <= LARGEST
 
 
 def _is_own(t: torch.Tensor) -> bool:
