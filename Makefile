@@ -1,5 +1,6 @@
 # make demo    set up, then train a language model with autopar and with torch DDP, and compare them
 # make test    set up, then run the tests (those that need root say so and are skipped without it)
+# make test-all    the tests that take long as well, and more numbers of ranks; twice as long, not part of CI
 # make test-oldest   the tests with the oldest versions that are supported, in .venv-oldest; not part of CI
 # make check   set up, then ruff, mypy and the architecture tests
 # make venv    only set up;  make clean  removes what the above have made
@@ -23,13 +24,16 @@ export TOKENIZERS_PARALLELISM = true
 # Where Python is told to keep no compiled files, each of the tests' processes would compile autopar again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest check format venv clean
+.PHONY: demo test test-all test-oldest check format venv clean
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo $(DEMO_FLAGS)
 
 test: $(STAMP)
 	$(BIN)/python $(TESTS) $(PYTEST_FLAGS)
+
+test-all: $(STAMP)
+	AUTOPAR_TESTS=all $(BIN)/python $(TESTS) $(PYTEST_FLAGS)
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(TESTS) $(PYTEST_FLAGS)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.tiers import ALL, thorough
+
 # A shell starts what it runs in the background with SIGINT ignored, and nohup with SIGHUP, and processes inherit both:
 # the programs that tests send these signals to would never see them. A handler is not inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +19,15 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # torch's store looks up the name of each process that connects to it, and answers nobody meanwhile. A name server that
 # does not answer would have tests wait for tens of seconds in all.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `make test-all` runs, unless a test is asked for by its name."""
+    named = any("::" in argument for argument in config.args)
+    left_out = [] if ALL or named else [item for item in items if item.get_closest_marker(thorough.name)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="module")

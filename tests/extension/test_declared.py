@@ -9,6 +9,7 @@ from autopar.testing import check_strategy
 from autopar.testing.deadline import place
 from tests.extension import declared
 from tests.gloo.ranks import run_ranks
+from tests.tiers import thorough
 
 DEADLINE_S = 10.0
 
@@ -31,6 +32,7 @@ def test_what_gloo_receives_into_and_wide_sums_are_declared() -> None:
         assert not any(found.values()), (rank, found)
 
 
+@thorough
 def test_an_operation_that_does_not_end_is_named() -> None:
     found = check_strategy(declared.EndlessDoubling, (2,), deadline_s=DEADLINE_S)
     (broken,) = found.broken

@@ -30,6 +30,7 @@ from tests.extension.sign_compression import SignCompression
 from tests.extension.signs import asked_later, loaded, saved
 from tests.gloo.ranks import run_ranks
 from tests.gloo.timing import every_fourth
+from tests.tiers import sizes
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 
@@ -62,11 +63,11 @@ def test_an_operation_of_ones_own_is_priced(doubling: str) -> None:
 
 
 def test_an_operation_of_ones_own_runs_and_sends_what_it_declares(doubling: str) -> None:
-    check_strategy(RecursiveDoubling, (1, 2, 4)).raise_if_broken()
+    check_strategy(RecursiveDoubling, sizes(4, also=(1, 2))).raise_if_broken()
 
 
 def test_what_signs_lose_is_kept_and_they_send_what_they_declare() -> None:
-    check_strategy(SignCompression, (1, 2, 4)).raise_if_broken()
+    check_strategy(SignCompression, sizes(2, also=(1, 4))).raise_if_broken()
 
 
 def test_residuals_go_over_to_another_number_of_ranks(tmp_path: Path) -> None:

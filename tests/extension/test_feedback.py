@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tests.extension import feedback
 from tests.gloo.ranks import run_worlds
+from tests.tiers import sizes
 
 
 def test_the_first_step_shows_compressors_that_lose_something_or_make_something_up() -> None:
-    found = run_worlds(feedback.everything, {1: (), 2: (), 3: ()})
+    found = run_worlds(feedback.everything, dict.fromkeys(sizes(2, also=(1, 3)), ()))
     for n, of_ranks in found.items():
         for rank, said in enumerate(of_ranks):
             assert said["passes"] == [], (n, rank)

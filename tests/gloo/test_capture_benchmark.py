@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from benchmarks.capture.team import Team
+from tests.tiers import thorough
 
 
+@thorough
 def test_a_team_tries_models_one_after_another() -> None:
     team = Team()
     try:

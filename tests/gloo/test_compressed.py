@@ -9,6 +9,7 @@ import pytest
 from autopar import load_checkpoint
 from tests.gloo.compressed import CASES, LEARNED, RESUMED, _sums, compared
 from tests.gloo.ranks import run_worlds
+from tests.tiers import sizes
 
 Worlds = dict[int, list[dict[str, Any]]]
 LAST_LOSS = {
@@ -28,10 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def worlds(folder: str) -> Worlds:
-    return run_worlds(compared, dict.fromkeys((1, 2, 3, 4), (folder,)))
+    return run_worlds(compared, dict.fromkeys(sizes(2, 3, also=(1, 4)), (folder,)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", sizes(2, 3, also=(1, 4)))
 def test_ranks_train_as_the_definition_says(worlds: Worlds, n: int) -> None:
     for rank, found in enumerate(worlds[n]):
         distances = {k: v for k, v in found.items() if k not in ("resumed", "losses", "moved")}

@@ -12,6 +12,7 @@ import pytest
 from autopar.errors import ConformanceError, PlanError
 from autopar.strategies import STRATEGIES
 from autopar.testing import Conformance, check_strategy
+from tests.tiers import thorough
 
 GUIDE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 FORGETFUL = """
@@ -54,6 +55,7 @@ def test_the_example_keeps_its_promises(modules: Path) -> None:
     assert "keeps its promises" in str(found)
 
 
+@thorough
 def test_one_that_does_not_is_found_out(modules: Path) -> None:
     (modules / "forgetful.py").write_text(FORGETFUL)
     found = check_strategy("forgetful:Forgetful", worlds=(2,))

@@ -16,6 +16,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("peft")
 
 from tests.gloo.lightnings import everything
+from tests.tiers import thorough
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ def test_goes_on_from_a_checkpoint(found: dict[int, list[dict[str, Any]]]) -> No
     assert all(rank["resumed"] for rank in found[2])
 
 
+@thorough
 def test_the_example_starts_its_processes_and_runs() -> None:
     taken = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
     environment = {k: v for k, v in os.environ.items() if k not in taken} | {"PYTHONPATH": str(ROOT)}

@@ -9,6 +9,7 @@ import pytest
 from autopar import load_checkpoint
 from tests.gloo.one_bit_adam import CASES, everything
 from tests.gloo.ranks import run_worlds
+from tests.tiers import sizes
 
 Worlds = dict[int, list[dict[str, Any]]]
 LAST = 0.4687645610924319
@@ -23,10 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def worlds(folder: str) -> Worlds:
     """By world size and rank."""
-    return run_worlds(everything, dict.fromkeys((1, 2, 3, 4), (folder,)))
+    return run_worlds(everything, dict.fromkeys(sizes(2, 3, also=(1, 4)), (folder,)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", sizes(2, 3, also=(1, 4)))
 @pytest.mark.parametrize("name", CASES)
 def test_programs_do_what_the_algorithm_says(worlds: Worlds, name: str, n: int) -> None:
     of_ranks = [found["off"][name] for found in worlds[n]]

@@ -8,13 +8,14 @@ import pytest
 
 from tests.gloo import power_sgd
 from tests.gloo.ranks import run_ranks, run_worlds
+from tests.tiers import sizes
 
 PINNED = 0.0210726632
 """The last loss of a tiny training on two ranks."""
 
 
 def test_programs_do_what_the_definition_says_and_learn() -> None:
-    for n, of_ranks in run_worlds(power_sgd.everything, {1: (), 2: (), 3: (), 4: ()}).items():
+    for n, of_ranks in run_worlds(power_sgd.everything, dict.fromkeys(sizes(2, also=(1, 3, 4)), ())).items():
         for case in of_ranks[0].keys() - {"losses"}:
             off, bits = zip(*(found[case] for found in of_ranks), strict=True)
             assert max(off) < 1e-10, (n, case, off)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.gloo.ranks import run_worlds
 from tests.gloo.scaling import BROKEN, everything
+from tests.tiers import sizes
 
 Worlds = dict[int, list[dict[str, Any]]]
 
@@ -16,10 +17,10 @@ Worlds = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     folder: Path = tmp_path_factory.mktemp("scaled")
-    return run_worlds(everything, {n: (str(folder),) for n in (1, 2, 3)})
+    return run_worlds(everything, dict.fromkeys(sizes(2, also=(1, 3)), (str(folder),)))
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", sizes(2, also=(1,)))
 def test_trains_as_ddp_with_a_grad_scaler_and_skips_what_it_skips(worlds: Worlds, n: int) -> None:
     for found in worlds[n]:
         for case, one in found["beside"].items():

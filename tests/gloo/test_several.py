@@ -9,6 +9,7 @@ import pytest
 
 from tests.gloo.ranks import run_worlds
 from tests.gloo.several import everything
+from tests.tiers import sizes
 
 Worlds = dict[int, list[dict[str, Any]]]
 
@@ -16,7 +17,7 @@ Worlds = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     folder: Path = tmp_path_factory.mktemp("several")
-    return run_worlds(everything, {n: (str(folder),) for n in (1, 2, 3)})
+    return run_worlds(everything, dict.fromkeys(sizes(2, also=(1, 3)), (str(folder),)))
 
 
 @pytest.mark.parametrize("what", ["optimizers", "programs"])

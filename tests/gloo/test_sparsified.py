@@ -10,6 +10,7 @@ import pytest
 from tests.gloo.chosen_chunks import METHODS, cases
 from tests.gloo.ranks import run_worlds
 from tests.gloo.sparsified import everything
+from tests.tiers import sizes
 
 LAST = {"top_k": 0.44111524, "random_k": 0.61872655, "dgc": 0.46183245}
 """The loss of step 60, on two ranks."""
@@ -19,10 +20,10 @@ LAST = {"top_k": 0.44111524, "random_k": 0.61872655, "dgc": 0.46183245}
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """By world size and rank; in one start of four processes."""
     folder = str(tmp_path_factory.mktemp("sparsified"))
-    return run_worlds(everything, dict.fromkeys((1, 2, 3, 4), (folder,)))
+    return run_worlds(everything, dict.fromkeys(sizes(2, 3, also=(1, 4)), (folder,)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", sizes(2, 3, also=(1, 4)))
 @pytest.mark.parametrize("method", METHODS)
 def test_programs_do_what_the_algorithm_says(method: str, n: int, found: Mapping[int, list[dict[str, Any]]]) -> None:
     for i, case in enumerate(cases(method, n)):

@@ -8,11 +8,12 @@ import pytest
 
 from tests.gloo.ranks import run_worlds
 from tests.gloo.stand_ins import everything
+from tests.tiers import sizes
 
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[int, list[dict[str, Any]]]:
-    return run_worlds(everything, {1: (), 2: ()})
+    return run_worlds(everything, dict.fromkeys(sizes(2, also=(1,)), ()))
 
 
 @pytest.mark.parametrize("what", ["steps", "kinds", "module"])
@@ -22,7 +23,7 @@ def test_they_train_as_one_process_does(worlds: dict[int, list[dict[str, Any]]],
 
 
 def test_it_is_said_once_with_the_line(worlds: dict[int, list[dict[str, Any]]]) -> None:
-    for found in (*worlds[1], *worlds[2]):
+    for found in (found for ranks in worlds.values() for found in ranks):
         for what in ("steps", "kinds", "module"):
             for key, (_, (*_, said)) in found[what].items():
                 reason = "has changed before each" if key == "changes" else "a branch depends on a tensor's value"

@@ -8,11 +8,12 @@ import pytest
 
 from tests.gloo.ranks import run_worlds
 from tests.gloo.step_results import everything
+from tests.tiers import sizes
 
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[int, list[dict[str, Any]]]:
-    return run_worlds(everything, {1: (), 2: (), 3: ()})
+    return run_worlds(everything, dict.fromkeys(sizes(2, also=(1, 3)), ()))
 
 
 def test_outputs_and_norms_are_those_of_one_process_before_the_update(worlds: dict[int, list[dict[str, Any]]]) -> None:

@@ -8,13 +8,14 @@ import pytest
 
 from tests.gloo.ranks import run_worlds
 from tests.gloo.terms import everything
+from tests.tiers import sizes
 
 Worlds = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Worlds:
-    return run_worlds(everything, {1: (), 2: (), 3: ()})
+    return run_worlds(everything, dict.fromkeys(sizes(2, also=(1, 3)), ()))
 
 
 def test_each_term_is_weighted_by_its_own_count(worlds: Worlds) -> None:
@@ -25,7 +26,7 @@ def test_each_term_is_weighted_by_its_own_count(worlds: Worlds) -> None:
 
 
 def test_terms_that_do_not_fit_their_counts_are_refused(worlds: Worlds) -> None:
-    other_name, other_number, no_number, negative, one = worlds[1][0]["refused"]
+    other_name, other_number, no_number, negative, one = worlds[2][0]["refused"]
     assert (
         "weight= counts the terms ['sample', 'tokens'], but the loss is a dict of ['samples', 'tokens']" in other_name
     )

@@ -25,6 +25,7 @@ from autopar.trials.attend import Seat
 from autopar.trials.board import FolderBoard
 from autopar.trials.far import Asking, launched
 from tests.lab.pool_workloads import workload
+from tests.tiers import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -65,6 +66,7 @@ def test_under_torchrun_all_ranks_run_what_rank_0_tells(folder: Path) -> None:
     check(folder, run(folder, [*TORCHRUN, "-m", "autopar", *SEARCH]), "2 ranks of torchrun's job")
 
 
+@thorough
 def test_a_command_starts_the_ranks_and_the_folder_is_left_as_it_was(folder: Path) -> None:
     launch = shlex.join(TORCHRUN)
     check(folder, run(folder, [sys.executable, "-m", "autopar", *SEARCH, "--launch", launch]), "2 ranks of `")
@@ -78,6 +80,7 @@ def test_other_ranks_than_the_cluster_has_end_with_the_reason(folder: Path) -> N
     assert found.returncode != 0 and "the cluster has 3 ranks, torchrun has started 2" in found.stderr
 
 
+@thorough
 def test_ranks_outlive_a_plan_that_fails_on_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     good = workload()

@@ -14,6 +14,7 @@ from autopar.spec.topology import Topology
 from autopar.strategies.lowering import lower_plan
 from tests.gloo.ranks import run_worlds
 from tests.gloo.weight_differences import CASES, everything
+from tests.tiers import sizes
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 Worlds = dict[int, list[dict[str, Any]]]
@@ -26,10 +27,10 @@ LAST = 0.02023629505543019
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     """By world size and rank."""
     folder = str(tmp_path_factory.mktemp("weight_differences"))
-    return run_worlds(everything, dict.fromkeys((1, 2, 3, 4), (folder,)))
+    return run_worlds(everything, dict.fromkeys(sizes(2, 3, also=(1, 4)), (folder,)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", sizes(2, 3, also=(1, 4)))
 @pytest.mark.parametrize("name", CASES)
 def test_programs_do_what_the_algorithm_says(worlds: Worlds, name: str, n: int) -> None:
     of_ranks = [found["off"][name] for found in worlds[n]]

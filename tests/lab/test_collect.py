@@ -10,10 +10,12 @@ from autopar.lab import unavailable_reason
 from benchmarks.trials.making.collect import Collector
 from benchmarks.trials.making.journal import Journal
 from benchmarks.trials.records import Dataset
+from tests.tiers import thorough
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 
+@thorough
 def test_trials_are_collected_and_continued(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
     for most in (5, 2):

@@ -10,6 +10,7 @@ import pytest
 from autopar.lab import Lab, unavailable_reason
 from autopar.lab.host import shell
 from tests.lab.left import environment
+from tests.tiers import thorough
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -29,6 +30,7 @@ program.step(batch)
 """
 
 
+@thorough
 def test_a_rank_that_is_cut_off_learns_it_and_so_do_the_others() -> None:
     with Lab([None] * 3) as lab:
         ranks = []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.lab import unavailable_reason
+from tests.tiers import thorough
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -48,6 +49,7 @@ if __name__ == "__main__":
 """
 
 
+@thorough
 def test_programs_are_made_though_the_store_waits_for_a_name_server(tmp_path: Path) -> None:
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\n")
     (tmp_path / "job.py").write_text(JOB)

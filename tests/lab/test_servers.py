@@ -14,6 +14,7 @@ import pytest
 from autopar.lab import Job, JobFailed, Lab, unavailable_reason
 from autopar.spec.cluster import ClusterSpec
 from tests.lab.left import ROOT, environment
+from tests.tiers import thorough
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -81,7 +82,7 @@ def test_a_server_that_does_not_come_is_named_with_what_to_do(lab: Lab) -> None:
     assert "--name server-0` there" in said
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known", [pytest.param(False, marks=thorough), True])
 def test_a_server_that_dies_is_named(lab: Lab, known: bool) -> None:
     with _job(lab, "servers") as job:
         job.ask({"steps": 1}, 120)

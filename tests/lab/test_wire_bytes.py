@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from autopar.lab import launch, private_namespace, unavailable_reason
+from tests.tiers import sizes
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 
-WORLDS = (2, 3, 4)
+WORLDS = sizes(3, also=(2, 4))
 
 
 @pytest.fixture(scope="module")

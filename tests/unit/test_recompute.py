@@ -18,6 +18,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan, Recompute
 from autopar.spec.units import Figure
 from benchmarks.zoo import find, huggingface, plain
+from tests.tiers import thorough
 
 LEVELS: tuple[Recompute, ...] = ("selective", "full")
 
@@ -78,7 +79,9 @@ def test_every_gradient_stays_the_same_bit_for_bit(level: Recompute, dropout: fl
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet18", "dlrm"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", *(pytest.param(name, marks=thorough) for name in ("gpt2", "bert", "dlrm"))]
+)
 @pytest.mark.parametrize("level", LEVELS)
 def test_real_models_compute_the_same(name: str, level: Recompute) -> None:
     entries = huggingface.ENTRIES if name in ("gpt2", "bert") else plain.ENTRIES
