@@ -148,7 +148,8 @@ def call_factory(argument: str, factory: Callable[[], Any]) -> ModelArgument:
         made = factory()
     except AutoparError:
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
+        _check_no_signal(e)
         raise SpecError(f"MODEL '{argument}': the factory raised {_where_and_what(e)}") from e
     return _read(argument, made)
 
@@ -200,7 +201,8 @@ def _load_file(path: str) -> ModuleType:
     sys.modules[file.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
+        _check_no_signal(e)
         raise SpecError(f"MODEL: '{path}' cannot be imported: {_where_and_what(e)}") from e
     finally:
         if shadowed is not None:
@@ -220,7 +222,8 @@ def _load_module(name: str) -> ModuleType:
             hint = f"; for a file, write '{file}:...'" if file.is_file() else ""
             raise SpecError(f"MODEL: there is no module '{e.name}' on sys.path or in {Path.cwd()}{hint}") from e
         raise SpecError(f"MODEL: '{name}' cannot be imported: {_where_and_what(e)}") from e
-    except Exception as e:
+    except (Exception, SystemExit) as e:
+        _check_no_signal(e)
         raise SpecError(f"MODEL: '{name}' cannot be imported: {_where_and_what(e)}") from e
 
 
@@ -264,7 +267,13 @@ def _read(argument: str, made: Any) -> ModelArgument:
     return ModelArgument(argument, model, made.get("example_inputs"), loss_fn, optimizer)
 
 
-def _where_and_what(error: Exception) -> str:
+def _check_no_signal(error: BaseException) -> None:
+    """Raises it again where it is a signal's, not what the user's code ends with, as a script without a main guard."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        raise error
+
+
+def _where_and_what(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]

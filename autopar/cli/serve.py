@@ -39,8 +39,9 @@ def command(master: str, name: str | None, timeout_s: float) -> None:
     is given as --master-addr and --master-port. Start it before the ranks, or up to their timeout later.
     """
     address, _, port = master.rpartition(":")
-    if not address or not port.isdigit():
-        raise click.BadParameter(f"expected ADDRESS:PORT, as in 10.0.0.1:29500, got '{master}'", param_hint="ADDRESS")
+    if not address or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 65536:
+        said = f"expected ADDRESS:PORT, as in 10.0.0.1:29500, with a port of 1 to 65535, got '{master}'"
+        raise click.BadParameter(said, param_hint="ADDRESS")
     if not is_verbose():  # torch writes forty lines where a store has gone, which is how a job ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with quiet_libraries(), _asked_to_end() as asked:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.api import optimize
-from autopar.errors import CaptureError, PlanMismatchError, SignatureError
+from autopar.errors import CaptureError, PlanError, PlanMismatchError, SignatureError
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
 from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved, as_of_the_model, copied
@@ -65,6 +65,8 @@ class DropIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
+            for synced in self._synced:  # frameworks evaluate on all ranks, as DDP asks for
+                synced.program.statistics.share()
             return as_it_is(self.module, args, kwargs)
         args, kwargs = by_keyword(self.module, args, kwargs)
         self.capture(args, kwargs)
@@ -73,6 +75,12 @@ class DropIn(nn.Module):
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures and plans the model for a call of it, unless that was done. By all ranks together."""
         if not self._synced:
+            if not any(p.requires_grad for p in self.module.parameters()):
+                raise PlanError(
+                    f"all parameters of the {type(self.module).__name__} are frozen in its first training batch, and a "
+                    "plan is made for those that train then. Thaw them before, and leave out Lightning's "
+                    "toggle_optimizer(), which freezes what other optimizers update"
+                )
             args, kwargs = by_keyword(self.module, args, kwargs)
             self._synced.append(self._captured(kwargs or args))
             self._synced[0].program.synchronizes = self._synchronizes

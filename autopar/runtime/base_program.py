@@ -94,7 +94,7 @@ class BaseProgram:
         self._shapes = BatchShapes(are_symbolic=settings.compiler is None)
         self._hooks = ModuleHooks(owners.values())
         self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
-        self._statistics = RunningStatistics(owners, group)
+        self.statistics = RunningStatistics(owners, group)
         self._random = RandomStream(group.rank, group.world_size)
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike)
@@ -328,7 +328,7 @@ class BaseProgram:
         ranks until then. They are averaged rather than taken from rank 0, so that none of the data is left out.
         """
         average_buffers(self._buffers.values(), self._group)
-        self._statistics.are_alike()
+        self.statistics.are_alike()
 
     def _lowered_alike(self, graph: TrainingGraph) -> StepProgram:
         """Lowers what stands in for a capture. Raises `PlanError` where the plan needs more of the graph than it has,

@@ -180,7 +180,7 @@ class Program(BaseProgram):
         self._memory.check(self._lasting.rows.shards)
         self._lasting.deferred.check()
         self._unchanged.check()
-        self._statistics.share()
+        self.statistics.share()
         self._lasting.parts.take_over()
         batches = [self._flat(b) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)

@@ -40,7 +40,7 @@ class RunningStatistics:
         self._group = group
         self._apart: set[nn.Module] = set()
         """Layers that have trained since ranks last had the same statistics."""
-        self._has_said_taken = False
+        self._has_said_taken = self._has_said_own = False
 
     def share(self) -> None:
         """Before a step or a forward pass: has ranks take rank 0's statistics of layers that are in evaluation mode
@@ -54,23 +54,40 @@ class RunningStatistics:
                 "With optimize(..., sync_batch_norm=True) they normalize over the batches of all ranks, as one process "
                 "would"
             )
-        read = [m for m in self._layers if m in self._apart and not m.training]
+        read = self._read()
         if read:
             self._check_alike([self._names[m] for m in read])
             if not self._has_said_taken:
                 self._has_said_taken = True
                 self._say(
                     f"{len(read)} normalization layer(s), which have trained, are in evaluation mode now: as with DDP, "
-                    "all ranks take rank 0's running statistics, so what other ranks have seen is left out. Call "
-                    "synchronize_buffers() on all ranks before, and they are averaged instead"
+                    "all ranks take rank 0's running statistics, so what other ranks have seen is left out. Call the "
+                    "program's synchronize_buffers() on all ranks before, and they are averaged instead"
                 )
             take_from_rank_0([b for m in read for b in m.buffers(recurse=False)], self._group, "running statistics")
         self._apart.difference_update(read)
         self._apart.update(m for m in self._layers if m.training)
 
+    def tell_of_own(self) -> None:
+        """Before a forward pass in evaluation mode that this rank may run alone: says once, on ranks whose statistics
+        DDP would replace by rank 0's, that they are this rank's."""
+        if self._group.rank and not self._has_said_own and (read := self._read()):
+            self._has_said_own = True
+            warnings.warn(
+                f"rank {self._group.rank} evaluates {_listed([self._names[m] for m in read])} with the running "
+                "statistics of its own batches, so that ranks predict differently; DDP would take rank 0's. Call "
+                "module.program.synchronize_buffers() on all ranks before, and all have the mean",
+                AutoparWarning,
+                stacklevel=3,
+            )
+
     def are_alike(self) -> None:
         """Is told that ranks have the same statistics now."""
         self._apart.clear()
+
+    def _read(self) -> list[nn.Module]:
+        """Layers that read their statistics now, of which ranks may have different ones."""
+        return [m for m in self._layers if m in self._apart and not m.training]
 
     def _check_alike(self, mine: list[str]) -> None:
         """Raises unless all ranks are about to read the statistics of these layers."""

@@ -139,6 +139,20 @@ def saved_and_loaded(rank: int, n: int) -> bool:
     return ends[0] == ends[1]
 
 
+def evaluated(how: str, rank: int, n: int) -> list[float]:
+    """What a model with batch normalization predicts of one batch, and what its losses are on the ranks' own, twice."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
+    run, prepared, _, _ = trained(how, model, EVEN, rank, n)
+    prepared.eval()
+    found = []
+    with torch.inference_mode():
+        for x, y in list(loader(EVEN, rank, n))[:2]:
+            losses = run.gather(F.mse_loss(prepared(x), y)[None])
+            found += [*losses.tolist(), *prepared(torch.ones(2, 6, dtype=torch.float64)).flatten().tolist()]
+    return found
+
+
 def says(rank: int) -> dict[str, str]:
     """What is refused, and how."""
     from accelerate import Accelerator
@@ -172,6 +186,7 @@ def says(rank: int) -> dict[str, str]:
         "no such plan": said(lambda: integration.use(Accelerator(cpu=True), strategy="zeroo1")),
         "of the framework": said(lambda: integration.use(Accelerator(cpu=True), optimizer=None)),
         "no plan yet": said(lambda: model.plan),
+        "frozen": said(lambda: model.requires_grad_(False)(torch.ones(2, 6, dtype=torch.float64))),
     }
     AcceleratorState._reset_state(True)
     return answers | {"compiles": said(lambda: integration.use(Accelerator(cpu=True, dynamo_backend="inductor")))}
@@ -198,5 +213,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     for kind in ("ddp", "autopar"):
         _, model, _, losses = trained(kind, net(rank, 0.2), EVEN, rank, n, 2)
         found[f"even {kind}"] = [*flat(model), *losses]
+        found[f"evaluated {kind}"] = evaluated(kind, rank, n)
     found |= {"resumed": saved_and_loaded(rank, n), "example": ran("accelerate_loop")}
     return found | {"says": says(rank)}

@@ -162,6 +162,23 @@ def ends_with_it(rank: int) -> list[str]:
     return [str(w.message) for w in said if issubclass(w.category, autopar.AutoparWarning)]
 
 
+def evaluates_alone(rank: int) -> list[int]:
+    """What a rank is told that evaluates a drop-in module with its own running statistics: how often, of twice; and
+    once all ranks have the mean."""
+    module: Any = autopar.optimize(net(), example_inputs=even_batch(0, rank)[0], strategy="ddp")
+    F.mse_loss(module(even_batch(0, rank)[0]), even_batch(0, rank)[1]).backward()
+    module.eval()
+    told = []
+    for synchronizes in (False, False, True):
+        if synchronizes:
+            module.program.synchronize_buffers()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            module(even_batch(1, rank)[0])
+        told.append(sum("evaluates the normalization layer" in str(w.message) for w in said))
+    return told
+
+
 def refused(rank: int) -> list[str]:
     said = []
     half = net().bfloat16()
@@ -198,5 +215,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "modules": [train_module(rank, n, each) for each in (1, 2)] if n > 1 else [],
         "frozen": freeze_midway(rank, n) if n == 2 else {},
         "ends with it": ends_with_it(rank) if n == 2 else [],
+        "alone": evaluates_alone(rank) if n == 2 else [],
         "refused": refused(rank) if n == 2 else [],
     }

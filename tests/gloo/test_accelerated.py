@@ -25,6 +25,10 @@ def test_equals_ddp_where_ranks_are_even(found: dict[int, list[dict[str, Any]]])
     assert all(apart(rank["even autopar"], rank["even ddp"]) < 1e-12 for rank in found[2])
 
 
+def test_evaluates_with_the_running_statistics_of_rank_0_as_ddp(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(apart(rank["evaluated autopar"], rank["evaluated ddp"]) < 1e-10 for rank in found[2])
+
+
 @pytest.mark.parametrize("run", ["plain", "accumulated", "run eagerly", "LoRA", "its own loader"])
 def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, Any]]], run: str) -> None:
     assert all(apart(rank[run], found[1][0][run]) < 1e-12 for rank in found[2])
@@ -52,6 +56,7 @@ def test_the_example_runs(found: dict[int, list[dict[str, Any]]]) -> None:
         ("no such plan", "did you mean 'zero1'?"),
         ("of the framework", "leave optimizer out: the framework runs it"),
         ("no plan yet", "before the first training batch"),
+        ("frozen", "all parameters of the Net are frozen in its first training batch"),
         ("compiles", "pass compile=True"),
     ],
 )

@@ -36,6 +36,10 @@ def test_layers_that_are_frozen_midway_have_the_statistics_of_rank_0_on_all_rank
         assert {k: v for k, v in found["frozen"].items() if not v[0] < 1e-10 or [*v[1:]] != told} == {}
 
 
+def test_a_rank_that_evaluates_with_statistics_of_its_own_is_told_once(worlds: Worlds) -> None:
+    assert [found["alone"] for found in worlds[2]] == [[0, 0, 0], [1, 0, 0]]
+
+
 def test_nothing_is_said_of_the_loss_of_a_model_that_ends_with_it(worlds: Worlds) -> None:
     assert [found["ends with it"] for found in worlds[2]] == [[], []]
 

@@ -104,4 +104,5 @@ def test_a_server_without_a_job_says_so() -> None:
     assert done.returncode != 0
     assert "no job at 127.0.0.1:1 within 1 s" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "expected ADDRESS:PORT" in _serve("somewhere").stderr
+    for where in ("somewhere", "127.0.0.1:99999", "127.0.0.1:0"):
+        assert "expected ADDRESS:PORT" in _serve(where).stderr

@@ -35,6 +35,10 @@ def without_inputs():
     return nn.Linear(2, 1)
 
 
+def leaves():
+    raise SystemExit(0)
+
+
 def frozen():
     return nn.Linear(2, 1).requires_grad_(False), torch.ones(4, 2)
 
@@ -193,6 +197,7 @@ def test_what_cannot_be_priced_says_why(options: tuple[str, ...], said: str, mod
         ("mlp", ("--fidelity", "exakt"), 2, "fidelity"),
         ("without_inputs", (), 2, "example_inputs"),
         ("frozen", (), 2, "no trainable parameter"),
+        ("leaves", (), 2, "the factory raised SystemExit: 0"),
     ],
 )
 def test_what_cannot_be_planned(model_file: Path, factory: str, options: tuple[str, ...], code: int, said: str) -> None:

@@ -123,7 +123,7 @@ class GradientProgram(DropInProgram):
         """The model's output, given all of its inputs by keyword. Gradients flow to the parameters, and to the inputs
         that require one."""
         self._unchanged.check()
-        self._statistics.share()
+        self.statistics.share()
         batch = flatten(inputs)
         sizes = self._sizes(batch)
         with gathering(self._group, sizes):

@@ -56,6 +56,8 @@ class SyncedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
+            if self._program is not None:
+                self._program.statistics.tell_of_own()
             return as_it_is(self.module, args, kwargs)
         if DistributedDataParallel._active_ddp_module is not None:
             raise CaptureError(

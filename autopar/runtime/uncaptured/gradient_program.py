@@ -57,7 +57,7 @@ class EagerGradientProgram(DropInProgram):
         """The model's output."""
         assert self._gradients is not None
         self._unchanged.check()
-        self._statistics.share()
+        self.statistics.share()
         _, model = self._parts()
         before = None if self._said_written or self._group.world_size == 1 else model.versions()
         with self._random:
