@@ -81,6 +81,12 @@ class CapturedCalls:
                 dist.all_reduce(mean)
                 p.grad.copy_(mean)
 
+    def share_statistics(self) -> None:
+        """Has all ranks take rank 0's running statistics of what was captured, before they evaluate it, as
+        `DistributedDataParallel` does. By all ranks together."""
+        for unit in self.units.values():
+            unit.program.statistics.share(evaluates=True)
+
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A call by the step itself: those within run as they are."""
         self.__exit__()

@@ -115,12 +115,22 @@ class AutoparStrategy(DDPStrategy):
         with contextlib.nullcontext() if self._calls is None else self._calls.no_sync():
             yield
 
+    def on_validation_start(self) -> None:
+        self._share_statistics()
+
+    def on_train_end(self) -> None:
+        self._share_statistics()  # for what is tested, or saved by a rank of its own
+
     def teardown(self) -> None:
         self._calls = None
         super().teardown()
 
     def _register_ddp_hooks(self) -> None:
         """There is no `DistributedDataParallel` to register them with."""
+
+    def _share_statistics(self) -> None:
+        if self._calls is not None:
+            self._calls.share_statistics()
 
     def _share_of(self, batch: Any) -> float:
         """What this rank's loss is multiplied with."""

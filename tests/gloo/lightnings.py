@@ -18,15 +18,17 @@ from tests.gloo.frameworks import EVEN, UNEVEN, Sizes, flat, loader, quiet, said
 class Lit(pl.LightningModule):
     """Trained in one of several ways: with a forward, with parts, with parameters of its own, by hand."""
 
-    def __init__(self, way: str, dropout: float = 0.0) -> None:
+    def __init__(self, way: str, dropout: float = 0.0, normalizes: bool = False) -> None:
         super().__init__()
         self.way = way
-        self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Dropout(dropout), nn.Tanh(), nn.Linear(5, 5))
+        middle = nn.BatchNorm1d(5) if normalizes else nn.Tanh()
+        self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Dropout(dropout), middle, nn.Linear(5, 5))
         self.decoder = nn.Linear(5, 1)
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.never = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.automatic_optimization = way != "by hand"
         self.losses: list[float] = []
+        self.validated: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.decoder(self.encoder(x))
@@ -51,7 +53,9 @@ class Lit(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.log("validation", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("validation", loss, sync_dist=True)
+        self.validated.append(float(loss))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -78,7 +82,7 @@ class Headless(pl.LightningModule):
 def trained(strategy: Any, way: str, sizes: Sizes, n: int, rank: int, accumulates: int = 1, **given: Any) -> Any:
     """The Trainer and the LightningModule, trained."""
     torch.manual_seed(rank)  # ranks begin unequal: they take rank 0's values
-    module = (Lora() if way == "LoRA" else Lit(way, given.pop("dropout", 0.0))).double()
+    module = (Lora() if way == "LoRA" else Lit(way, given.pop("dropout", 0.0), given.pop("normalizes", False))).double()
     torch.manual_seed(5)
     path, epochs = given.pop("ckpt_path", None), given.pop("max_epochs", 2)
     trainer = pl.Trainer(
@@ -145,5 +149,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     for kind in ("ddp_find_unused_parameters_true", "autopar"):
         trainer, module = trained(kind, "forward", EVEN, n, rank, 2, dropout=0.2)
         logged = {k: float(v) for k, v in trainer.callback_metrics.items()}
+        _, beside = trained(kind, "forward", EVEN, n, rank, 1, normalizes=True)
+        found[f"validated {kind[:3]}"] = [*beside.losses, *beside.validated]
         found[f"even {kind[:3]}"] = [*flat(module), *module.losses, logged["loss"], logged["validation"]]
     return found | {"resumed": resumed(rank, n), "says": says(rank, n)}

@@ -30,6 +30,11 @@ def test_equals_ddp_where_ranks_are_even(found: dict[int, list[dict[str, Any]]])
     assert all(apart(rank["even aut"], rank["even ddp"]) < 1e-12 for rank in found[2])
 
 
+def test_validates_with_the_running_statistics_of_rank_0_as_ddp(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Each rank's own losses, in every epoch."""
+    assert all(apart(rank["validated aut"], rank["validated ddp"]) < 1e-10 for rank in found[2])
+
+
 @pytest.mark.parametrize("way", ["forward", "parts", "by hand", "beside", "LoRA"])
 def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, Any]]], way: str) -> None:
     assert all(apart(rank[way], found[1][0][way]) < 1e-12 for rank in found[2])
