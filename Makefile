@@ -1,6 +1,6 @@
 # make demo    set up, then train a language model with autopar and with torch DDP, and compare them
 # make test    set up, then run the tests (those that need root say so and are skipped without it)
-# make test-all    the tests that take long as well, and more numbers of ranks; twice as long, not part of CI
+# make test-all    the tests that take long as well, and more numbers of ranks; not part of CI
 # make test-oldest   the tests with the oldest versions that are supported, in .venv-oldest; not part of CI
 # make check   set up, then ruff, mypy and the architecture tests
 # make venv    only set up;  make clean  removes what the above have made

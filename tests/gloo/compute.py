@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 import autopar
 from autopar.runtime.compiling.compute import Compiler
+from tests.tiers import ALL
 from tests.unit.test_compute import Net, apart, batch, one_by_one
 
-PLANS = ("PS", "zero1", "all_reduce_1MiB", "sharded", "sharded_tables_zero1")
+PLANS = ("PS", "sharded_tables_zero1", *(("zero1", "all_reduce_1MiB", "sharded") if ALL else ()))
 
 
 def compiled_and_as_they_are(rank: int, n: int) -> dict[str, Any]:

@@ -134,5 +134,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     }
     return {
         "terms": {str(case): several_means(rank, n, *case) for case in cases[n]},
-        "refused": refused(rank) if n == 1 else [],
+        "refused": refused(rank) if n == 2 else [],
     }

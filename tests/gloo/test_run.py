@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import autopar
+from tests.tiers import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -64,6 +65,7 @@ def test_the_script_runs_on_every_rank_under_the_plan(plan: Path) -> None:
     assert result.stdout.count("plan PartitionedPS 2 falls True") == 2, result.stdout + result.stderr
 
 
+@thorough
 def test_the_exit_code_of_a_script_that_fails_comes_back(plan: Path) -> None:
     assert _run(plan.parent, "plan.json", "train.py", "3").returncode != 0
 
