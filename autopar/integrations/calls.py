@@ -81,11 +81,10 @@ class CapturedCalls:
                 dist.all_reduce(mean)
                 p.grad.copy_(mean)
 
-    def share_statistics(self) -> None:
-        """Has all ranks take rank 0's running statistics of what was captured, before they evaluate it, as
+    def share_buffers(self) -> None:
+        """Has all ranks take rank 0's buffers, running statistics among them, before they evaluate `owner`, as
         `DistributedDataParallel` does. By all ranks together."""
-        for unit in self.units.values():
-            unit.program.statistics.share(evaluates=True)
+        make_equal([*self._owner.buffers()])
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A call by the step itself: those within run as they are."""

@@ -116,10 +116,10 @@ class AutoparStrategy(DDPStrategy):
             yield
 
     def on_validation_start(self) -> None:
-        self._share_statistics()
+        self._share_buffers()
 
     def on_train_end(self) -> None:
-        self._share_statistics()  # for what is tested, or saved by a rank of its own
+        self._share_buffers()  # for what is tested
 
     def teardown(self) -> None:
         self._calls = None
@@ -128,9 +128,9 @@ class AutoparStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """There is no `DistributedDataParallel` to register them with."""
 
-    def _share_statistics(self) -> None:
+    def _share_buffers(self) -> None:
         if self._calls is not None:
-            self._calls.share_statistics()
+            self._calls.share_buffers()
 
     def _share_of(self, batch: Any) -> float:
         """What this rank's loss is multiplied with."""

@@ -42,11 +42,11 @@ class RunningStatistics:
         """Layers that have trained since ranks last had the same statistics."""
         self._has_said_taken = self._has_said_own = False
 
-    def share(self, evaluates: bool = False) -> None:
+    def share(self) -> None:
         """Before a step or a forward pass: has ranks take rank 0's statistics of layers that are in evaluation mode
-        now, and have trained. `evaluates`: all layers are to be, soon. By all ranks together; raises `CollectiveError`,
-        or `PlanMismatchError`, where the layers of another rank are in other modes."""
-        if training := [m for m in self._of_batches if m.training and not evaluates]:
+        now, and have trained. By all ranks together; raises `CollectiveError`, or `PlanMismatchError`, where the layers
+        of another rank are in other modes."""
+        if training := [m for m in self._of_batches if m.training]:
             self._of_batches = []
             self._say(
                 f"{len(training)} batch normalization layer(s), the first is {training[0]}, normalize each rank's "
@@ -54,7 +54,7 @@ class RunningStatistics:
                 "With optimize(..., sync_batch_norm=True) they normalize over the batches of all ranks, as one process "
                 "would"
             )
-        read = [m for m in self._layers if m in self._apart] if evaluates else self._read()
+        read = self._read()
         if read:
             self._check_alike([self._names[m] for m in read])
             if not self._has_said_taken:
@@ -66,7 +66,7 @@ class RunningStatistics:
                 )
             take_from_rank_0([b for m in read for b in m.buffers(recurse=False)], self._group, "running statistics")
         self._apart.difference_update(read)
-        self._apart.update(m for m in self._layers if m.training and not evaluates)
+        self._apart.update(m for m in self._layers if m.training)
 
     def tell_of_own(self) -> None:
         """Before a forward pass in evaluation mode that this rank may run alone: says once, on ranks whose statistics

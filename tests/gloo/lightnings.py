@@ -21,7 +21,7 @@ class Lit(pl.LightningModule):
     def __init__(self, way: str, dropout: float = 0.0, normalizes: bool = False) -> None:
         super().__init__()
         self.way = way
-        middle = nn.BatchNorm1d(5) if normalizes else nn.Tanh()
+        middle = nn.BatchNorm1d(5, affine=False) if normalizes else nn.Tanh()
         self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Dropout(dropout), middle, nn.Linear(5, 5))
         self.decoder = nn.Linear(5, 1)
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -38,6 +38,10 @@ class Lit(pl.LightningModule):
         x, y = batch
         if self.way == "parts":
             output = self.decoder(self.encoder(x)) * self.scale
+        elif self.way == "layers":  # one of which has no parameters
+            for layer in (*self.encoder, self.decoder):
+                x = layer(x)
+            output = x
         elif self.way == "beside":
             output = self(x) + F.linear(self.encoder(x), self.decoder.weight)
         else:
@@ -149,7 +153,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     for kind in ("ddp_find_unused_parameters_true", "autopar"):
         trainer, module = trained(kind, "forward", EVEN, n, rank, 2, dropout=0.2)
         logged = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        _, beside = trained(kind, "forward", EVEN, n, rank, 1, normalizes=True)
-        found[f"validated {kind[:3]}"] = [*beside.losses, *beside.validated]
+        beside = [trained(kind, way, EVEN, n, rank, normalizes=True)[1] for way in ("forward", "layers")]
+        found[f"validated {kind[:3]}"] = [x for m in beside for x in (*m.losses, *m.validated)]
         found[f"even {kind[:3]}"] = [*flat(module), *module.losses, logged["loss"], logged["validation"]]
     return found | {"resumed": resumed(rank, n), "says": says(rank, n)}

@@ -44,9 +44,8 @@ def output_template(model: nn.Module, batch: Batch, has_loss_fn: bool = False) -
 
 def _caches() -> dict[_lru_cache_wrapper[Any], int]:
     """Functions with a cache of results, but for PyTorch's own, and how often each has been missed."""
-    found = (
-        f for f in gc.get_referrers(_lru_cache_wrapper) if type(f) is _lru_cache_wrapper
-    )  # each refers to its type
+    # Each refers to its type: looking for those takes half as long as looking through all objects here.
+    found = (f for f in gc.get_referrers(_lru_cache_wrapper) if type(f) is _lru_cache_wrapper)
     return {f: f.cache_info().misses for f in found if not str(f.__module__).startswith("torch.")}
 
 
