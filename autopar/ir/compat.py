@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.fx
 import torch.fx.node
-from torch._dynamo.output_graph import OutputGraph
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import has_effects
 from torch.utils import _pytree as pytree
@@ -23,11 +22,11 @@ from torch.utils import _pytree as pytree
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers one tensor of each rank into one tensor, one rank's after the other's. Named so from 2.13 on."""
 
-AT_TRACE_END = next(
-    name for name in ("get_replayed_side_effect_source_refs", "compile_subgraph") if hasattr(OutputGraph, name)
-)
-"""The method of TorchDynamo's `OutputGraph` after whose first call, once a frame is traced, the effects of the traced
-code on Python objects are known and not yet forgotten. The first is there from 2.12 on."""
+
+def at_trace_end(output_graph: type) -> str:
+    """The method of TorchDynamo's class `OutputGraph` after whose first call, once a frame is traced, the effects of
+    the traced code on Python objects are known and not yet forgotten. The first is there from 2.12 on."""
+    return next(n for n in ("get_replayed_side_effect_source_refs", "compile_subgraph") if hasattr(output_graph, n))
 
 
 def with_captured_tensors(captured: torch.fx.GraphModule) -> torch.fx.GraphModule:

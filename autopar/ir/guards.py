@@ -28,7 +28,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import AttrSource, GenericAttrSource, NumpyTensorSource
 from torch._guards import ChainedSource
 
-from autopar.ir.compat import AT_TRACE_END
+from autopar.ir.compat import at_trace_end
 from autopar.ir.constants import PLAIN, constant
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
@@ -142,18 +142,19 @@ def _held_objects() -> Iterator[list[Any]]:
 def seen_effects() -> Iterator[list[Effect]]:
     """Within it, what captured code does to Python objects is added to the list."""
     found: list[Effect] = []
-    original = getattr(OutputGraph, AT_TRACE_END)
+    at_end = at_trace_end(OutputGraph)
+    original = getattr(OutputGraph, at_end)
 
     def look(self: OutputGraph, *args: Any, **settings: Any) -> Any:
         result = original(self, *args, **settings)
         found[:] = _effects(self.side_effects)
         return result
 
-    setattr(OutputGraph, AT_TRACE_END, look)
+    setattr(OutputGraph, at_end, look)
     try:
         yield found
     finally:
-        setattr(OutputGraph, AT_TRACE_END, original)
+        setattr(OutputGraph, at_end, original)
 
 
 def global_state() -> tuple[Any, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch.fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from autopar.ir.batch_weight import BatchWeight
-from autopar.ir.guards import Guards
 from autopar.ir.served import Sizes
+
+if TYPE_CHECKING:  # TorchDynamo, which guards are of, takes 2 s to import, and commands that capture nothing need none
+    from autopar.ir.guards import Guards
 
 
 @dataclass(frozen=True)

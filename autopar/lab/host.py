@@ -34,8 +34,12 @@ class Host:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """This process's environment with `extra`, and with gloo bound to the host's interface."""
-        bound = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
-        return {**guard.marked_environment(), **bound, **(extra or {})}
+        return {**guard.marked_environment(), **self.bound, **(extra or {})}
+
+    @property
+    def bound(self) -> dict[str, str]:
+        """The environment variable that binds gloo to the host's interface; empty for none."""
+        return {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
 
     def popen(self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Starts a process on this host, in text mode; `options` are those of `subprocess.Popen`."""

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, NoReturn, Self
 
 from autopar.lab import guard
+from autopar.lab.forks import Fork, ForkedRank, Module, Template, can_fork
 from autopar.lab.host import Host
 from autopar.lab.processes import kill_all
 
@@ -67,20 +68,23 @@ class Job:
     def __init__(
         self,
         hosts: Sequence[Host],
-        argv: Sequence[str],
+        runs: Sequence[str] | Module,
         env: Mapping[str, str] | None = None,
         servers: Sequence[Host] = (),
     ) -> None:
+        """`runs`: what every rank runs: a command, or a module, which is imported once, in a process that ranks are
+        forked from."""
         if not hosts:
             raise ValueError("a job needs at least one rank")
         self.hosts = tuple(hosts)
-        self.argv = tuple(argv)
+        self.runs = runs if isinstance(runs, Module) and can_fork() else _command(runs)
         self.env = dict(env or {})
         self.servers = tuple(servers)
         self.serving: list[subprocess.Popen[str]] = []
         """The servers' processes."""
         self._mark = guard.new_mark()
-        self._ranks: list[subprocess.Popen[str]] = []
+        self._ranks: list[subprocess.Popen[str] | ForkedRank] = []
+        self._template: Template | None = None
         self._answers: list[IO[bytes]] = []
         self._resources = ExitStack()
 
@@ -89,8 +93,11 @@ class Job:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-job-")))
             stack.callback(self.kill)
             port = _port(self.hosts[0])
-            for rank in range(len(self.hosts)):
-                self._start(rank, port, stack)
+            if isinstance(self.runs, Module):
+                self._fork(self.runs, port, stack)
+            else:
+                for rank in range(len(self.hosts)):
+                    self._start(rank, self.runs, port, stack)
             for server in self.servers:
                 self._start_server(server, port, stack)
             self._resources = stack.pop_all()
@@ -151,11 +158,12 @@ class Job:
     def kill(self) -> None:
         """Ends every rank, and what it has started, at once."""
         for process in (*self._ranks, *self.serving):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _signal(process, signal.SIGKILL)
             # Not without end: an interrupt in the midst of `poll` leaves subprocess's own lock taken for good.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_REAP_S)
+        if self._template is not None:
+            self._template.end(_REAP_S)
         for rank in range(len(self._ranks)):
             self._close_stdin(rank)
         # What has left the rank's process group, or was started just before an interrupt.
@@ -165,36 +173,26 @@ class Job:
         """The file that a rank's output goes to; it is there as long as the job is."""
         return self._folder / f"{rank}.{stream}"
 
+    @property
+    def _before_ranks(self) -> Path:
+        """The file that the template's own output goes to, before there are ranks."""
+        return self._folder / "template.stderr"
+
     def _close_stdin(self, rank: int) -> None:
         pipe = self._ranks[rank].stdin
         assert pipe is not None
         with suppress(BrokenPipeError):  # There was more to say, and nobody listens.
             pipe.close()
 
-    def _start(self, rank: int, port: int, stack: ExitStack) -> None:
-        host = self.hosts[rank]
-        distinct = list(dict.fromkeys(self.hosts))
+    def _start(self, rank: int, argv: Sequence[str], port: int, stack: ExitStack) -> None:
         out = stack.enter_context(self.output(rank).open("w"))
         err = stack.enter_context(self.output(rank, "stderr").open("w"))
-        read_fd, write_fd = os.pipe()
-        self._answers.append(stack.enter_context(os.fdopen(read_fd, "rb")))
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.hosts)),
-            "LOCAL_RANK": str(self.hosts[:rank].count(host)),
-            "LOCAL_WORLD_SIZE": str(self.hosts.count(host)),
-            "GROUP_RANK": str(distinct.index(host)),
-            "GROUP_WORLD_SIZE": str(len(distinct)),
-            "MASTER_ADDR": self.hosts[0].address,
-            "MASTER_PORT": str(port),
-            **self._environment(),
-            _ANSWER_FD: str(write_fd),
-            **self.env,
-        }
+        write_fd = self._answer_pipe(stack)
+        env = self._environment_of(rank, port) | {_ANSWER_FD: str(write_fd), **self.env}
         try:
             # A session of its own: Ctrl-C reaches the parent alone, which then ends the ranks with all they started.
-            process = host.popen(
-                self.argv,
+            process = self.hosts[rank].popen(
+                argv,
                 env,
                 stdin=subprocess.PIPE,
                 stdout=out,
@@ -205,6 +203,46 @@ class Job:
         finally:
             os.close(write_fd)
         self._ranks.append(process)
+
+    def _fork(self, module: Module, port: int, stack: ExitStack) -> None:
+        forks, stdins = list[Fork](), list[IO[str]]()
+        with ExitStack() as given:  # to the template, and of no use here
+            for rank, host in enumerate(self.hosts):
+                files = self.output(rank), self.output(rank, "stderr")
+                for file in files:
+                    file.touch()
+                read_fd, write_fd = os.pipe()
+                stdins.append(stack.enter_context(os.fdopen(write_fd, "w")))
+                answers = self._answer_pipe(stack)
+                for fd in (read_fd, answers):
+                    given.callback(os.close, fd)
+                own = {**self._environment_of(rank, port), **host.bound, _ANSWER_FD: str(answers), **self.env}
+                forks.append(Fork(own, host.namespace, host.cores, read_fd, answers, *map(str, files)))
+            guard.watch()
+            environment = {**guard.marked_environment(), **self._environment(), **self.env}
+            self._template = Template.start(module, forks, stdins, environment, self._before_ranks)
+        self._ranks += self._template.ranks
+
+    def _answer_pipe(self, stack: ExitStack) -> int:
+        """A pipe for what the next rank answers: the file descriptor that it writes to."""
+        read_fd, write_fd = os.pipe()
+        self._answers.append(stack.enter_context(os.fdopen(read_fd, "rb")))
+        return write_fd
+
+    def _environment_of(self, rank: int, port: int) -> dict[str, str]:
+        host = self.hosts[rank]
+        distinct = list(dict.fromkeys(self.hosts))
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "LOCAL_RANK": str(self.hosts[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(self.hosts.count(host)),
+            "GROUP_RANK": str(distinct.index(host)),
+            "GROUP_WORLD_SIZE": str(len(distinct)),
+            "MASTER_ADDR": self.hosts[0].address,
+            "MASTER_PORT": str(port),
+            **self._environment(),
+        }
 
     def _start_server(self, host: Host, port: int, stack: ExitStack) -> None:
         out = stack.enter_context((self._folder / f"{host.name}.out").open("w"))
@@ -249,8 +287,7 @@ class Job:
 
     def _give_up(self, late: list[int], timeout_s: float) -> None:
         for rank in late:  # With its fault handler on, Python writes where each thread is, and ends.
-            with suppress(ProcessLookupError):
-                os.killpg(self._ranks[rank].pid, signal.SIGABRT)
+            _signal(self._ranks[rank], signal.SIGABRT)
         for rank in late:
             with suppress(subprocess.TimeoutExpired):
                 self._ranks[rank].wait(timeout=5)
@@ -259,18 +296,20 @@ class Job:
 
     def _stderr(self, rank: int) -> str:
         """The last 40 lines that a rank has written there."""
-        text = self.output(rank, "stderr").read_text(errors="replace").strip()
+        began = self._ranks[rank].pid is not None
+        file = self.output(rank, "stderr") if began else self._before_ranks
+        text = file.read_text(errors="replace").strip()
         return "\n".join(text.splitlines()[-40:]) or "(nothing on stderr)"
 
 
 def launch(
-    hosts: Sequence[Host], argv: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float
+    hosts: Sequence[Host], runs: Sequence[str] | Module, *, env: Mapping[str, str] | None = None, timeout_s: float
 ) -> list[str]:
-    """Runs `argv` once on each of `hosts`, as ranks 0, 1, ...; returns what each wrote to stdout.
+    """Runs a command or a module once on each of `hosts`, as ranks 0, 1, ...; returns what each wrote to stdout.
 
     Raises `JobFailed` with the first failing rank's stderr, or `JobTimeout`; no process is left in either case.
     """
-    with Job(hosts, argv, env) as job:
+    with Job(hosts, runs, env) as job:
         return job.wait(timeout_s)
 
 
@@ -280,6 +319,18 @@ def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         for line in sys.stdin:
             pipe.write(json.dumps(dict(answer(json.loads(line)))) + "\n")
             pipe.flush()
+
+
+def _command(runs: Sequence[str] | Module) -> Sequence[str]:
+    return runs.argv if isinstance(runs, Module) else tuple(runs)
+
+
+def _signal(process: subprocess.Popen[str] | ForkedRank, number: int) -> None:
+    """Sends a signal to a process and what it has started."""
+    if isinstance(process, ForkedRank):
+        return process.signal(number)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _port(host: Host) -> int:

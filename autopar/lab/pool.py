@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from autopar.ir.tables import GraphTables
+from autopar.lab.forks import Module
 from autopar.lab.host import Host
 from autopar.lab.job import Job, JobFailed, JobTimeout
 from autopar.lab.load import Load, Moment
@@ -336,8 +336,8 @@ class Pool:
         return self._job
 
     def _start_job(self, timeout_s: float) -> Asked:
-        argv = [sys.executable, "-m", "autopar.lab.rank", str(timeout_s)]
-        return Job(self.place.ranks, argv, self._env, self.place.servers).__enter__()
+        ranks = Module("autopar.lab.rank", (str(timeout_s),))
+        return Job(self.place.ranks, ranks, self._env, self.place.servers).__enter__()
 
     def _stop(self) -> None:
         if self._job is not None:
