@@ -22,6 +22,7 @@ from autopar.runtime.job.servers import serve_here
 from autopar.runtime.optimizers.optimizer import context_for
 from autopar.runtime.program import Program
 from autopar.search import build_plan
+from autopar.search.builders import builder_named
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.strategies import Context
 from autopar.testing import classes, lookups
@@ -123,12 +124,11 @@ def plan_for(strategy: str, graph: TrainingGraph, world_size: int, context: Cont
     what gradients are made of, for all that have structure; `late` leaves parameters to the next step; `heads` shares
     the classes of heads out; `shares` the rows of tables as well; `servers` has hosts that serve add up; `sharded`
     gathers parameters for each pass; `layers` shares the outputs of linear layers out."""
-    of = _OWN_GROUPS.get(strategy)
-    if of is None:
-        return build_plan(strategy, graph, cluster_of(world_size), context)
     if (key := (id(graph), world_size, context)) not in _bases:
         _bases[key] = build_plan("AllReduce", graph, cluster_of(world_size), context)
-    return _bases[key].model_copy(update={"groups": of(graph, world_size)})
+    of = _OWN_GROUPS.get(strategy)
+    groups = of(graph, world_size) if of else builder_named(strategy)(graph.parameters, context, cluster_of(world_size))
+    return _bases[key].model_copy(update={"groups": groups})
 
 
 _bases: dict[tuple[int, int, Context], Plan] = {}
