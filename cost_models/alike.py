@@ -16,6 +16,8 @@ from autopar.ops.subgroups import Subgroups
 
 Indices = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
+_FEW = 16
+"""So few columns are compared sooner in Python than by sorting them."""
 
 
 def alike(rows: Sequence[Rows], count: int) -> tuple[Indices, Indices]:
@@ -24,6 +26,11 @@ def alike(rows: Sequence[Rows], count: int) -> tuple[Indices, Indices]:
     if not rows:
         return np.zeros(1, np.int64), np.zeros(count, np.int64)
     different = {(row.tobytes(), row.dtype): row for row in rows}.values()  # layers are alike
+    if count <= _FEW:
+        numbers: dict[tuple[object, ...], int] = {}
+        values = zip(*(line for row in different for line in row.reshape(-1, count).tolist()), strict=True)
+        few = [numbers.setdefault(column, len(numbers)) for column in values]
+        return np.array([few.index(i) for i in range(len(numbers))]), np.array(few)
     columns = [np.ascontiguousarray(row.reshape(-1, count).T).view(np.uint8).reshape(count, -1) for row in different]
     table = np.concatenate(columns, axis=1)
     keys = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1]))).ravel()

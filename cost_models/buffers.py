@@ -51,9 +51,11 @@ class Buffers:
     @classmethod
     def of(cls, rows: Sequence[Buffer], n: int) -> Buffers:
         same = all(isinstance(b.sizes, int) for b in rows)
-        sizes = [b.sizes if same else np.broadcast_to(b.sizes, n) for b in rows]
+        sizes = np.empty((len(rows), 1 if same else n), np.int64)
+        for i, b in enumerate(rows):
+            sizes[i] = b.sizes
         return cls(
-            sizes=np.array(sizes, np.int64).reshape(-1, 1 if same else n),
+            sizes=sizes,
             made_by=np.array([b.made_by for b in rows], np.int64),
             uses=np.array([(i, *use) for i, b in enumerate(rows) for use in b.uses], np.int64).reshape(-1, 3).T,
             measured=np.array([i for i, b in enumerate(rows) if b.measured], np.int64),
@@ -91,7 +93,8 @@ def buffers(calls: Sequence[Call], setting: Setting, measured: Collection[int] =
             owns = np.arange(n) == call.layout.rank  # the others do nothing here
             found.append(replace(taken, sizes=taken.sizes * ~owns, uses=list(taken.uses)))
             taken.sizes = taken.sizes * owns
-        if np.any(passing := call.op.passing_bytes(call, setting)):
+        passing = call.op.passing_bytes(call, setting)
+        if passing if isinstance(passing, int) else passing.any():
             taken_by[i] = Buffer(passing, i, [(i, 0)])
             found.append(taken_by[i])
         for value in (i, *inputs):

@@ -1,4 +1,4 @@
-"""A job's ranks, forked from one process that has imported what they run (`autopar.lab.template`)."""
+"""A job's ranks, forked from processes that have imported what they run (`autopar.lab.template`)."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ class Template:
     """The process that ranks are forked from."""
 
     process: subprocess.Popen[bytes]
+    err: Path
+    """The file that it writes to itself, as where it cannot import the module."""
     ranks: list[ForkedRank] = field(default_factory=list)
     _said: bytes = b""
 
@@ -96,8 +98,7 @@ class Template:
     def start(
         cls, module: Module, forks: Sequence[Fork], stdins: Sequence[IO[str]], environment: Mapping[str, str], err: Path
     ) -> Template:
-        """Starts it; returns at once. `stdins`: where what each rank reads is written. What it says itself goes to the
-        file `err`, as where it cannot import the module."""
+        """Starts it; returns at once. `stdins`: where what each rank reads is written."""
         with err.open("a") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "autopar.lab.template", module.name, *module.args],
@@ -113,7 +114,7 @@ class Template:
         with suppress(BrokenPipeError):
             process.stdin.write(json.dumps([asdict(fork) for fork in forks]).encode() + b"\n")
             process.stdin.close()
-        made = cls(process)
+        made = cls(process, err)
         made.ranks = [ForkedRank(made, stdin) for stdin in stdins]
         return made
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autopar.lab.processes import environment_of, start_time
+from autopar.lab.processes import above_streams, environment_of, start_time
 
 MARK = "AUTOPAR_LAB_MARKS"
 """The environment variable: the marks of a process, from the outermost owner's to its own."""
@@ -65,7 +65,7 @@ def _mark(pid: int) -> str:
 @functools.cache
 def _watch(owner: int) -> None:
     try:
-        handle = os.pidfd_open(owner)
+        handle = above_streams(os.pidfd_open(owner))
     except (AttributeError, OSError):  # Not Linux, or before 5.3.
         return
     try:

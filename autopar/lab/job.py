@@ -30,7 +30,7 @@ from typing import IO, Any, Literal, NoReturn, Self
 from autopar.lab import guard
 from autopar.lab.forks import Fork, ForkedRank, Module, Template, can_fork
 from autopar.lab.host import Host
-from autopar.lab.processes import kill_all
+from autopar.lab.processes import above_streams, kill_all
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ANSWER_FD = "AUTOPAR_LAB_ANSWER_FD"
@@ -39,6 +39,9 @@ GRACE_S = 2.0
 """How long to wait, once a rank has failed, for the one that may have caused it: ranks end slower than sockets."""
 _REAP_S = 5.0
 """How long to wait for the exit status of a process that was killed."""
+TEMPLATES = 2
+"""From so many processes ranks are forked, in turn. Those of one have Python's hash seed in common, and so the order of
+their sets; where all had it, they would never disagree about an order that they take from one."""
 _ports = itertools.count(29500)
 
 
@@ -72,8 +75,8 @@ class Job:
         env: Mapping[str, str] | None = None,
         servers: Sequence[Host] = (),
     ) -> None:
-        """`runs`: what every rank runs: a command, or a module, which is imported once, in a process that ranks are
-        forked from."""
+        """`runs`: what every rank runs: a command, or a module, which is imported once or twice, in processes that
+        ranks are forked from."""
         if not hosts:
             raise ValueError("a job needs at least one rank")
         self.hosts = tuple(hosts)
@@ -84,7 +87,7 @@ class Job:
         """The servers' processes."""
         self._mark = guard.new_mark()
         self._ranks: list[subprocess.Popen[str] | ForkedRank] = []
-        self._template: Template | None = None
+        self._templates: list[Template] = []
         self._answers: list[IO[bytes]] = []
         self._resources = ExitStack()
 
@@ -94,7 +97,7 @@ class Job:
             stack.callback(self.kill)
             port = _port(self.hosts[0])
             if isinstance(self.runs, Module):
-                self._fork(self.runs, port, stack)
+                self._fork_all(self.runs, port, stack)
             else:
                 for rank in range(len(self.hosts)):
                     self._start(rank, self.runs, port, stack)
@@ -162,8 +165,8 @@ class Job:
             # Not without end: an interrupt in the midst of `poll` leaves subprocess's own lock taken for good.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=_REAP_S)
-        if self._template is not None:
-            self._template.end(_REAP_S)
+        for template in self._templates:
+            template.end(_REAP_S)
         for rank in range(len(self._ranks)):
             self._close_stdin(rank)
         # What has left the rank's process group, or was started just before an interrupt.
@@ -172,11 +175,6 @@ class Job:
     def output(self, rank: int, stream: Literal["stdout", "stderr"] = "stdout") -> Path:
         """The file that a rank's output goes to; it is there as long as the job is."""
         return self._folder / f"{rank}.{stream}"
-
-    @property
-    def _before_ranks(self) -> Path:
-        """The file that the template's own output goes to, before there are ranks."""
-        return self._folder / "template.stderr"
 
     def _close_stdin(self, rank: int) -> None:
         pipe = self._ranks[rank].stdin
@@ -204,28 +202,32 @@ class Job:
             os.close(write_fd)
         self._ranks.append(process)
 
-    def _fork(self, module: Module, port: int, stack: ExitStack) -> None:
+    def _fork_all(self, module: Module, port: int, stack: ExitStack) -> None:
+        guard.watch()
+        environment = {**guard.marked_environment(), **self._environment(), **self.env}
         forks, stdins = list[Fork](), list[IO[str]]()
-        with ExitStack() as given:  # to the template, and of no use here
+        with ExitStack() as given:  # to the templates, and of no use here
             for rank, host in enumerate(self.hosts):
                 files = self.output(rank), self.output(rank, "stderr")
                 for file in files:
                     file.touch()
-                read_fd, write_fd = os.pipe()
-                stdins.append(stack.enter_context(os.fdopen(write_fd, "w")))
+                read_fd, write_fd = _pipe()
+                stdins.append(os.fdopen(write_fd, "w"))
                 answers = self._answer_pipe(stack)
                 for fd in (read_fd, answers):
                     given.callback(os.close, fd)
                 own = {**self._environment_of(rank, port), **host.bound, _ANSWER_FD: str(answers), **self.env}
                 forks.append(Fork(own, host.namespace, host.cores, read_fd, answers, *map(str, files)))
-            guard.watch()
-            environment = {**guard.marked_environment(), **self._environment(), **self.env}
-            self._template = Template.start(module, forks, stdins, environment, self._before_ranks)
-        self._ranks += self._template.ranks
+            for i in range(min(TEMPLATES, len(forks))):
+                err = self._folder / f"template-{i}.stderr"
+                ranks = slice(i, None, TEMPLATES)
+                self._templates.append(Template.start(module, forks[ranks], stdins[ranks], environment, err))
+        turns = [iter(template.ranks) for template in self._templates]
+        self._ranks += [next(turns[rank % TEMPLATES]) for rank in range(len(forks))]
 
     def _answer_pipe(self, stack: ExitStack) -> int:
         """A pipe for what the next rank answers: the file descriptor that it writes to."""
-        read_fd, write_fd = os.pipe()
+        read_fd, write_fd = _pipe()
         self._answers.append(stack.enter_context(os.fdopen(read_fd, "rb")))
         return write_fd
 
@@ -296,9 +298,9 @@ class Job:
 
     def _stderr(self, rank: int) -> str:
         """The last 40 lines that a rank has written there."""
-        began = self._ranks[rank].pid is not None
-        file = self.output(rank, "stderr") if began else self._before_ranks
-        text = file.read_text(errors="replace").strip()
+        text, process = self.output(rank, "stderr").read_text(errors="replace").strip(), self._ranks[rank]
+        if not text and isinstance(process, ForkedRank):
+            text = process.template.err.read_text(errors="replace").strip()
         return "\n".join(text.splitlines()[-40:]) or "(nothing on stderr)"
 
 
@@ -323,6 +325,11 @@ def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
 
 def _command(runs: Sequence[str] | Module) -> Sequence[str]:
     return runs.argv if isinstance(runs, Module) else tuple(runs)
+
+
+def _pipe() -> tuple[int, int]:
+    read_fd, write_fd = map(above_streams, os.pipe())
+    return read_fd, write_fd
 
 
 def _signal(process: subprocess.Popen[str] | ForkedRank, number: int) -> None:

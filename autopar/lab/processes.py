@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -83,6 +84,15 @@ def environment_of(pid: int) -> dict[str, str]:
         return {}
     pairs = (os.fsdecode(entry).partition("=") for entry in entries)
     return {name: value for name, _, value in pairs}
+
+
+def above_streams(fd: int) -> int:
+    """The same file under a number that is none of the standard streams', as `fd` is where this process has none of
+    these: a child that is given one for itself would lose it. `fd` is closed."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 def start_time(pid: int) -> int | None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autopar.lab import Job, JobFailed, private_namespace, this_machine, unavailable_reason
-from autopar.lab.forks import Module
 from autopar.lab.host import Host
 from autopar.strategies import Strategy
 from autopar.testing.deadline import STUCK
@@ -53,9 +52,9 @@ def _found(
     """What ranks have found, and what is to be said of that."""
     told = {"strategy": where, "worlds": list(worlds), "bytes": with_bytes, "deadline_s": deadline_s}
     notes: tuple[str, ...] = ()
-    ranks = Module("autopar.testing.rank", (json.dumps(told),))
+    argv = [sys.executable, "-m", "autopar.testing.rank", json.dumps(told)]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
-    with Job([host] * max(worlds), ranks, env) as job:
+    with Job([host] * max(worlds), argv, env) as job:
         try:
             said = job.wait(_TIMEOUT_S, _Following(job, progress))
         except JobFailed as e:

@@ -333,13 +333,7 @@ def say(findings: list[Finding]) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    """Looks as the argument says, and says what it has found."""
-    told = json.loads(sys.argv[1])
-    say(look(load(told["strategy"]), told["worlds"], told["bytes"], told["deadline_s"]))
-
-
-def look(strategy: Strategy, worlds: list[int], with_bytes: bool, deadline_s: float) -> list[Finding]:
+def main(strategy: Strategy, worlds: list[int], with_bytes: bool, deadline_s: float) -> list[Finding]:
     """Looks at a strategy on each number of ranks that this rank is part of, one after the other."""
     torch.set_num_threads(1)
     rank, port, findings = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"]), list[Finding]()
@@ -360,4 +354,5 @@ def look(strategy: Strategy, worlds: list[int], with_bytes: bool, deadline_s: fl
 
 
 if __name__ == "__main__":
-    main()
+    told = json.loads(sys.argv[1])
+    say(main(load(told["strategy"]), told["worlds"], told["bytes"], told["deadline_s"]))

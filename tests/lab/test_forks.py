@@ -1,8 +1,9 @@
-"""Ranks that are forked from one process are those that were started by themselves would be."""
+"""Ranks that are forked do what those that are started by themselves do."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from autopar.lab import Job, JobFailed, JobTimeout, Lab, launch, this_machine, unavailable_reason
 from autopar.lab.forks import Module, can_fork
 from autopar.lab.host import Host
-from tests.lab.left import await_true, runs
+from tests.lab.left import ROOT, await_true, environment, runs
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="ranks are forked on Linux alone")
 
@@ -24,11 +25,18 @@ def _two(what: str) -> Job:
 
 
 def test_each_answers_for_itself() -> None:
-    with _two("answer") as job:
+    with Job([this_machine()] * 3, _module("answer")) as job:
         for number in range(2):
             answers = job.ask({"number": number}, 60)
-            assert answers == [{"rank": str(r), "asked": {"number": number}, "forked": True} for r in range(2)]
-        assert job.wait(60) == ["", ""]
+            hashes = [answer.pop("hash") for answer in answers]
+            assert answers == [{"rank": str(r), "asked": {"number": number}, "forked": True} for r in range(3)]
+            assert hashes[0] == hashes[2] != hashes[1]  # as under torchrun, an order of sets is not that of all ranks
+        assert job.wait(60) == ["", "", ""]
+
+
+def test_ranks_that_leave_without_an_answer_are_named() -> None:
+    with _two("leave") as job, pytest.raises(JobFailed, match=r"ranks \[.*\] ended without an answer"):
+        job.ask({}, 60)
 
 
 @pytest.mark.parametrize("forked", [True, False])
@@ -42,8 +50,9 @@ def test_they_run_on_their_hosts(forked: bool) -> None:
         source = "from tests.lab.forked import main; main()"
         with Job(hosts, _module("say") if forked else [sys.executable, "-c", source, "say"]) as job:
             said = job.wait(60)
-            assert said == [f"rank {r} of 2 ['eth0', 'lo']\n" for r in range(2)]
-            assert {job.output(r, "stderr").read_text() for r in range(2)} == {"cores 1 leads True\n"}
+            printed = "" if forked else "hello\n"  # as it is imported
+            assert said == [f"{printed}rank {r} of 2 ['eth0', 'lo']\n" for r in range(2)]
+            assert {job.output(r, "stderr").read_text() for r in range(2)} == {"['eth0', 'lo']\ncores 1 leads True\n"}
 
 
 @pytest.mark.parametrize(("what", "said"), [("raise", "status 1:.*ValueError: not today"), ("die", "status -9")])
@@ -60,20 +69,33 @@ def test_one_that_is_late_says_where_it_is() -> None:
 
 
 def test_a_module_that_cannot_be_imported_is_told_of() -> None:
-    with _two("cannot be imported") as job, pytest.raises(JobFailed, match=r"(?s)^rank 0.*ImportError: no such luck"):
+    with (
+        _two("cannot be imported") as job,
+        pytest.raises(JobFailed, match=r"(?s)^rank [01].*ImportError: no such luck"),
+    ):
         job.wait(60)
 
 
 def test_when_the_template_is_killed_all_end() -> None:
     with _two("answer") as job:
         job.ask({}, 60)
-        assert job._template is not None
         pids = [r.pid for r in job._ranks if r.pid]
-        job._template.process.kill()
+        job._templates[1].process.kill()
         with pytest.raises(JobFailed, match="status -9"):
             job.wait(60)
         assert len(pids) == 2
         await_true(lambda: not any(map(runs, pids)), "a rank is left")
+
+
+def test_a_process_without_standard_streams_may_have_ranks() -> None:
+    source = (
+        "import os\nfrom autopar.lab import Job, this_machine\nfrom autopar.lab.forks import Module\n"
+        "for fd in (0, 1):\n    os.close(fd)\n"
+        "with Job([this_machine()] * 2, Module('tests.lab.forked', ('answer',))) as job:\n"
+        "    os.write(2, str([a['rank'] for a in job.ask({}, 60)]).encode())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.stderr == "['0', '1']", done.stderr
 
 
 def test_launch_takes_a_module() -> None:
