@@ -9,7 +9,7 @@ Python process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -108,6 +108,7 @@ class MemoryModel:
         self._index = {p.name: i for i, p in enumerate(graph.parameters)}
         self._ready = np.array([p.ready for p in graph.parameters], dtype=np.int64)
         self._of_groups: dict[Context, Known[_OfGroup]] = {}
+        self._alike: dict[tuple[object, ...], _OfGroup] = {}
         self._without: dict[frozenset[str], tuple[Bytes, Bytes]] = {}
         self._size = np.array([p.numel * DTYPE_BYTES[p.spec.dtype] for p in graph.parameters], dtype=np.int64)
 
@@ -165,6 +166,15 @@ class MemoryModel:
         )
 
     def _of_group(self, group: Group, own: Sequence[Call], n: int, measured: frozenset[int]) -> _OfGroup:
+        """What is known of a group, which is that of a group of other members whose calls are alike."""
+        first = own[0].index
+        wired = tuple((c.key, c.deferred, c.index in measured, *(i.index - first for i in c.inputs)) for c in own)
+        known = self._alike.get((n, wired))
+        if known is None:
+            known = self._alike[n, wired] = self._first_of_kind(own, n, measured)
+        return replace(known, members=np.array([self._index[m.slice.name] for m in group.members]))
+
+    def _first_of_kind(self, own: Sequence[Call], n: int, measured: frozenset[int]) -> _OfGroup:
         # With one rank nothing is packed: gradients live until their update.
         taken_by = max(
             (i for i, c in enumerate(own) if (c.op.takes_gradients if n > 1 else c.op.takes_clip)), default=-1
@@ -175,7 +185,7 @@ class MemoryModel:
         setting = Setting(n, rounds=self.rounds)
         return _OfGroup(
             buffers=Buffers.of(buffers(own, setting, measured), n),
-            members=np.array([self._index[m.slice.name] for m in group.members]),
+            members=np.zeros(0, np.int64),
             taken_by=taken_by,
             as_it_is=taker.op.passes_through(taker),
             formed=taken_by >= 0 or not (keeps_rows or any(c.op.forms_gradients for c in own)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ def at_trace_end(output_graph: type) -> str:
     """The method of TorchDynamo's class `OutputGraph` after whose first call, once a frame is traced, the effects of
     the traced code on Python objects are known and not yet forgotten. The first is there from 2.12 on."""
     return next(n for n in ("get_replayed_side_effect_source_refs", "compile_subgraph") if hasattr(output_graph, n))
+
+
+def guards_attribute_itself(guard_builder: type) -> bool:
+    """Whether the guard that TorchDynamo's class `GuardBuilder` makes for `hasattr(x, "y")` is one on `x.y`, and needs
+    that to be an attribute; from 2.13 on it is one on `x`."""
+    return "attr" not in signature(guard_builder.HASATTR).parameters  # type: ignore[attr-defined]
 
 
 def with_captured_tensors(captured: torch.fx.GraphModule) -> torch.fx.GraphModule:

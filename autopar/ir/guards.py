@@ -28,7 +28,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import AttrSource, GenericAttrSource, NumpyTensorSource
 from torch._guards import ChainedSource
 
-from autopar.ir.compat import at_trace_end
+from autopar.ir.compat import at_trace_end, guards_attribute_itself
 from autopar.ir.constants import PLAIN, constant
 
 _ON_TENSORS = ("TENSOR_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
@@ -234,9 +234,13 @@ def _direct(guard: Any) -> Any:
     if not isinstance(source, ChainedSource):
         return guard
 
+    on_attribute = guard.create_fn_name() == "HASATTR" and guards_attribute_itself(GuardBuilder)
+
     @wraps(create)
     def match(builder: GuardBuilder, _: Any) -> None:
-        found = _read_directly(source, builder).make_guard(create)
+        base = _read_directly(source.base, builder) if on_attribute else None
+        read = _read_directly(source, builder) if base is None else replace(source, base=base)
+        found = read.make_guard(create)
         found.stack, found.user_stack = guard.stack, guard.user_stack
         create(builder, found)
 

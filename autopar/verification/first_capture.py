@@ -20,7 +20,7 @@ from autopar.ir.build import training_graph
 
 
 def _backward() -> None:
-    torch.ones((), requires_grad=True).backward()
+    torch.autograd.backward(torch.ones((), requires_grad=True))
 
 
 def _ends_well(function: Callable[[], None]) -> bool:
