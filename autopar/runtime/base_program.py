@@ -115,8 +115,11 @@ class BaseProgram:
 
     @property
     def graph(self) -> TrainingGraph:
-        """What was captured on the first batch."""
-        return (self._outlined or next(iter(self._compiled))).graph
+        """What was captured on the first batch. Raises `CaptureError` of a copy that has had none."""
+        first = self._outlined or next(iter(self._compiled), None)
+        if first is None:
+            raise CaptureError("a copy has no graph yet: it captures the first batch that it is trained with")
+        return first.graph
 
     @property
     def rank(self) -> int:

@@ -202,9 +202,13 @@ def test_a_copy_that_is_frozen_at_first_trains_later(capture: Literal["auto", "n
     made = copy.deepcopy(autopar.optimize(_net(), example_inputs=X[:, :3], capture=capture))
     made.requires_grad_(False)
     assert not made(X[:, :3]).requires_grad
+    if capture == "auto":
+        with pytest.raises(CaptureError, match="a copy has no graph yet: it captures the first batch"):
+            _ = made.program.graph
     made.requires_grad_(True)
     made(X[:, :3]).sum().backward()
     assert all(p.grad is not None for p in made.parameters())
+    assert len(made.program.graph.parameters) == len(list(made.parameters()))
 
 
 def test_a_shallow_copy_loads_state_once_the_first_is_gone() -> None:
