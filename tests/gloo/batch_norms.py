@@ -166,7 +166,7 @@ def evaluates_alone(rank: int) -> list[int]:
     """What a rank is told that evaluates a drop-in module with its own running statistics: how often, of twice; and
     once all ranks have the mean."""
     module: Any = autopar.optimize(net(), example_inputs=even_batch(0, rank)[0], strategy="ddp")
-    F.mse_loss(module(even_batch(0, rank)[0]), even_batch(0, rank)[1]).backward()
+    F.mse_loss(module(even_batch(0, rank)[0]), even_batch(0, rank)[1].double()).backward()
     module.eval()
     told = []
     for synchronizes in (False, False, True):
