@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.api import optimize
 from autopar.errors import SpecError
+from autopar.integrations.buffers import SharedBuffers
 from autopar.integrations.drop_in import by_keyword
 from autopar.integrations.ranks import equal, make_equal, sums
 from autopar.runtime.drop_in.module import SyncedModule
@@ -41,6 +42,7 @@ class CapturedCalls:
                 "which compiles what autopar captures"
             )
         make_equal([*owner.parameters(), *owner.buffers()])
+        self._buffers = SharedBuffers(owner, are_alike=True)
 
     @property
     def units(self) -> dict[str, SyncedModule]:
@@ -54,6 +56,11 @@ class CapturedCalls:
     def __exit__(self, *_: object) -> None:
         for module in self._modules:
             vars(module).pop("_compiled_call_impl", None)
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether gradients of the next backward pass are synchronized."""
+        return self._synchronizes
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -82,9 +89,9 @@ class CapturedCalls:
                 p.grad.copy_(mean)
 
     def share_buffers(self) -> None:
-        """Has all ranks take rank 0's buffers, running statistics among them, before they evaluate `owner`, as
-        `DistributedDataParallel` does. By all ranks together."""
-        make_equal([*self._owner.buffers()])
+        """Has all ranks take rank 0's buffers, running statistics among them, as `DistributedDataParallel` does. By all
+        ranks together."""
+        self._buffers.share()
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A call by the step itself: those within run as they are."""

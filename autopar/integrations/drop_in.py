@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.api import optimize
 from autopar.errors import CaptureError, PlanError, PlanMismatchError, SignatureError
+from autopar.integrations.buffers import SharedBuffers
 from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
 from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved, as_of_the_model, copied
@@ -51,10 +52,16 @@ class DropIn(nn.Module):
         self._synced: list[SyncedModule] = []  # in a list, as it is no part of the model
         self._synchronizes = True
         make_equal([*model.parameters(), *model.buffers()])
+        self._buffers_of_ranks = [SharedBuffers(model, are_alike=True)]  # likewise
+        self._follows_synchronized = True
+        """Whether gradients of the last forward pass that trained are synchronized; before the first one, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropIn:
         """A copy of the model; where it is trained, by all ranks, it is captured and planned by itself."""
-        return copied(self, memo, {"_synced": [], "_options": self._options, "_synchronizes": True})
+        own = {"_synced": [], "_options": self._options, "_synchronizes": True, "_buffers_of_ranks": []}
+        made: DropIn = copied(self, memo, own)
+        made._buffers_of_ranks.append(SharedBuffers(made.module, are_alike=False))
+        return made
 
     @property
     def plan(self) -> Plan:
@@ -64,13 +71,21 @@ class DropIn(nn.Module):
         return self._synced[0].plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (buffers,) = self._buffers_of_ranks
         if not (torch.is_grad_enabled() and self.module.training):
+            buffers.share_changing()
             for synced in self._synced:  # frameworks evaluate on all ranks, as DDP asks for
                 synced.program.statistics.share()
             return as_it_is(self.module, args, kwargs)
+        if self._follows_synchronized:
+            buffers.share()
         args, kwargs = by_keyword(self.module, args, kwargs)
         self.capture(args, kwargs)
-        return self._synced[0](*args, **kwargs)
+        output = self._synced[0](*args, **kwargs)
+        self._follows_synchronized = self._synchronizes
+        joint = self._synced[0].program.graph.joint
+        buffers.note_trained([name for name, _ in joint.mutations] if joint is not None else ())
+        return output
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures and plans the model for a call of it, unless that was done. By all ranks together."""

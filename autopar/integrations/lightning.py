@@ -65,7 +65,11 @@ class AutoparStrategy(DDPStrategy):
         check_options(options)
         self._cluster, self._weight, self._options = cluster, weight, options
         self._calls: CapturedCalls | None = None
-        self._own, self._share = 0.0, 1.0
+        self._share = 1.0
+        self._follows_synchronized = True
+        """Whether gradients of the last step were synchronized; before the first one, too."""
+        self._evaluates_first = False
+        """Whether the next step of an evaluation is its first one."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         if getattr(model, "_compiler_ctx", None):
@@ -99,6 +103,12 @@ class AutoparStrategy(DDPStrategy):
             return super().training_step(*args, **kwargs)
         batch = args[0] if args else next(iter(kwargs.values()))
         self._share = self._share_of(batch)
+        if self._follows_synchronized:
+            self._calls.share_buffers()
+        module = self.lightning_module
+        assert module is not None, "a step is one of a module"
+        # In manual optimization DDP leaves each rank its buffers.
+        self._follows_synchronized = self._calls.synchronizes and module.automatic_optimization
         with self._calls:
             return super().training_step(*args, **kwargs)
 
@@ -116,7 +126,13 @@ class AutoparStrategy(DDPStrategy):
             yield
 
     def on_validation_start(self) -> None:
-        self._share_buffers()
+        self._evaluates_first = True
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._evaluates_first:  # and not before, as a callback may have put averaged weights in place
+            self._evaluates_first = False
+            self._share_buffers()
+        return super().validation_step(*args, **kwargs)
 
     def on_train_end(self) -> None:
         self._share_buffers()  # for what is tested

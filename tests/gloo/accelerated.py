@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any
 
@@ -139,18 +140,46 @@ def saved_and_loaded(rank: int, n: int) -> bool:
     return ends[0] == ends[1]
 
 
+class Centered(nn.Module):
+    """Takes the mean of what it saw in training off, in evaluation alone; and, always, an offset that the loop sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.offset = nn.Buffer(torch.zeros(6)), nn.Buffer(torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x - self.seen - self.offset
+        self.seen.lerp_(x.detach().mean(0), 0.5)
+        return x - self.offset
+
+
 def evaluated(how: str, rank: int, n: int) -> list[float]:
-    """What a model with batch normalization predicts of one batch, and what its losses are on the ranks' own, twice."""
+    """What a model with batch normalization and buffers predicts of one batch, and what its losses are on the ranks'
+    own, twice; so does a copy, and the model itself, behind more training, of which a rank alone writes a buffer."""
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).double()
-    run, prepared, _, _ = trained(how, model, EVEN, rank, n)
-    prepared.eval()
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Centered(), nn.Linear(6, 1)).double()
+    run, prepared, optimizer, _ = trained(how, model, EVEN, rank, n)
     found = []
-    with torch.inference_mode():
-        for x, y in list(loader(EVEN, rank, n))[:2]:
-            losses = run.gather(F.mse_loss(prepared(x), y)[None])
-            found += [*losses.tolist(), *prepared(torch.ones(2, 6, dtype=torch.float64)).flatten().tolist()]
-    return found
+
+    def evaluate(evaluated: nn.Module) -> None:
+        evaluated.eval()
+        with torch.inference_mode():
+            for x, y in list(loader(EVEN, rank, n))[:2]:
+                losses = run.gather(F.mse_loss(evaluated(x), y)[None])
+                found.extend([*losses.tolist(), *evaluated(torch.ones(2, 6, dtype=torch.float64)).flatten().tolist()])
+
+    evaluate(prepared)
+    prepared.train()
+    for step, (x, y) in enumerate(loader(EVEN, rank, n)):
+        if rank == 0 and step == 1:
+            model[2].offset.data.fill_(0.3)  # type: ignore[operator]
+        run.backward(F.mse_loss(prepared(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluate(copy.deepcopy(prepared))
+    evaluate(model)
+    return [*found, *flat(model)]
 
 
 def says(rank: int) -> dict[str, str]:

@@ -10,13 +10,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from tests.gloo.frameworks import EVEN, UNEVEN, Sizes, flat, loader, quiet, said
 
 
 class Lit(pl.LightningModule):
-    """Trained in one of several ways: with a forward, with parts, with parameters of its own, by hand."""
+    """Trained in one of several ways: with a forward, with parts, with parameters of its own, by hand, with a buffer
+    that the step itself writes."""
 
     def __init__(self, way: str, dropout: float = 0.0, normalizes: bool = False) -> None:
         super().__init__()
@@ -26,6 +28,7 @@ class Lit(pl.LightningModule):
         self.decoder = nn.Linear(5, 1)
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.never = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.center = nn.Buffer(torch.zeros(1, dtype=torch.float64))
         self.automatic_optimization = way != "by hand"
         self.losses: list[float] = []
         self.validated: list[float] = []
@@ -46,6 +49,9 @@ class Lit(pl.LightningModule):
             output = self(x) + F.linear(self.encoder(x), self.decoder.weight)
         else:
             output = self(x) * self.scale
+        if self.way == "center":
+            output = output - self.center
+            self.center.lerp_(output.detach().mean(0), 0.5)
         loss = F.mse_loss(output, y)
         self.log("loss", loss, sync_dist=True)
         self.losses.append(float(loss))
@@ -153,7 +159,9 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     for kind in ("ddp_find_unused_parameters_true", "autopar"):
         trainer, module = trained(kind, "forward", EVEN, n, rank, 2, dropout=0.2)
         logged = {k: float(v) for k, v in trainer.callback_metrics.items()}
-        beside = [trained(kind, way, EVEN, n, rank, normalizes=True)[1] for way in ("forward", "layers")]
-        found[f"validated {kind[:3]}"] = [x for m in beside for x in (*m.losses, *m.validated)]
+        beside = [trained(kind, way, EVEN, n, rank, normalizes=True)[1] for way in ("forward", "layers", "center")]
+        averages: Any = [EMAWeightAveraging(decay=0.7)]
+        beside.append(trained(kind, "forward", EVEN, n, rank, normalizes=True, callbacks=averages)[1])
+        found[f"validated {kind[:3]}"] = [x for m in beside for x in (*flat(m), *m.losses, *m.validated)]
         found[f"even {kind[:3]}"] = [*flat(module), *module.losses, logged["loss"], logged["validation"]]
     return found | {"resumed": resumed(rank, n), "says": says(rank, n)}

@@ -30,8 +30,9 @@ def test_equals_ddp_where_ranks_are_even(found: dict[int, list[dict[str, Any]]])
     assert all(apart(rank["even aut"], rank["even ddp"]) < 1e-12 for rank in found[2])
 
 
-def test_validates_with_the_running_statistics_of_rank_0_as_ddp(found: dict[int, list[dict[str, Any]]]) -> None:
-    """Each rank's own losses, in every epoch."""
+def test_trains_and_validates_with_the_buffers_of_rank_0_as_ddp(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Each rank's own losses, in every epoch: of running statistics, of those beside averaged weights, and of a buffer
+    that the step reads and writes."""
     assert all(apart(rank["validated aut"], rank["validated ddp"]) < 1e-10 for rank in found[2])
 
 
