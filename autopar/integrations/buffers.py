@@ -2,13 +2,13 @@
 
 What a captured model's step depends on, its program keeps alike itself. But a loop, a hook or a `training_step` may
 write buffers, too, on all ranks or on rank 0 alone; and evaluation reads what training only writes. DDP broadcasts all
-buffers before a forward pass that follows one whose gradients were synchronized. Here, those that have changed on some
-rank are: in most models none, which takes one number for each buffer to find.
+buffers before a forward pass that follows one whose gradients were synchronized. Here, those are broadcast that have
+changed on some rank, then or before: in most models none, and ranks exchange one number for each buffer to find that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,26 +48,27 @@ class SharedBuffers:
     def __init__(self, model: nn.Module, *, are_alike: bool) -> None:
         """`are_alike`: whether all ranks have the same now."""
         self._model = model
-        self._seen = {name: _Seen.of(b) for name, b in self._named().items()}
-        self._changing = set[str]() if are_alike else {*self._seen}
-        """Names of those that were found changed; the same on all ranks."""
+        self._unchanged = {name: _Seen.of(b) for name, b in self._named().items()} if are_alike else {}
+        """Buffers that no rank was found to have changed; the same ones on all ranks."""
         self._is_behind = not are_alike
-        """Whether they may have changed since ranks had the same."""
+        """Whether the others may have changed since ranks had the same."""
 
     def note_trained(self, changing: Sequence[str] = ()) -> None:
         """Behind a forward pass that trains. `changing`: names of buffers that it writes, on all ranks."""
-        self._changing.update(changing)
+        for name in changing:
+            self._unchanged.pop(name, None)
         self._is_behind = True
 
     def share(self) -> None:
-        """Has ranks take rank 0's values of all buffers that have changed on some rank."""
+        """Has ranks take rank 0's values of all buffers that have changed on some rank, or did before."""
         self.share_changing()
-        named = self._named()
-        if named:
-            changed = [float(not (n in self._seen and self._seen[n].is_still(b))) for n, b in named.items()]
-            ranks = sums(changed, next(iter(named.values())).device)
-            found = [name for name, count in zip(named, ranks, strict=True) if count]
-            self._changing.update(found)
+        asked = {name: b for name, b in self._named().items() if name in self._unchanged}
+        if asked:
+            changed = [float(not self._unchanged[name].is_still(b)) for name, b in asked.items()]
+            ranks = sums(changed, next(iter(asked.values())).device)
+            found = {name: asked[name] for name, count in zip(asked, ranks, strict=True) if count}
+            for name in found:
+                del self._unchanged[name]
             self._take(found)
 
     def share_changing(self) -> None:
@@ -75,22 +76,19 @@ class SharedBuffers:
         do not hear of each other here, so that rank 0 may evaluate alone and train on with the others, as with DDP."""
         if self._is_behind:
             self._is_behind = False
-            self._take(sorted(self._changing))
+            self._take({name: b for name, b in self._named().items() if name not in self._unchanged})
 
-    def _take(self, names: Sequence[str]) -> None:
-        named = self._named()
-        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name in names:
-            if name in named:
-                kinds.setdefault((named[name].dtype, named[name].device), []).append(name)
-        for together in kinds.values():
-            own = [once(named[name].detach()) for name in together]
+    def _take(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Has ranks take rank 0's values, in one message for each kind of number."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in named.values():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(once(buffer.detach()))
+        for own in kinds.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in own])
             dist.broadcast(flat, 0)
-            for name, buffer, value in zip(together, own, torch.split(flat, [b.numel() for b in own]), strict=True):
+            for buffer, value in zip(own, torch.split(flat, [b.numel() for b in own]), strict=True):
                 if not torch.equal(buffer, value.view(buffer.shape)):  # what is equal may be saved for a backward pass
                     buffer.copy_(value.view(buffer.shape))
-                self._seen[name] = _Seen.of(named[name])
 
     def _named(self) -> dict[str, torch.Tensor]:
         return {name: b for name, b in self._model.named_buffers() if b.layout is torch.strided}

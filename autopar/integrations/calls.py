@@ -92,6 +92,7 @@ class CapturedCalls:
         """Has all ranks take rank 0's buffers, running statistics among them, as `DistributedDataParallel` does. By all
         ranks together."""
         self._buffers.share()
+        self._buffers.note_trained()  # as a step may write them by itself
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A call by the step itself: those within run as they are."""

@@ -238,8 +238,10 @@ def _direct(guard: Any) -> Any:
 
     @wraps(create)
     def match(builder: GuardBuilder, _: Any) -> None:
-        base = _read_directly(source.base, builder) if on_attribute else None
-        read = _read_directly(source, builder) if base is None else replace(source, base=base)
+        if on_attribute:
+            read = replace(source, base=_read_directly(source.base, builder))
+        else:
+            read = _read_directly(source, builder)
         found = read.make_guard(create)
         found.stack, found.user_stack = guard.stack, guard.user_stack
         create(builder, found)
