@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError, OptimizerError, PlanMismatchError
+from autopar.errors import AutoparWarning, CaptureError, OptimizerError, PlanMismatchError
 
 FACTOR = 1.0
 
@@ -140,7 +141,9 @@ def test_a_method_that_a_class_is_given_is_captured() -> None:
     pair.step()
 
 
-def test_a_write_to_the_batch_that_the_trace_does_not_show_is_refused() -> None:
+def test_a_write_to_the_batch_through_dropout_without_effect_is_refused_or_warned_of() -> None:
+    # Up to PyTorch 2.13 the trace takes what dropout returns for a new tensor; later ones show the write, as they do
+    # where the model writes to its batch directly.
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +155,8 @@ def test_a_write_to_the_batch_that_the_trace_does_not_show_is_refused() -> None:
 
     batch = X.clone(), Y
     net = Writes().double()
-    with pytest.raises(CaptureError, match="writes to tensor 0 of the batch"):
+    with warnings.catch_warnings(), pytest.raises((CaptureError, AutoparWarning), match="tensor 0 of the batch"):
+        warnings.simplefilter("error", AutoparWarning)
         autopar.optimize(
             net,
             optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
