@@ -65,6 +65,9 @@ class Strategy(ABC):
     """The class of the strategy's settings."""
     spreads: ClassVar[bool] = False
     """Whether parameters live on one rank each between steps, so that the model cannot run by itself then."""
+    rounds_forward: ClassVar[bool] = False
+    """Whether `wire` rounds what the forward pass reads as well: rows of a table, or what a layer is given; else
+    gradients alone."""
     warms_up: ClassVar[bool] = False
     """Whether it also lowers a group whose `from_step` has not come, as `group.moment.doing == "plain"` says; else a
     plain all-reduce stands in for it."""

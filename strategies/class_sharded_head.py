@@ -49,6 +49,7 @@ class ClassShardedHead(Strategy):
     summary = "each rank keeps some of the classes, and scores all ranks' samples for them"
     options_type = ClassShardedHeadOptions
     spreads = True
+    rounds_forward = True
 
     def applies(self, member: Member, context: Context) -> str | None:
         if context.keeps_rows_together is not None:

@@ -43,6 +43,7 @@ class ColumnParallelLinear(Strategy):
     summary = "each rank keeps some of a layer's outputs, and computes them for all ranks' samples"
     options_type = ColumnParallelLinearOptions
     spreads = True
+    rounds_forward = True
 
     def applies(self, member: Member, context: Context) -> str | None:
         if context.keeps_rows_together is not None:

@@ -28,6 +28,7 @@ class RowShardedTable(Strategy):
     summary = "each rank keeps some rows of the table; batches fetch theirs, and send the gradients back"
     options_type = RowShardedTableOptions
     spreads = True
+    rounds_forward = True
 
     def applies(self, member: Member, context: Context) -> str | None:
         if context.keeps_rows_together is not None:

@@ -19,7 +19,7 @@ from autopar.runtime.job.process_group import Group
 from autopar.runtime.proofs.blame import blame, blame_tracing, blame_wire
 from autopar.runtime.proofs.differences import GradientRule, tolerance_of
 from autopar.runtime.proofs.one_pass import How, Ran, as_it_is, differences
-from autopar.runtime.proofs.perturbation import PERTURBATION, perturb
+from autopar.runtime.proofs.perturbation import PERTURBATION, perturb, round_otherwise
 from autopar.runtime.proofs.probes import Probe, Seen
 from autopar.runtime.proofs.proof import ROUNDING
 from autopar.runtime.proofs.subject import largest, summed
@@ -49,7 +49,7 @@ def prove_locally(
         if not wrong:
             return
         begin()
-        perturb(parameters, rounding=True)
+        round_otherwise(parameters)
         noise = differences(eagerly(as_it_is), expected, tolerance, over=0.0)
         wrong = {n: t for n, t in wrong.items() if t > ROUNDING * noise.get(n, 0.0)}
         if not wrong:

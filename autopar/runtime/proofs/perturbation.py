@@ -14,17 +14,22 @@ _DRAWN = 8_209
 """Random numbers for one parameter at most, which then repeat; a prime, so that rows next to each other differ."""
 
 
-def perturb(parameters: Mapping[str, nn.Parameter], relative: float = 0.0, rounding: bool = False) -> None:
-    """Adds noise to whole parameters, the same on all ranks: `relative` to their root mean square, or of one rounding
-    of each element."""
+def perturb(parameters: Mapping[str, nn.Parameter], relative: float) -> None:
+    """Adds noise to whole parameters, the same on all ranks: `relative` to their root mean square."""
     with torch.no_grad():
         for seed, (_, p) in enumerate(sorted(parameters.items())):
-            noise = _noise(p, seed)
-            if rounding:
-                p.mul_(1 + 2 * torch.finfo(p.dtype).eps * torch.sgn(noise))
-            elif p.numel():
+            if p.numel():
                 norm = torch.linalg.vector_norm(torch.view_as_real(p) if p.is_complex() else p, dtype=torch.float64)
-                p.add_(noise, alpha=relative * max(float(norm) / math.sqrt(p.numel()), PERTURBATION))
+                p.add_(_noise(p, seed), alpha=relative * max(float(norm) / math.sqrt(p.numel()), PERTURBATION))
+
+
+def round_otherwise(parameters: Mapping[str, nn.Parameter], to: torch.dtype | None = None, draw: int = 0) -> None:
+    """Moves each element of parameters by about as much as it is rounded by, up or down, the same on all ranks: in its
+    own dtype, or `to` a narrower one. `draw`: which of them go up."""
+    with torch.no_grad():
+        for seed, (_, p) in enumerate(sorted(parameters.items())):
+            by = 2 * torch.finfo(p.dtype).eps if to is None else torch.finfo(to).eps / 2
+            p.mul_(1 + by * torch.sgn(_noise(p, seed + draw * len(parameters))))
 
 
 def _noise(p: torch.Tensor, seed: int) -> torch.Tensor:

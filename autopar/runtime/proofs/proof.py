@@ -33,10 +33,18 @@ from autopar.runtime.model.eager import backward, loss_of, without_trace
 from autopar.runtime.optimizers.elsewhere import Elsewhere
 from autopar.runtime.optimizers.own_settings import kept_settings
 from autopar.runtime.proofs.blame import blame, blame_feedback, blame_tracing, blame_wire, first_difference
-from autopar.runtime.proofs.differences import Comparison, Difference, Expected, difference, times, tolerance_of
+from autopar.runtime.proofs.differences import (
+    Comparison,
+    Difference,
+    Expected,
+    difference,
+    rounded_forward,
+    times,
+    tolerance_of,
+)
 from autopar.runtime.proofs.feedback import KIND, Feedback
 from autopar.runtime.proofs.one_pass import How, Ran, step_by_graph, step_eagerly
-from autopar.runtime.proofs.perturbation import PERTURBATION, perturb
+from autopar.runtime.proofs.perturbation import PERTURBATION, perturb, round_otherwise
 from autopar.runtime.proofs.probes import Probe, Seen
 from autopar.runtime.proofs.subject import Subject, largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
@@ -49,6 +57,9 @@ _OTHERWISE = 0.75
 """A number near 1 that rounds what it multiplies."""
 ROUNDING = 16.0
 """How many times as much as rounding moves the eager result a difference may be."""
+FORWARD_ROUNDING, FORWARD_DRAWS = 3.0, 3
+"""The same, where the forward pass reads what 16 bits on the wire have rounded; and how often that is tried, as few
+samples behind a ReLU move gradients, each by a lot."""
 
 
 class Proof:
@@ -306,11 +317,20 @@ class Proof:
 
     def _rounding(self, comparison: Comparison) -> dict[str, float]:
         """How far the eager results move, in what is allowed, where each parameter moves by a rounding, and all that is
-        passed back is rounded otherwise: gradients that add up to nothing show how large their terms are."""
+        passed back is rounded otherwise: gradients that add up to nothing show how large their terms are. Where 16 bits
+        on the wire round what the forward pass reads, parameters move as far as these round."""
+        wire = rounded_forward(self.of.groups)
+        found = self._moved(comparison)
+        for draw in range(FORWARD_DRAWS if wire is not None else 0):
+            for n, times_allowed in self._moved(comparison, wire, draw).items():
+                found[n] = max(found[n], times_allowed * FORWARD_ROUNDING / ROUNDING)
+        return found
+
+    def _moved(self, comparison: Comparison, to: torch.dtype | None = None, draw: int = 0) -> dict[str, float]:
         of, expected = self.of, comparison.expected
         put_back = of.lasting.snapshot()
         with of.lasting.gathered():
-            perturb(of.parameters, rounding=True)
+            round_otherwise(of.parameters, to, draw)
             again = self._eagerly(_OTHERWISE)
         put_back()
         found = {}
