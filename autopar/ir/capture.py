@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from traceback import clear_frames
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
-from autopar.ir.refusals import own_error, places, refusal, was_raised
+from autopar.ir.refusals import let_go_of_frames, own_error, places, refusal, was_raised
 from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
 from autopar.ir.sparse_gradients import with_dense_gradients
@@ -153,7 +152,7 @@ def capture_joint(
             except AutoparError:
                 raise
             except Exception as e:
-                clear_frames(e.__traceback__)  # with them go guards of modes, which set what was before them
+                let_go_of_frames(e)  # with them go guards of modes, which set what was before them
                 own = own_error(e) or misfit(model, batch.rebuild(tensors), loss_fn is not None)
                 if own is not None:
                     raise own from None

@@ -23,8 +23,9 @@ def seen_kept_results() -> Iterator[set[CodeType]]:
     original = WrapperUserFunctionVariable.call_function
 
     def call_function(self: Any, *args: Any, **settings: Any) -> Any:
-        if hasattr(self.wrapper_obj, "cache_info"):
-            found.add(self.get_code())
+        code = getattr(getattr(self.wrapper_obj, self.attr_to_trace, None), "__code__", None)
+        if code is not None and hasattr(self.wrapper_obj, "cache_info"):
+            found.add(code)
         return original(self, *args, **settings)
 
     WrapperUserFunctionVariable.call_function = call_function  # type: ignore[method-assign]

@@ -81,6 +81,6 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (tuple, list)):
         for value in output:
             yield from output_tensors(value)
-    elif is_dataclass(output):
+    elif not isinstance(output, PLAIN) and is_dataclass(output):
         for one in fields(output):
             yield from output_tensors(getattr(output, one.name))

@@ -148,6 +148,15 @@ def was_raised(e: BaseException) -> bool:
     return _RAISED.search(str(e)) is not None
 
 
+def let_go_of_frames(e: BaseException | None) -> None:
+    """Lets go of what stands in the frames that an error, and those that it came of, have passed through."""
+    done: set[int] = set()
+    while e is not None and id(e) not in done:
+        traceback.clear_frames(e.__traceback__)
+        done.add(id(e))
+        e = e.__cause__ or e.__context__
+
+
 def is_rank_0() -> bool:
     """Whether this process says what all ranks would say."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0)

@@ -19,6 +19,7 @@ from autopar.errors import AutoparWarning, CaptureError
 from autopar.ir.batch import flatten
 from autopar.ir.listed import chosen
 from tests.gloo.ranks import run_ranks
+from tests.tiers import newer
 from tests.unit.as_eager import train
 
 
@@ -108,7 +109,7 @@ def _as_alone(net: nn.Module, batches: list[tuple[Any, ...]], before: nn.Module 
             assert a.grad is not None and b.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-12)
 
 
-@pytest.mark.parametrize("capture", ["always", "never"])
+@pytest.mark.parametrize("capture", [pytest.param("always", marks=newer), "never"])
 def test_tensors_in_dataclasses_are_inputs_like_others(capture: Any) -> None:
     _as_alone(Net(), [(Sample(_x(i)),) for i in range(3)], nn.Linear(4, 4).double(), capture=capture)
     _as_alone(Within(), [(Frozen(Sample(_x(i)), _x(7)),) for i in range(3)], capture=capture)
@@ -129,6 +130,7 @@ def test_dataclasses_say_where_their_tensors_lie_and_list_samples_as_dicts_do() 
     )
 
 
+@newer
 def test_a_dataclass_that_the_model_sets_is_handed_back() -> None:
     with pytest.warns(AutoparWarning, match="sets 'found' of a dataclass in its batch.*runs eagerly"):
         _as_alone(Sets(), [(Sample(_x(i)),) for i in range(3)])

@@ -18,7 +18,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan, Recompute
 from autopar.spec.units import Figure
 from benchmarks.zoo import find, huggingface, plain
-from tests.tiers import thorough
+from tests.tiers import newer, thorough
 
 LEVELS: tuple[Recompute, ...] = ("selective", "full")
 
@@ -183,6 +183,7 @@ def test_an_element_of_results_that_are_kept_is_not_taken_out_twice() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@newer  # before, nodes are called otherwise in a second tracing
 @pytest.mark.parametrize("level", ["none", *LEVELS])
 def test_what_was_traced_once_serves_every_level(level: Recompute) -> None:
     model, example = deep(), flatten(batch(4))

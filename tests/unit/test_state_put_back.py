@@ -332,6 +332,7 @@ def test_an_iterator_is_where_it_was_behind_a_look_at_outputs_that_needs_values(
     assert next(model.held) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_tensors_without_values_have_none_to_put_back() -> None:
     indices, values = torch.zeros(2, 4, dtype=torch.int64, device="meta"), torch.zeros(4, device="meta")
     tensor = torch.sparse_coo_tensor(indices, values, (3, 3), device="meta", check_invariants=False)
