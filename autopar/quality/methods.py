@@ -20,13 +20,14 @@ UNLIKE = ("exchange",)
 
 def method_of(groups: Iterable[SyncGroup], context: Context) -> str:
     """The strategy of groups that lose something, with what was chosen for it, as `quantized(bits=4)` or
-    `all_reduce+every=4`; where bits alone are lost, the format that is sent, as `wire=bfloat16`. Empty where groups
-    lose by several methods."""
+    `all_reduce+every=4`; where bits alone are lost, the format that is sent, as `wire=bfloat16`, with `+forward` where
+    the forward pass reads what was rounded. Empty where groups lose by several methods."""
     groups = tuple(groups)
     found = {_method(g) for g in groups if loses(g, context)}
     if not found:
         rounded = [g for g in groups if fidelity_of((g,), context) == "rounded"]
-        found = {f"wire={g.options.get('wire', '')}" for g in rounded}
+        forward = any(strategy_named(g.strategy).rounds_forward for g in rounded)
+        found = {f"wire={g.options.get('wire', '')}" + "+forward" * forward for g in rounded}
     return found.pop() if len(found) == 1 else ""
 
 

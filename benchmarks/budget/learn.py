@@ -28,15 +28,16 @@ def lessons(outcomes: Mapping[Key, Outcome], probes: Mapping[Key, ProbeOutcome])
         outcome, probed = outcomes[key], probes[key].probed
         if outcome.task in LEARNED and 0 < probed.divergence < math.inf:
             lost = math.inf if outcome.lost is None else outcome.lost
-            family, method = outcome.task.rsplit("_", 1)[0], method_called(outcome.method)
+            like = outcome.task if METHODS[outcome.method].of_layers else "planted_adamw"
+            family, method = outcome.task.rsplit("_", 1)[0], method_called(outcome.method, like)
             found.append(Lesson(family, probed.divergence, lost, method, optimizer_called(outcome.task)))
     return found
 
 
 @cache
-def method_called(name: str) -> str:
-    """What autopar's map calls one of the benchmark's methods."""
-    task = TASKS["planted_adamw"]
+def method_called(name: str, of: str) -> str:
+    """What autopar's map calls one of the benchmark's methods on a task."""
+    task = TASKS[of]
     model = task.build(0)
     plan = autopar.plan(
         model,

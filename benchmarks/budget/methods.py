@@ -33,6 +33,8 @@ class Method:
     """Whether it goes on from the variance that exact steps of Adam or AdamW leave; a probe of it has one, too."""
     averages_moments: bool = False
     """Whether it averages the moments of Adam or AdamW."""
+    of_layers: bool = False
+    """Whether what it does depends on the model's layers: its lessons are called by what its plan does on each task."""
 
     @property
     def probed(self) -> bool:
@@ -78,6 +80,7 @@ METHODS: dict[str, Method] = {
         EXACT,
         Method("exact, other batches", "ddp", "exact", other_batches=True),
         Method("bf16", "ddp+bf16", "rounded"),
+        Method("bf16 forward", "column_parallel+bf16", "rounded", of_layers=True),
         *(_compressed(f"power_sgd {rank}", f"power_sgd(rank={rank})") for rank in (1, 2, 4)),
         *(_compressed(f"top_k {density:.0%}", f"top_k(density={density},chunk=8)") for density in (0.01, 0.1)),
         _compressed("random_k 10%", "random_k(density=0.1,chunk=8)"),

@@ -57,6 +57,16 @@ def test_what_a_plan_loses_by_has_one_name(name: str, method: str) -> None:
         assert method_of((*mixed, *planned("power_sgd").groups[-1:]), CONTEXT) == ""
 
 
+def test_rounding_what_the_forward_pass_reads_is_called_otherwise_than_rounding_gradients_alone() -> None:
+    first, *others = planned("ddp+bf16").groups
+    for name, method in (
+        ("row_sharded_table", "wire=bfloat16+forward"),
+        ("sharded_parameters", "wire=bfloat16"),  # which sends parameters as they are
+    ):
+        group = first.model_copy(update={"strategy": name})
+        assert method_of((group, *others), CONTEXT) == method
+
+
 def planned(name: str) -> autopar.Plan:
     return build_plan(name, GRAPH, CLUSTER, CONTEXT)
 
