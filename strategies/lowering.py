@@ -6,7 +6,7 @@ The order is the same on every rank, whatever the batch (`autopar.strategies.sch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -178,6 +178,13 @@ def fidelity_of(groups: Sequence[SyncGroup], context: Context) -> Fidelity:
         strategy = strategy_named(group.strategy)
         found.add(group_fidelity(group, strategy, check_options(strategy, group, context)))
     return max(found, key=FIDELITIES.index)
+
+
+def rounded_forward(groups: Iterable[SyncGroup]) -> str:
+    """The coarsest 16-bit format of the wire in which the forward pass gets some of what it reads, as `bfloat16`; empty
+    where it gets all as it is."""
+    wires = {g.options.get("wire") for g in groups if strategy_named(g.strategy).rounds_forward}
+    return next((w for w in ("bfloat16", "float16") if w in wires), "")
 
 
 def _weight_and_loss(first: int, graph: TrainingGraph, context: Context) -> list[Call]:

@@ -12,7 +12,7 @@ from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.kinds import keeps_moments
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import Context, strategy_named
-from autopar.strategies.lowering import fidelity_of
+from autopar.strategies.lowering import fidelity_of, rounded_forward
 
 UNLIKE = ("exchange",)
 """Options of strategies that decide who adds up, and little of what is lost."""
@@ -26,8 +26,8 @@ def method_of(groups: Iterable[SyncGroup], context: Context) -> str:
     found = {_method(g) for g in groups if loses(g, context)}
     if not found:
         rounded = [g for g in groups if fidelity_of((g,), context) == "rounded"]
-        forward = any(strategy_named(g.strategy).rounds_forward for g in rounded)
-        found = {f"wire={g.options.get('wire', '')}" + "+forward" * forward for g in rounded}
+        forward = "+forward" if rounded_forward(rounded) else ""
+        found = {f"wire={g.options.get('wire', '')}{forward}" for g in rounded}
     return found.pop() if len(found) == 1 else ""
 
 

@@ -18,6 +18,7 @@ from autopar.runtime.program import Program
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Plan
 from autopar.spec.topology import Topology
+from autopar.strategies.lowering import rounded_forward
 from autopar.verification.differences import (
     ROUNDED_TOLERANCE,
     TOLERANCE,
@@ -30,7 +31,7 @@ from autopar.verification.differences import (
 )
 from autopar.verification.job import Built, Job, batches, build, check_comparable
 from autopar.verification.processes import wait_for
-from autopar.verification.reference import done_path, step_path, told_path
+from autopar.verification.reference import Told, done_path, step_path, tell
 
 Seen = list[tuple[Fragment, torch.Tensor]]
 """The gradients that this rank has updated with."""
@@ -59,7 +60,8 @@ def run(rank: int, job: Job) -> None:
         seen.clear()
         loss = program.step(micro_batches=own) if len(own) > 1 else program.step(own[0])
         if rank == 0:
-            _tell(job, step, program.compile_for(own[-1]).shared_buffers)
+            shared = program.compile_for(own[-1]).shared_buffers
+            tell(job, step, Told(shared, rounded_forward(program.plan.groups)))
         with program.gathered():
             reference = _reference(job, step, rank)
             measure = _measure(job, program, reference["computed in"])
@@ -92,12 +94,6 @@ def _program(rank: int, job: Job, built: Built) -> Program:
     return program
 
 
-def _tell(job: Job, step: int, shared: tuple[str, ...]) -> None:
-    path = told_path(job, step)
-    path.with_suffix(".tmp").write_text(json.dumps(shared))
-    path.with_suffix(".tmp").rename(path)
-
-
 def _reference(job: Job, step: int, rank: int) -> dict[str, Any]:
     path = step_path(job, step)
     wait_for(path.exists)
@@ -109,7 +105,9 @@ def _reference(job: Job, step: int, rank: int) -> dict[str, Any]:
 def _measure(job: Job, program: Program, computed_in: str) -> Measure:
     wires = {str(g.options.get("wire", "same")) for g in program.plan.groups} & ROUNDED_TOLERANCE.keys()
     dtype = getattr(torch, computed_in)
-    usual = TOLERANCE.get(dtype, 16 * torch.finfo(dtype).eps)
+    forward = rounded_forward(program.plan.groups)  # a gradient flows through it
+    through = coarsest([dtype, getattr(torch, forward)]) if forward else dtype
+    usual = TOLERANCE.get(through, 16 * torch.finfo(through).eps)
     allowed = max([usual, *(ROUNDED_TOLERANCE[w] for w in wires)])
     return Measure(job.tolerance or allowed, coarsest([dtype, *(getattr(torch, w) for w in wires)]))
 

@@ -58,3 +58,15 @@ def test_what_rounding_makes_of_gradients_is_allowed_and_twice_the_gradient_is_n
     *right, wrong = run_ranks(2, rounded_steps)[0]
     assert right == [""] * 3
     assert "the gradient of 'layers.2.weight'" in wrong
+
+
+def made() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], Any]:
+    torch.manual_seed(1)
+    return Net(False), (torch.randn(16, 32), torch.randint(6, (16,))), F.cross_entropy
+
+
+def test_a_verification_allows_it_too() -> None:
+    rounded = autopar.verify(made, strategy="column_parallel+bf16", world_size=2, steps=5)
+    assert rounded.passed, rounded.steps
+    exact = autopar.verify(made, strategy="column_parallel", world_size=2, steps=1)
+    assert exact.passed and exact.tolerance < 1e-9

@@ -18,7 +18,6 @@ from autopar.runtime.optimizers.own_settings import bare_copy, kept_settings
 from autopar.runtime.proofs.probes import Probe, Seen
 from autopar.runtime.proofs.rows import Held, Row, sum_rows
 from autopar.runtime.proofs.subject import Subject
-from autopar.strategies import strategy_named
 
 TOLERANCE = {
     torch.float64: 1e-8,
@@ -196,14 +195,6 @@ def tolerance_of(graph: TrainingGraph, groups: Sequence[Group] = ()) -> float:
     dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype in TOLERANCE}
     computed = max((TOLERANCE[d] for d in dtypes), default=TOLERANCE[torch.float32])
     return max([computed, *(WIRE_ROUNDING.get(str(g.spec.options.get("wire")), 0.0) for g in groups)])
-
-
-def rounded_forward(groups: Sequence[Group]) -> torch.dtype | None:
-    """The coarsest 16-bit format of the wire in which the forward pass gets some of what it reads; `None` where it gets
-    all as it is."""
-    wires = {str(g.spec.options.get("wire")) for g in groups if strategy_named(g.spec.strategy).rounds_forward}
-    coarsest = max(wires & WIRE_ROUNDING.keys(), key=lambda w: WIRE_ROUNDING[w], default=None)
-    return None if coarsest is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}[coarsest]
 
 
 def _off(

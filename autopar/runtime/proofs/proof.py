@@ -33,15 +33,7 @@ from autopar.runtime.model.eager import backward, loss_of, without_trace
 from autopar.runtime.optimizers.elsewhere import Elsewhere
 from autopar.runtime.optimizers.own_settings import kept_settings
 from autopar.runtime.proofs.blame import blame, blame_feedback, blame_tracing, blame_wire, first_difference
-from autopar.runtime.proofs.differences import (
-    Comparison,
-    Difference,
-    Expected,
-    difference,
-    rounded_forward,
-    times,
-    tolerance_of,
-)
+from autopar.runtime.proofs.differences import Comparison, Difference, Expected, difference, times, tolerance_of
 from autopar.runtime.proofs.feedback import KIND, Feedback
 from autopar.runtime.proofs.one_pass import How, Ran, step_by_graph, step_eagerly
 from autopar.runtime.proofs.perturbation import PERTURBATION, perturb, round_otherwise
@@ -50,6 +42,7 @@ from autopar.runtime.proofs.subject import Subject, largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
 from autopar.runtime.proofs.wire_range import beyond_float16
 from autopar.runtime.uncaptured.model import EagerModel
+from autopar.strategies.lowering import rounded_forward
 
 _LOWERED, _MOST_LOWERED = 1 / 16, 8
 """By what the scale of the loss is lowered in a trial, and how often at most."""
@@ -319,11 +312,11 @@ class Proof:
         """How far the eager results move, in what is allowed, where each parameter moves by a rounding, and all that is
         passed back is rounded otherwise: gradients that add up to nothing show how large their terms are. Where 16 bits
         on the wire round what the forward pass reads, parameters move as far as these round."""
-        wire = rounded_forward(self.of.groups)
         found = self._moved(comparison)
-        for draw in range(FORWARD_DRAWS if wire is not None else 0):
-            for n, times_allowed in self._moved(comparison, wire, draw).items():
-                found[n] = max(found[n], times_allowed * FORWARD_ROUNDING / ROUNDING)
+        wire = rounded_forward(g.spec for g in self.of.groups)
+        for draw in range(FORWARD_DRAWS if wire else 0):
+            for n, far in self._moved(comparison, getattr(torch, wire), draw).items():
+                found[n] = max(found[n], far * FORWARD_ROUNDING / ROUNDING)
         return found
 
     def _moved(self, comparison: Comparison, to: torch.dtype | None = None, draw: int = 0) -> dict[str, float]:
