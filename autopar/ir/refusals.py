@@ -149,7 +149,7 @@ def was_raised(e: BaseException) -> bool:
 
 
 def let_go_of_frames(e: BaseException | None) -> None:
-    """Lets go of what stands in the frames that an error, and those that it came of, have passed through."""
+    """Clears the local variables of all frames that an error, or one that it came of, has passed through."""
     done: set[int] = set()
     while e is not None and id(e) not in done:
         traceback.clear_frames(e.__traceback__)

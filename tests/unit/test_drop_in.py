@@ -261,7 +261,7 @@ def test_an_object_in_the_output_is_the_models_own() -> None:
     module = autopar.optimize(plain, example_inputs=X[:, :3], capture="always")
     assert module(X[:, :3])[1] == (Kind.ONE, torch.float64, range(2))
     for made in (_distribution, lambda scores: {scores, 1}):
-        with pytest.warns(AutoparWarning, match=r"(returns an object of type|it calls 'set')[^$]* runs eagerly"):
+        with pytest.warns(AutoparWarning, match=r"(?s)(returns an object of type|it calls 'set').* runs eagerly"):
             module = autopar.optimize(Beside(made), example_inputs=X[:, :3])
         scores, other = module(X[:, :3])
         assert isinstance(other, type(made(scores)))

@@ -24,8 +24,8 @@ def perturb(parameters: Mapping[str, nn.Parameter], relative: float) -> None:
 
 
 def round_otherwise(parameters: Mapping[str, nn.Parameter], to: torch.dtype | None = None, draw: int = 0) -> None:
-    """Moves each element of parameters by about as much as it is rounded by, up or down, the same on all ranks: in its
-    own dtype, or `to` a narrower one. `draw`: which of them go up."""
+    """Moves each element of parameters up or down, the same way on all ranks: by four roundings to its own dtype, or by
+    one rounding to the narrower dtype `to`. Another `draw` takes other directions."""
     with torch.no_grad():
         for seed, (_, p) in enumerate(sorted(parameters.items())):
             by = 2 * torch.finfo(p.dtype).eps if to is None else torch.finfo(to).eps / 2

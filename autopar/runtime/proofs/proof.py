@@ -51,8 +51,9 @@ _OTHERWISE = 0.75
 ROUNDING = 16.0
 """How many times as much as rounding moves the eager result a difference may be."""
 FORWARD_ROUNDING, FORWARD_DRAWS = 3.0, 3
-"""The same, where the forward pass reads what 16 bits on the wire have rounded; and how often that is tried, as few
-samples behind a ReLU move gradients, each by a lot."""
+"""Where the wire rounds values to 16 bits that the forward pass reads: how many times as much as such a rounding of the
+parameters moves the eager gradients a difference may be, and how many roundings are tried. The largest counts, as a few
+samples that change sides of a ReLU decide how far gradients move."""
 
 
 class Proof:
