@@ -27,7 +27,7 @@ from autopar.runtime.compiled import Settings
 from autopar.spec.cluster import ClusterSpec
 from autopar.training import Training
 from benchmarks.harness import Report, Target, options, publish
-from benchmarks.plots import Plot
+from benchmarks.plots import Plot, check_can_draw
 
 CAPTURE_S, MEMORY_GB = 60.0, 4.0
 BUDGET_S = 2.0
@@ -194,6 +194,8 @@ def plots(found: dict[str, Any]) -> list[Plot]:
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Of these cases alone.")
 @options
 def main(only: tuple[str, ...], **output: Any) -> None:
+    if output["save"]:
+        check_can_draw()
     columns = ["case", "capture, s (CPU)", "planning, s (CPU)", "memory, GB", "plans priced", "plan", "step said, ms"]
     report = Report("planning", "Planning: seconds and memory, by layers and by ranks", columns)
     for name in only or CASES:

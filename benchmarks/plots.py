@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+import click
+
+
+def check_can_draw() -> None:
+    """Raises `click.ClickException` where Matplotlib is missing: to be called before the work whose plots it draws."""
+    if find_spec("matplotlib") is None:
+        raise click.ClickException("--save draws plots with Matplotlib, which is not installed: pip install '.[bench]'")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from autopar.ir.kept_results import refuse_kept_draws, seen_kept_results
 from autopar.ir.model_output import check_output, find_loss, output_tensors
 from autopar.ir.observers import Observers
 from autopar.ir.own_outputs import own_outputs
+from autopar.ir.python_draws import refused_draws
 from autopar.ir.recording import traceable_recording
 from autopar.ir.recurrent import recurrent_dropout
 from autopar.ir.refusals import let_go_of_frames, own_error, places, refusal, was_raised
@@ -264,6 +265,7 @@ def _dynamo(step: _Step, tensors: tuple[torch.Tensor, ...], rewritten: bool) -> 
     with torch._dynamo.config.patch(settings), seen_effects() as effects:
         with (
             harmless_attributes(),
+            refused_draws(),
             _compiling_state_context(),
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),

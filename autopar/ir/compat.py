@@ -1,4 +1,4 @@
-"""What PyTorch calls otherwise in the versions that autopar runs on (2.11 to 2.13), each thing under one name.
+"""What PyTorch calls otherwise in the versions that autopar runs on (2.11 to 2.15), each thing under one name.
 
 Asked is whether the newer name is there, never what version it is; where the oldest version that is supported has a
 newer name, the older one goes from here.

@@ -111,13 +111,19 @@ _CAUSES = tuple(
             "before the program is made.",
         ),
         (
+            r"`(?:<unknown module>\.)?(Random\.\w+?)\.?`|(RandomState\.\w+) of RandomState\(",
+            "it calls {0}, whose numbers differ in every step, and a graph would hold the first",
+            "Draw with torch.rand and its like, or before the step, and pass the numbers in the batch.",
+        ),
+        (
             r"pack_padded_sequence|pack_sequence|PackedSequence",
             "it packs sequences, and the shapes of packed ones depend on a tensor's values",
             "Run the layer on padded sequences, and mask what lies behind their ends.",
         ),
         (
             r"marked that the function `([^`]*)`"
-            r"|does not know how to trace (?:[\w ]+ )?`(?:<unknown module>\.)?([^`]*?)\.?`",
+            r"|does not know how to trace (?:[\w ]+ )?`(?:<unknown module>\.)?([^`]*?)\.?`"
+            r"|Called `([\w.]+)\(",
             "it calls {0}, which PyTorch cannot trace",
             "Call it before the step and pass the result in the batch, or wrap it as a torch.library.custom_op.",
         ),

@@ -38,6 +38,6 @@ def test_the_models_own_dtype_shows_what_float64_hides() -> None:
         found = autopar.verify(make, strategy="ddp", world_size=2, steps=3, check="never", dtype=dtype)
         return max(s.largest for s in found.steps) / found.tolerance
 
-    assert largest(verified.fused_in_sixteen_bits, "float64") <= 1
-    assert largest(verified.fused_in_sixteen_bits, "own") > 1
+    assert largest(verified.wrong_in_sixteen_bits, "float64") <= 1
+    assert largest(verified.wrong_in_sixteen_bits, "own") > 1
     assert largest(verified.sixteen_bits, "own") <= 1

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.runtime import base_program
-from autopar.runtime.optimizers import optimizer
 
 Made = tuple[nn.Module, Any, Any]
 
@@ -61,16 +60,25 @@ def miscounted() -> Made:
     return statistics(counts=2 if _is_a_rank() else 1)
 
 
-def sixteen_bits() -> Made:
+def sixteen_bits() -> tuple[nn.Sequential, Any, Any]:
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3)).bfloat16()
     return model, (torch.randn(16, 8).bfloat16(), torch.randint(0, 3, (16,))), F.cross_entropy
 
 
-def fused_in_sixteen_bits() -> Made:
-    """PyTorch's fused SGD, which leaves most of 16-bit parameters on CPUs as they are."""
+class Doubles(nn.Linear):
+    """Returns twice what it should where it computes in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if x.dtype.itemsize == 2 else y
+
+
+def wrong_in_sixteen_bits() -> Made:
+    """Ranks compute otherwise, in 16 bits alone."""
+    model, batch, loss_fn = sixteen_bits()
     if _is_a_rank():
-        vars(optimizer)["EXACT_BYTES"] = 1
-    return sixteen_bits()
+        model[2].__class__ = Doubles
+    return model, batch, loss_fn
 
 
 def _is_a_rank() -> bool:

@@ -7,9 +7,11 @@ import logging
 import math
 import random
 import sys
+import time
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,7 +73,36 @@ class Caught(Model):
 
 class Elsewhere(Model):
     def looked_at(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y * time.perf_counter()  # HERE
+
+
+class Draws(Model):
+    def looked_at(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return y * random.random()  # HERE
+
+
+class DrawsAnInteger(Model):
+    def looked_at(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y * random.randint(1, 9)  # HERE
+
+
+class DrawsFromItsOwn(Model):
+    generator = random.Random(3)
+
+    def looked_at(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y * self.generator.uniform(1, 9)  # HERE
+
+
+class Shuffles(Model):
+    def looked_at(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        order = list(range(len(y)))
+        random.shuffle(order)  # HERE
+        return y * torch.tensor(order)[:, None]
+
+
+class DrawsWithNumPy(Model):
+    def looked_at(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y * torch.from_numpy(np.random.normal(size=(len(y), 1))).float()  # HERE
 
 
 class Raises(Model):
@@ -96,7 +127,12 @@ class FreezesLate(Model):
         (Item, "a number of Python's", "pass it in the batch"),
         (Mask, "the shape of a result depends on a tensor's values", "x[mask]"),
         (Caught, "a branch depends on a tensor's value", "torch.where"),
-        (Elsewhere, "it calls Random.random", "Call it before the step"),
+        (Elsewhere, "it calls time.perf_counter", "Call it before the step"),
+        (Draws, "it calls Random.random", "Draw with torch.rand"),
+        (DrawsAnInteger, "it calls Random.randint", "Draw with torch.rand"),
+        (DrawsFromItsOwn, "it calls Random.uniform", "Draw with torch.rand"),
+        (Shuffles, "it calls Random.shuffle", "Draw with torch.rand"),
+        (DrawsWithNumPy, "it calls RandomState.normal", "Draw with torch.rand"),
         (Raises, "it raised RuntimeError('of my own')", "The model itself"),
         (Mismatch, "is invalid for input of size 24", "run model(batch)"),
         (FreezesLate, "sets requires_grad", "detach()"),
