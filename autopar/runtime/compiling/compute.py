@@ -11,7 +11,8 @@ import torch
 import torch.fx
 
 from autopar.runtime.compiling.heap import keep_freed_memory
-from autopar.runtime.compiling.inductor import Compiled, compile_graph, output_strides
+from autopar.runtime.compiling.inductor import Compiled, compile_errors, compile_graph, output_strides
+from autopar.runtime.compiling.kernels import one_file
 from autopar.runtime.compiling.passes import fold_cats_of_one, functional, noise_of_shapes
 from autopar.runtime.compiling.products import is_onednn_faster, products_by_onednn
 from autopar.runtime.compiling.regions import (
@@ -48,7 +49,8 @@ class Compiler:
         noise_of_shapes(module.graph)
         if self.onednn:
             products_by_onednn(module.graph)
-        return _Rewriter(module, self).write()
+        with one_file():
+            return _Rewriter(module, self).write()
 
     def of(
         self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]
@@ -57,7 +59,8 @@ class Compiler:
         self.regions += 1
         key = _key(part)
         if key not in self.known:
-            run = self.compile(part, inputs)
+            with compile_errors():
+                run = self.compile(part, inputs)
             planned = output_strides(run)
             fakes = fake_outputs(part, inputs)
             strides = [planned.get(i, tuple(t.stride())) for i, t in enumerate(fakes)]

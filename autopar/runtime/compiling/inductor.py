@@ -13,7 +13,6 @@ import torch
 import torch.fx
 
 from autopar.errors import CompileError
-from autopar.runtime.compiling.kernels import one_file
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes a region's inputs as a list, which it empties, so that each is freed after its last use; returns outputs."""
@@ -64,8 +63,8 @@ def probe_best_instructions() -> None:
 def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
     """Compiles a graph without side effects, which returns a tuple of tensors.
 
-    `inputs`: fake tensors, one for each placeholder. Outputs keep the strides that the graph's fake values have. Raises
-    `CompileError` where inductor fails.
+    `inputs`: fake tensors, one for each placeholder. Outputs keep the strides that the graph's fake values have. Within
+    `one_file()` the function can be called once that has closed. Raises what inductor raises where it fails.
     """
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import compile_fx_inner
@@ -75,22 +74,28 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
 
     mode = detect_fake_mode(inputs) or detect_fake_mode([n.meta.get("val") for n in module.graph.nodes])
     assert mode is not None, "a captured graph has fake values"
+    if all(t.device.type == "cpu" for t in inputs):
+        probe_best_instructions()
+    with _settled(mode):
+        decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+        joint_graph_passes(decomposed)
+        output = decomposed.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        compiled: Compiled = compile_fx_inner(decomposed, list(inputs), is_inference=True)
+    return compiled
+
+
+@contextlib.contextmanager
+def compile_errors() -> Iterator[None]:
+    """Raises `CompileError` in the place of what inductor, or the compiler that it starts, raises within it."""
     try:
-        if all(t.device.type == "cpu" for t in inputs):
-            probe_best_instructions()
-        with _settled(mode):
-            decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
-            joint_graph_passes(decomposed)
-            output = decomposed.graph.output_node()
-            output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-            compiled: Compiled = compile_fx_inner(decomposed, list(inputs), is_inference=True)
+        yield
     except Exception as e:
         first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise CompileError(
             f"inductor, PyTorch's compiler, failed on a part of the step: {type(e).__name__}: {first}. Leave "
             "compile=True out; TORCH_LOGS=+inductor shows more"
         ) from e
-    return compiled
 
 
 def output_strides(compiled: Compiled) -> dict[int, tuple[int, ...]]:
@@ -113,5 +118,4 @@ def _settled(mode: Any) -> Iterator[None]:
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
         stack.enter_context(config.patch(layout_optimization=False))
-        stack.enter_context(one_file())
         yield

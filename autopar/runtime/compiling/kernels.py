@@ -1,4 +1,4 @@
-"""One start of the C++ compiler for all kernels of a region: inductor starts it for each, and most of a small kernel's
+"""One start of the C++ compiler for all kernels of a step: inductor starts it for each, and most of a small kernel's
 time is what loading PyTorch's headers takes."""
 
 from __future__ import annotations
@@ -6,35 +6,49 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from autopar.runtime.compiling.inductor import compile_errors
+
 _INCLUDE = re.compile(r"^\s*#include .*$", re.MULTILINE)
 _POINTER = re.compile(r"(const )?\w+\s?\*")
-_ATTRIBUTE = "_autopar_kernels"
 
 
 @contextlib.contextmanager
 def one_file() -> Iterator[None]:
-    """While it is open, inductor compiles all kernels of a graph that it asks for together as one C++ file."""
+    """While it is open, inductor's graphs are made without their kernels; when it closes, all of them are compiled as
+    one C++ file. Raises `CompileError` where that fails."""
     from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     alone: Callable[..., Any] = AsyncCompile.cpp_pybinding
+    wait = AsyncCompile.wait
+    kernels = Kernels(CppPythonBindingsCodeCache.load_pybinding)
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
 
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str, *others: Any, **named: Any) -> Any:
         if others or named or not is_joinable(argtypes, source_code):
             return alone(self, argtypes, source_code, *others, **named)
-        kernels = self.__dict__.setdefault(_ATTRIBUTE, Kernels(CppPythonBindingsCodeCache.load_pybinding))
-        return LambdaFuture(kernels.add(argtypes, source_code))
+        return kernels.add(argtypes, source_code)
+
+    def wait_later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        waiting.append((self, scope))
 
     AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
+    AsyncCompile.wait = wait_later  # type: ignore[method-assign]
     try:
         yield
     finally:
         AsyncCompile.cpp_pybinding = alone  # type: ignore[method-assign]
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+        with compile_errors():
+            for compiler, scope in waiting:
+                scope |= {name: k.function() for name, k in scope.items() if isinstance(k, Kernel)}
+                wait(compiler, scope)
 
 
 def is_joinable(argtypes: Sequence[str], source: str) -> bool:
@@ -44,27 +58,42 @@ def is_joinable(argtypes: Sequence[str], source: str) -> bool:
 
 
 class Kernels:
-    """The kernels of one graph, compiled together when the first of them is wanted."""
+    """Kernels that are compiled together when the first of them is wanted."""
 
     def __init__(self, load: Callable[[list[str], str], Callable[..., None]]) -> None:
         self._load = load
-        self._added: list[tuple[Sequence[str], str]] = []
+        self._added: dict[tuple[tuple[str, ...], str], Kernel] = {}
         self._run: Callable[..., None] | None = None
 
-    def add(self, argtypes: Sequence[str], source: str) -> Callable[[], Callable[..., None]]:
-        """Takes a kernel. What is returned gives its function, once all were added."""
-        if self._run is not None:  # a graph's kernels come before any is wanted
-            return lambda: self._load(list(argtypes), source)
-        self._added.append((argtypes, source))
-        return partial(self._function, len(self._added) - 1)
+    def add(self, argtypes: Sequence[str], source: str) -> Kernel | Callable[..., None]:
+        """Takes a kernel; equal ones are one."""
+        key = tuple(argtypes), source
+        if key not in self._added and self._run is not None:  # too late for the file
+            return self._load(list(argtypes), source)
+        return self._added.setdefault(key, Kernel(self, len(self._added), len(argtypes)))
 
-    def _function(self, place: int) -> Callable[..., None]:
-        width = max(len(argtypes) for argtypes, _ in self._added)
+    def function(self, kernel: Kernel) -> Callable[..., None]:
+        """What runs the kernel."""
+        width = max(k.width for k in self._added.values())
         if self._run is None:
-            self._run = self._load(["int64_t", *["void*"] * width], joined(self._added))
-        missing = [torch.empty(0)] * (width - len(self._added[place][0]))
-        run = partial(self._run, place)
+            self._run = self._load(["int64_t", *["void*"] * width], joined([*self._added]))
+        run = partial(self._run, kernel.place)
+        missing = [torch.empty(0)] * (width - kernel.width)
         return (lambda *given: run(*given, *missing)) if missing else run
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One among several; what is generated to call it gets its function in its place."""
+
+    among: Kernels
+    place: int
+    width: int
+    """How many tensors it takes."""
+
+    def function(self) -> Callable[..., None]:
+        """What runs it."""
+        return self.among.function(self)
 
 
 def joined(kernels: Sequence[tuple[Sequence[str], str]]) -> str:
