@@ -31,6 +31,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.captures import Captures, check_trained, signature_key
 from autopar.runtime.compiled import Compiled, Settings
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.job.order import CollectiveOrder
 from autopar.runtime.job.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
 from autopar.runtime.model.buffers import shared_buffers
@@ -90,6 +91,7 @@ class BaseProgram:
         self._parameters = named_parameters(model, settings.loss_fn)
         self._buffers = {s + n: b for s, o in owners.items() for n, b in o.named_buffers(remove_duplicate=False)}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        keep_freed_memory()
         self._compiled = Captures[Compiled](group.rank == 0, settings.max_captures, lambda c: forget(c.every_graph))
         self._shapes = BatchShapes(are_symbolic=settings.compiler is None)
         self._hooks = ModuleHooks(owners.values())

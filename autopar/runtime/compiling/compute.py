@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.runtime.compiling.heap import keep_freed_memory
 from autopar.runtime.compiling.inductor import Compiled, compile_errors, compile_graph, output_strides
 from autopar.runtime.compiling.kernels import one_file
 from autopar.runtime.compiling.passes import fold_cats_of_one, functional, noise_of_shapes
@@ -43,7 +42,6 @@ class Compiler:
 
     def compiled(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """The graph, with its plan as it is: collectives, waits and updates in their order."""
-        keep_freed_memory()
         functional(module.graph)
         fold_cats_of_one(module.graph)
         noise_of_shapes(module.graph)
