@@ -41,6 +41,7 @@ NOTES = (
     "one thread each; below 1 autopar is faster. DDP is the fastest of its bucket sizes, with gradients as views of "
     "the buckets, and find_unused_parameters=True for the models in which parameters go unused (experts, early exit). "
     "Both have a fused AdamW.",
+    "The floor is what autopar sends, over the link's rate: no step that sends as much takes less.",
     "Plans may leave parameters on their way into the next forward pass (optimize(late_parameters=True)): each is "
     "waited for as it is first used.",
     "'Predicted' is what the plan says, from times measured on an idle rank, over what its steps took: hosts of the "
@@ -69,13 +70,15 @@ def measure(
     raise click.ClickException(f"{workload}/{cluster_name}: {outcome.absent}")
 
 
-def examine(report: Report, outcome: CaseOutcome, predicted_s: float) -> float:
+def examine(report: Report, outcome: CaseOutcome, predicted_s: float, cluster: ClusterSpec) -> float:
     """Adds a case's row and its figures; returns the ratio."""
+    assert cluster.network.bandwidth is not None, "the lab's clusters say their rate"
     ours = next(e.system for e in outcome.entries if e.ours)
     theirs = next(e.system for e in outcome.entries if not e.ours)
     ratio, difference = relative(ours, theirs), outcome.loss_difference(ours)
     took_s = Spread.of(ours.step_s.values()).median
-    sent = [f"{(s.sent_bytes or math.nan) / 1e6:.1f}" for s in (ours, theirs)]
+    sent_bytes = [s.sent_bytes or math.nan for s in (ours, theirs)]
+    floor_s = sent_bytes[0] / cluster.network.bandwidth.value
     report.rows.append(
         (
             outcome.workload,
@@ -83,7 +86,8 @@ def examine(report: Report, outcome: CaseOutcome, predicted_s: float) -> float:
             f"{1e3 * took_s:.0f}",
             f"{1e3 * theirs.median_step_s:.0f}",
             f"{ratio:.3f}",
-            *sent,
+            f"{floor_s / theirs.median_step_s:.2f}",
+            *(f"{n / 1e6:.1f}" for n in sent_bytes),
             f"{theirs.options.get('bucket_cap_mb', '')}",
             f"{predicted_s / took_s:.2f}",
             f"{difference:.1e}",
@@ -94,6 +98,7 @@ def examine(report: Report, outcome: CaseOutcome, predicted_s: float) -> float:
         "ours_s": list(ours.step_s.values()),
         "ddp_s": list(theirs.step_s.values()),
         "predicted_s": predicted_s,
+        "floor_s": floor_s,
         "machine": outcome.machine,
     }
     return ratio.median
@@ -136,6 +141,7 @@ def main(only: tuple[str, ...], late: bool, check: bool, json_file: str | None, 
             "autopar ms",
             "DDP ms",
             "autopar in DDP's",
+            "floor in DDP's",
             "MB sent a rank",
             "MB, DDP",
             "MiB a bucket of DDP's",
@@ -152,7 +158,7 @@ def main(only: tuple[str, ...], late: bool, check: bool, json_file: str | None, 
             ranks = stack.enter_context(Ranks(lab.ranks))
             for workload in (w for c, w in cases if c == cluster_name):
                 outcome, predicted_s = measure(workload, cluster_name, cluster, ranks, lab.note, late)
-                ratios.setdefault(workload, []).append(examine(report, outcome, predicted_s))
+                ratios.setdefault(workload, []).append(examine(report, outcome, predicted_s, cluster))
                 click.echo("  ".join(report.rows[-1]), err=True)
     finish(report, ratios)
     if not late:
