@@ -47,8 +47,13 @@ class Compiler:
         noise_of_shapes(module.graph)
         if self.onednn:
             products_by_onednn(module.graph)
-        with one_file():
-            return _Rewriter(module, self).write()
+        known = dict(self.known)
+        try:
+            with one_file():
+                return _Rewriter(module, self).write()
+        except BaseException:
+            self.known = known  # regions added since have no kernels, and cannot be run
+            raise
 
     def of(
         self, part: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]

@@ -21,7 +21,7 @@ _POINTER = re.compile(r"(const )?\w+\s?\*")
 @contextlib.contextmanager
 def one_file() -> Iterator[None]:
     """While it is open, inductor's graphs are made without their kernels; when it closes, all of them are compiled as
-    one C++ file. Raises `CompileError` where that fails."""
+    one C++ file. Raises `CompileError` where that fails; then none of these graphs can be run."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -45,10 +45,10 @@ def one_file() -> Iterator[None]:
     finally:
         AsyncCompile.cpp_pybinding = alone  # type: ignore[method-assign]
         AsyncCompile.wait = wait  # type: ignore[method-assign]
-        with compile_errors():
-            for compiler, scope in waiting:
-                scope |= {name: k.function() for name, k in scope.items() if isinstance(k, Kernel)}
-                wait(compiler, scope)
+    with compile_errors():
+        for compiler, scope in waiting:
+            scope |= {name: kernels.function(k) for name, k in scope.items() if isinstance(k, Kernel)}
+            wait(compiler, scope)
 
 
 def is_joinable(argtypes: Sequence[str], source: str) -> bool:
@@ -57,43 +57,36 @@ def is_joinable(argtypes: Sequence[str], source: str) -> bool:
     return all(_POINTER.fullmatch(a) for a in argtypes) and bool(re.match(r'extern "C"\s+void\s+kernel\(', text))
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """Stands for a kernel in the code that inductor has generated, until its function takes this object's place."""
+
+    place: int
+    """Among the kernels of the file."""
+    width: int
+    """How many tensors it takes."""
+
+
 class Kernels:
-    """Kernels that are compiled together when the first of them is wanted."""
+    """Kernels that are compiled together when the first function of theirs is asked for, once all are added."""
 
     def __init__(self, load: Callable[[list[str], str], Callable[..., None]]) -> None:
         self._load = load
         self._added: dict[tuple[tuple[str, ...], str], Kernel] = {}
         self._run: Callable[..., None] | None = None
 
-    def add(self, argtypes: Sequence[str], source: str) -> Kernel | Callable[..., None]:
-        """Takes a kernel; equal ones are one."""
-        key = tuple(argtypes), source
-        if key not in self._added and self._run is not None:  # too late for the file
-            return self._load(list(argtypes), source)
-        return self._added.setdefault(key, Kernel(self, len(self._added), len(argtypes)))
+    def add(self, argtypes: Sequence[str], source: str) -> Kernel:
+        """Adds a kernel to the file; returns the same object for equal kernels."""
+        return self._added.setdefault((tuple(argtypes), source), Kernel(len(self._added), len(argtypes)))
 
     def function(self, kernel: Kernel) -> Callable[..., None]:
-        """What runs the kernel."""
+        """The function that runs the kernel; compiles the file when this is called first."""
         width = max(k.width for k in self._added.values())
         if self._run is None:
             self._run = self._load(["int64_t", *["void*"] * width], joined([*self._added]))
         run = partial(self._run, kernel.place)
         missing = [torch.empty(0)] * (width - kernel.width)
         return (lambda *given: run(*given, *missing)) if missing else run
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """One among several; what is generated to call it gets its function in its place."""
-
-    among: Kernels
-    place: int
-    width: int
-    """How many tensors it takes."""
-
-    def function(self) -> Callable[..., None]:
-        """What runs it."""
-        return self.among.function(self)
 
 
 def joined(kernels: Sequence[tuple[Sequence[str], str]]) -> str:
