@@ -10,7 +10,7 @@ library that reaches less of it, or processors that cannot keep up are found onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -75,12 +75,12 @@ class Calibrated:
         self,
         calibration: Calibration,
         world_size: int,
-        computed_s: Callable[[Call], float],
+        computed_s: Callable[[Call], tuple[float, float]],
         rates: Sequence[float],
         path: Callable[[int, int], Sequence[int]],
     ) -> None:
-        """By the cluster's figures: `computed_s`, seconds of a collective; `rates`, bytes per second of each link;
-        `path`, those links that lie between two ranks."""
+        """By the cluster's figures: `computed_s`, seconds of a collective, and those of a rank's processor, on
+        average; `rates`, bytes per second of each link; `path`, those links that lie between two ranks."""
         self._world_size = world_size
         self._reached = [0.0] * len(rates)
         """How much of its rate a message over each link was measured to reach; 0 where none was."""
@@ -92,24 +92,36 @@ class Calibrated:
         self._faster_links = max([1.0, *self._reached])
         """By how much some link is faster than the figures say."""
         self._tables: dict[tuple[str, Subgroups], _Table] = {}
+        self._processor: dict[tuple[str, Subgroups], _Table] = {}
         least = SLOPES[0]
         for times in sorted(calibration.collectives, key=lambda t: (t.kind != "all_reduce", bool(t.teams))):
-            computed = [computed_s(measured(times, size, world_size)) for size in times.size_bytes]
+            found = [computed_s(measured(times, size, world_size)) for size in times.size_bytes]
+            computed, processor_s = zip(*found, strict=True)
             table = _Table.of(times.size_bytes, times.seconds, computed, least)
             if (times.kind, times.teams) == ("all_reduce", ()):
                 least = FASTER * table.slope
             self._tables[times.kind, times.teams] = table
+            if all(processor_s) and all(times.processor_s):
+                self._processor[times.kind, times.teams] = _Table.of(times.size_bytes, times.processor_s, processor_s)
 
     def seconds(self, call: Call, computed_s: float, wire_s: float) -> float:
         """Of a collective that would take `computed_s`, of which its bytes take `wire_s` on the fullest link: what was
         measured may have been slow for another reason, and tells of links only by how fast they were. Subgroups that
         were not measured are taken for all ranks together, collectives that were not for an all-reduce."""
-        op = collective_of(call)
-        for key in ((op.name, op.subgroups), (op.name, ()), ("all_reduce", ())):
-            if key in self._tables:
-                least_s = FASTER * wire_s / self._faster_links
-                return max(least_s, self._tables[key].seconds(op.size_bytes(call, self._world_size), computed_s))
-        return computed_s
+        table = _nearest(self._tables, call)
+        if table is None:
+            return computed_s
+        return max(FASTER * wire_s / self._faster_links, table.seconds(self._size_bytes(call), computed_s))
+
+    def processor_times(self, call: Call, computed_s: float) -> float:
+        """How many times as long as computed a collective keeps a rank's processor, for which `computed_s` were."""
+        table = _nearest(self._processor, call)
+        return (
+            1.0 if table is None or computed_s <= 0 else table.seconds(self._size_bytes(call), computed_s) / computed_s
+        )
+
+    def _size_bytes(self, call: Call) -> int:
+        return collective_of(call).size_bytes(call, self._world_size)
 
     def loads(self, computed: Floats, longer: float) -> Floats:
         """Parts of links, and of what hosts can move, that a collective fills which takes so many times `longer` than
@@ -119,6 +131,13 @@ class Calibrated:
         reached = np.array(self._reached)
         filled = np.minimum(1.0, computed[:links] / longer / np.where(reached > 0, reached, 1.0))
         return np.append(np.where(reached > 0, filled, computed[:links]), computed[links:])
+
+
+def _nearest(tables: Mapping[tuple[str, Subgroups], _Table], call: Call) -> _Table | None:
+    """The table of a collective among its subgroups; else among all ranks; else that of an all-reduce."""
+    op = collective_of(call)
+    keys = ((op.name, op.subgroups), (op.name, ()), ("all_reduce", ()))
+    return next((tables[key] for key in keys if key in tables), None)
 
 
 def host_bytes_per_s(calibration: Calibration, world_size: int) -> float | None:

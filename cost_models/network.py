@@ -131,14 +131,15 @@ class Network:
         return np.asarray(sum(traffic for _, traffic in self.phases(call)))
 
     def transfer(self, call: Call) -> Transfer:
-        """The transfer that a collective's call makes: its seconds, bytes and loads."""
-        computed = self._computed(call)
+        """The transfer that a collective's call makes: its seconds, bytes and loads, and what it takes of compute."""
+        computed, processor_s = self._computed(call)
         if self._calibrated is None:
-            return computed
+            return replace(computed, taken=self._taken(processor_s, computed.seconds))
         wire_s = computed.seconds * float(computed.loads[: len(self.links)].max(initial=0.0))
         seconds = self._calibrated.seconds(call, computed.seconds, wire_s)
         loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
-        return replace(computed, seconds=seconds, loads=loads)
+        times = self._calibrated.processor_times(call, float(processor_s.mean()))
+        return replace(computed, seconds=seconds, loads=loads, taken=self._taken(times * processor_s, seconds))
 
     @cached_property
     def _calibrated(self) -> Calibrated | None:
@@ -147,13 +148,18 @@ class Network:
         return Calibrated(
             self._calibration,
             self.world_size,
-            lambda c: self._computed(c).seconds,
+            self._computed_s,
             self.bandwidth.tolist(),
             self._ways.between,
         )
 
-    def _computed(self, call: Call) -> Transfer:
-        """By the figures of the cluster and of the backend."""
+    def _computed_s(self, call: Call) -> tuple[float, float]:
+        computed, processor_s = self._computed(call)
+        return computed.seconds, float(processor_s.mean())
+
+    def _computed(self, call: Call) -> tuple[Transfer, Floats]:
+        """By the figures of the cluster and of the backend: the transfer, which does not say what it takes; and, by
+        rank, the seconds for which it keeps a processor core."""
         op, n, backend = collective_of(call), self.world_size, self.backend
         sent, received = wire_bytes(call, n)
         phases = self.phases(call)
@@ -170,25 +176,28 @@ class Network:
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads: Floats = np.append(links_s, hosts_s) / seconds
-        at_once = 1 if op.in_rounds(call) else backend.at_once
-        return Transfer(
+        own = op.in_rounds(call)
+        processor_s = host_s / backend.host_lead.get(op.name, 1.0)
+        processor_s += rounds * backend.round_processor_s + own * backend.exchange_processor_s
+        transfer = Transfer(
             seconds,
-            self._taken(host_s, seconds),
+            (),
             np.array(sent, np.int64),
             np.array(received, np.int64),
             loads,
             connection=wire_s / seconds if backend.two_alternate and size == 2 and not pieces else 0.0,
             channel=(op.subgroups, call.communicator, pieces > 0),
             communicator=call.communicator,
-            at_once=at_once,
+            at_once=1 if own else backend.at_once,
         )
+        return transfer, processor_s
 
-    def _taken(self, host_s: Floats, seconds: float) -> tuple[float, ...]:
-        """A CPU rank moves the bytes on the cores that it computes on: all of it is lost where it has but one."""
+    def _taken(self, processor_s: Floats, seconds: float) -> tuple[float, ...]:
+        """A CPU rank runs the collective on the cores that it computes on: all of it is lost where it has but one."""
         if not self._cores.any():
             return (self.backend.device_taken,) * self.world_size if self.backend.device_taken else ()
         cores = np.where(self._cores > 0, np.maximum(self._cores, 1e-9), np.inf)
-        return tuple(float(x) for x in np.minimum(1.0, host_s / seconds / cores))
+        return tuple(float(x) for x in np.minimum(1.0, processor_s / seconds / cores))
 
 
 def _as_measured(backend: Backend, calibration: Calibration | None, world_size: int) -> Backend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,12 @@ class Backend:
     """Whether reduce and broadcast pass the message along a chain in pieces, so that all its links work at once."""
     host_bytes_per_s: float = float("inf")
     """Bytes a second, sent and received together, that one processor core moves."""
+    host_lead: dict[str, float] = field(default_factory=dict)
+    """By the name of a collective, how many times as many a core moves in it; 1 for those that are not named."""
+    round_processor_s: float = 0.0
+    """Seconds of a rank's processor, beside those of the bytes, for each round of a collective."""
+    exchange_processor_s: float = 0.0
+    """As many, for an exchange that messages of our own make (`rounds`), beside those of its rounds."""
     host_threads: int = 1
     """Processor cores of a host that one collective can use."""
     at_once: int = 1

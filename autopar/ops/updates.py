@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
-from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack
+from autopar.ops.fragments import Formed, Fragment, fragments, of_fragments, own_rows, pack, views_of
 from autopar.ops.gradients import MEMBER_START
 from autopar.ops.products import Product, piece_bytes
 from autopar.ops.values import NO_WORK, Bytes, Setting, Value, Work
@@ -168,7 +168,7 @@ class Step(nn.Module):
         if self.may_skip and clip is not None and not clip.isfinite():
             views = []
         elif isinstance(gradients, torch.Tensor):
-            views = [f.of(gradients).to(f.tensor.dtype) for f in parts]
+            views = [v.to(f.tensor.dtype) for f, v in zip(parts, views_of(parts, gradients), strict=True)]
         else:
             views = of_fragments(parts, gradients)
         if self.unclipped is not None:
@@ -210,4 +210,4 @@ class Received(nn.Module):
 
     def forward(self, flat: torch.Tensor) -> None:
         if self.fragments:
-            torch._foreach_copy_([f.now() for f in self.fragments], [f.of(flat) for f in self.fragments])
+            torch._foreach_copy_([f.now() for f in self.fragments], views_of(self.fragments, flat))

@@ -45,8 +45,11 @@ def case_named(name: str) -> ClusterCase:
 def backend_in_lab(slowdown: float, *, virtual: bool) -> Backend:
     """gloo, as a cluster sees it whose lab runs `slowdown` times slower: what a collective costs beside its bytes is
     that much less there. It takes nothing from virtual compute, and nothing holds it up but links."""
-    backend = replace(GLOO, **{name: getattr(GLOO, name) / slowdown for name in ("call_s", "hop_s", "issue_s")})
-    return replace(backend, host_bytes_per_s=float("inf")) if virtual else backend
+    own = ("call_s", "hop_s", "issue_s", "round_processor_s", "exchange_processor_s")
+    backend = replace(GLOO, **{name: getattr(GLOO, name) / slowdown for name in own})
+    if not virtual:
+        return backend
+    return replace(backend, host_bytes_per_s=float("inf"), round_processor_s=0.0, exchange_processor_s=0.0)
 
 
 def _bytes_per_s(mbit_per_s: float) -> Figure:

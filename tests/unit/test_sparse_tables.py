@@ -81,6 +81,7 @@ def test_an_optimizer_that_is_fused_by_its_user_is_given_no_sparse_gradients(kin
     optimizer = kind([p], lr=0.1, fused=True)
     part = OptimizerPart(optimizer, [Fragment("p", True, p, ParameterSlice(name="p"), 0, 0)], {"p": p})
     part.load_state(0, dict(optimizer.state[p]))
-    part.step([torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (4, 2))])
+    row = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (4, 2), check_invariants=False)
+    part.step([row])
     assert not leaves_zeros_alone(optimizer)
     assert p[0].tolist() == [1, 1] and p[1, 0] < 1
