@@ -32,9 +32,9 @@ class Block:
     system: str
     first: int
     step_s: tuple[float, ...]
-    """Time of each step, of the rank that took longest."""
+    """Time of each step that was timed, of the rank that took longest."""
     losses: tuple[float, ...]
-    """Mean over the global batch."""
+    """Of each step from `first` on, the mean over the global batch."""
     sent_bytes: tuple[float, ...] | None
     """Per rank and step, seen by the interfaces; None where they cannot be read."""
 
@@ -71,14 +71,17 @@ class Turns:
         """The first steps of each system; they count for the losses, not for the times."""
         return [self._take(system, steps, START_TIMEOUT_S) for system in systems]
 
-    def round(self, blocks: Sequence[tuple[System, int]]) -> list[Block]:
-        """The next block of each system, in turn, of at least so many steps and whole periods."""
+    def round(self, blocks: Sequence[tuple[System, int]], untimed: int = 0) -> list[Block]:
+        """The next block of each system, in turn, of at least so many steps and whole periods. `untimed`: steps that
+        each takes before: what a step leaves on its way into the next one would else cost nothing at a block's end, and
+        be there at its beginning."""
         order = blocks if self._rounds % 2 == 0 else blocks[::-1]
         self._rounds += 1
-        return [self._take(s, -(-steps // s.period) * s.period, BLOCK_TIMEOUT_S) for s, steps in order]
+        return [self._take(s, -(-steps // s.period) * s.period, BLOCK_TIMEOUT_S, untimed) for s, steps in order]
 
-    def _take(self, system: System, count: int, timeout_s: float) -> Block:
+    def _take(self, system: System, count: int, timeout_s: float, untimed: int = 0) -> Block:
         first = self._taken.get(system.name, 0)
+        count += untimed
         before = _sent(system.hosts)
         answers = system.run(first, count, timeout_s)
         after = _sent(system.hosts)
@@ -88,7 +91,7 @@ class Turns:
         block = Block(
             system=system.name,
             first=first,
-            step_s=tuple(max(times) for times in zip(*(a["times_s"] for a in answers), strict=True)),
+            step_s=tuple(max(times) for times in zip(*(a["times_s"][untimed:] for a in answers), strict=True)),
             losses=tuple(sum(each) / len(each) for each in zip(*(a["losses"] for a in answers), strict=True)),
             sent_bytes=sent,
         )

@@ -114,7 +114,8 @@ class Contest:
                 break
             taking = group if i < self.effort.slow_rounds else _fast_ones(group)
             number = next(self._rounds)
-            for block in self._turns.round([(self._alive[e.key], self._block_steps(e)) for e in taking]):
+            blocks = [(self._alive[e.key], self._block_steps(e)) for e in taking]
+            for block in self._turns.round(blocks, untimed=int(self.case.late_parameters)):
                 by_key[block.system].blocks[number] = block
                 by_key[block.system].losses.update(enumerate(block.losses, block.first))
             self._say(f"round {i + 1} of {len(taking)} systems: {time.monotonic() - start:.0f} s")

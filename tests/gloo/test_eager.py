@@ -113,3 +113,8 @@ def test_a_local_update_without_a_gradient_of_the_ranks_own_is_said_once(
         for found in worlds[n]:
             (said,) = found["alone"]
             assert "has no gradient of 'cold." in said or "has no gradient of 'warm." in said
+
+
+def test_a_rank_that_has_every_gradient_does_not_wait_to_hear_what_others_have() -> None:
+    """All hear of it behind the next step, so that they agree on whether to ask beforehand from then on."""
+    assert run_ranks(2, unused.waits) == [[0, 1, 1, 1], [0, 1, 2, 0]]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.runtime.uncaptured.anywhere import Anywhere
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
 WIDTH, DEPTHS = 8, ((1, 3), (1, 2), (1, 2), (4, 1), (1, 1), (1, 1), (2, 4))
@@ -129,3 +130,28 @@ def changed_between(rank: int, n: int) -> float:
             optimizer.step()
     pairs = zip(*(m.parameters() for m in models), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def waits(rank: int, n: int) -> list[int]:
+    """By step, how often this rank has waited to hear what others have gradients of: of that step, or of the one
+    before. The second rank's batch leaves layers out in the third step alone."""
+    warnings.simplefilter("ignore")
+    calls: list[None] = []
+    answers = Anywhere.answers
+
+    def counted(asked: Anywhere) -> list[bool]:
+        calls.append(None)
+        return answers(asked)
+
+    Anywhere.answers = counted  # type: ignore[method-assign]
+    model, found = Deep(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings: dict[str, Any] = {"optimizer": optimizer, "loss_fn": nn.functional.mse_loss, "check": "never"}
+    program = autopar.optimize(model, example_inputs=batch(0, rank), strategy="ddp", **settings)
+    for depth in (4, 4, 4 - 3 * rank, 4):
+        calls.clear()
+        x, target = batch(0, rank)
+        x[:, 0] = depth
+        program.step((x, target))
+        found.append(len(calls))
+    return found

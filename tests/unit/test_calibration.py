@@ -65,6 +65,19 @@ def test_what_was_measured_is_believed_and_carried_over(size: int) -> None:
         assert known.transfer(call).loads == pytest.approx(plain.transfer(call).loads)
 
 
+def test_what_was_measured_to_keep_a_processor_is_what_compute_beside_it_loses() -> None:
+    """Whatever the collective took of the time."""
+    plain = Network(Topology(CLUSTER))
+    given = calibration(2.0)
+    seconds = [t.taken[0] * t.seconds for t in (plain.transfer(measured(given.collectives[0], s, 4)) for s in SIZES)]
+    cores = plain.hosts[0].bytes_per_s / plain.backend.host_bytes_per_s
+    thrice = given.collectives[0].model_copy(update={"processor_s": tuple(3 * cores * s for s in seconds)})
+    known = Network(Topology(CLUSTER), calibration=given.model_copy(update={"collectives": (thrice,)}))
+    for size, alone_s in zip(SIZES[2:], seconds[2:], strict=True):
+        transfer = known.transfer(measured(thrice, size, 4))
+        assert transfer.taken[0] * transfer.seconds == pytest.approx(3 * alone_s, rel=0.05)
+
+
 def test_bytes_take_their_time_on_a_link_whatever_was_slow_where_it_was_measured() -> None:
     """Half of what the figures say may be true of what a processor held up; of what a link does only if links are as
     much faster."""

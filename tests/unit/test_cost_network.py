@@ -170,3 +170,19 @@ def test_gloo_takes_the_cores_it_computes_on() -> None:
     assert min(loopback.transfer(collective("all_reduce", 16 * MIB, 4)).taken) > 0.6
     spread = Network(Topology(cpu_hosts(4)))
     assert max(spread.transfer(collective("all_reduce", 16 * MIB, 4)).taken) < 0.05
+
+
+def test_each_collective_takes_processor_time_beside_that_of_its_bytes() -> None:
+    """Ten small sums take more of a rank's core than one of as many bytes, and sums whose halves are exchanged by
+    messages of our own take more than the library's: what two ranks were measured to take."""
+    one_core = "{name: host, count: 2, devices: {kind: cpu, peak_flops: 80 GFLOP/s}}"
+    network = Network(Topology(ClusterSpec.loads(f"hosts: [{one_core}]\nnetwork: {{bandwidth: 1 Gbit/s}}")))
+
+    def core_s(*calls: Call) -> float:
+        return sum(t.taken[0] * t.seconds for t in map(network.transfer, calls))
+
+    whole = core_s(collective("all_reduce", 4 * MIB, 2))
+    assert 2.5e-3 < whole < 4.5e-3
+    assert core_s(*[collective("all_reduce", 4 * MIB // 10, 2)] * 10) > whole + 9 * 3e-4
+    halves = core_s(collective("reduce_scatter", 4 * MIB, 2), collective("all_gather", 4 * MIB, 2))
+    assert 1.3 < halves / whole < 2.2

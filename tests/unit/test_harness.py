@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from benchmarks.harness import Machine, Report, Spread, Target, Timings, interleave, options, publish
+from benchmarks.interleaved import Answer, System, Turns
 
 
 class FakeTime:
@@ -49,6 +50,20 @@ def test_ratios_are_taken_within_a_round() -> None:
     """A machine that slows down tenfold in one round changes no ratio; the ratio of medians would change."""
     timings = Timings({"a": (1, 10, 1, 10), "b": (2, 20, 2, 20)})
     assert timings.ratio("b", "a") == Spread(2, 2, 2)
+
+
+def test_steps_that_are_not_timed_are_taken_before_those_of_a_block() -> None:
+    taken: list[tuple[int, int]] = []
+
+    def steps(first: int, count: int, timeout_s: float) -> list[Answer]:
+        taken.append((first, count))
+        return [{"times_s": [float(first + i) for i in range(count)], "losses": [0.5] * count}]
+
+    turns = Turns()
+    blocks = [turns.round([(System("one", (), steps), 2)], untimed=1)[0] for _ in range(2)]
+    assert taken == [(0, 3), (3, 3)]
+    assert [b.step_s for b in blocks] == [(1.0, 2.0), (4.0, 5.0)]
+    assert [len(b.losses) for b in blocks] == [3, 3]
 
 
 def test_any_number_of_contestants() -> None:

@@ -39,13 +39,18 @@ class EagerBuffers:
         self._before = [(b, 0 if b is None else b._version) for b in self._now()]
         self._changed = self._replaced = ()
 
-    def changes(self) -> list[float]:
-        """Of each buffer whether it was written to since, then of each whether it is another tensor: 1 or 0."""
+    @property
+    def exist(self) -> bool:
+        """Whether there are any."""
+        return bool(self._held)
+
+    def changes(self) -> list[bool]:
+        """Of each buffer whether it was written to since, then of each whether it is another tensor."""
         now = self._now()
         changed = [
             b is old and b is not None and b._version != v for b, (old, v) in zip(now, self._before, strict=True)
         ]
-        return [float(x) for x in (*changed, *(b is not old for b, (old, _) in zip(now, self._before, strict=True)))]
+        return [*changed, *(b is not old for b, (old, _) in zip(now, self._before, strict=True))]
 
     def written(self) -> list[str]:
         """Names of the buffers that the step has changed on this rank. What has replaced a buffer and fits it is

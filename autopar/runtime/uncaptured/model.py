@@ -13,12 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from autopar.backends.collectives import may_fail
 from autopar.errors import CaptureError, SignatureError
 from autopar.ir.batch import call_model
 from autopar.ir.first_uses import watched
@@ -28,6 +26,7 @@ from autopar.ir.reachable import reachable
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.model.eager import owners_of
 from autopar.runtime.model.pre_use_hooks import by_its_program
+from autopar.runtime.uncaptured.anywhere import Anywhere
 from autopar.runtime.uncaptured.buffers import EagerBuffers
 
 See = Callable[[str, torch.Tensor], None]
@@ -95,7 +94,7 @@ class EagerModel:
         """Whether some have got none in a step so far: then it is found out beforehand which."""
         self._leaves_out = False
         """Whether no rank had a gradient of some in a step so far, as all ranks know: then they ask beforehand, too."""
-        self._asked_beforehand: tuple[torch.Tensor, Any] | None = None
+        self._asked_beforehand: Anywhere | None = None
         self._is_forward = False
         self._strays: set[str] = set()
         """Parameters that have got a gradient within the forward pass."""
@@ -106,13 +105,16 @@ class EagerModel:
         """What autograd adds each gradient up in; they live, with hooks on them, for as long as they are held."""
         for name, node in self.accumulators.items():
             node.register_hook(partial(self._complete, name))
-        self._asked: tuple[torch.Tensor, Any] | None = None
-        """Who has what, on its way between ranks."""
+        self._asked: Anywhere | None = None
+        """Who has which gradients and has changed which buffers, on its way between ranks."""
+        self._asked_before: Anywhere | None = None
+        """That of the step before, where nobody has waited for it."""
         self._unused: frozenset[str] = frozenset()
 
     def begin(self, goes_on: bool = False) -> None:
         """Begins a step, of one or several micro-batches. `goes_on`: whether forward passes before are part of it."""
         self._reached.clear()
+        self._asked_before = self._asked or self._asked_before
         self._unused, self._asked = frozenset(), None
         if not goes_on:
             self.buffers.begin()
@@ -137,7 +139,11 @@ class EagerModel:
         self._reached.add(name)
 
     def unused(self) -> frozenset[str]:
-        """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended."""
+        """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended. A rank
+        that has a gradient of each knows without asking, and does not wait for what the others have: what they send
+        lies behind gradients that are on their way."""
+        if len(self._reached) == len(self.parameters):
+            return frozenset()
         self._settle()
         return self._unused
 
@@ -148,8 +154,9 @@ class EagerModel:
     def share_buffers(self, what: str) -> None:
         """Gives all ranks rank 0's values of the buffers that the step has changed on some rank, but for statistics of
         batch normalization, which nothing reads in training."""
-        self._settle()
-        self.buffers.share(what)
+        if self.buffers.exist:
+            self._settle()
+            self.buffers.share(what)
 
     def loss(self, batch: Any, first_uses: Mapping[str, Callable[[], None]] = MappingProxyType({})) -> torch.Tensor:
         """The forward pass, for gradients to begin from. `first_uses`: by parameter, what is called before it is first
@@ -225,21 +232,17 @@ class EagerModel:
     def ask_beforehand(self, absent: frozenset[str]) -> None:
         """Ahead of the last backward pass of a step, of which this rank gets no gradients of `absent`: begins to ask
         which parameters no rank uses, where that is worth it."""
+        self._look_back()
         self._asked_beforehand = None
         if self._leaves_out and self._see is None:
-            has = [float(n in self._reached or n not in absent) for n in self.parameters]
-            self._asked_beforehand = self._summed(has)
+            self._asked_beforehand = self._ask([n in self._reached or n not in absent for n in self.parameters])
 
     def unused_beforehand(self) -> frozenset[str]:
         """Parameters of which no rank will have a gradient in this step, as far as that was asked ahead of the backward
         pass; the same on all ranks."""
         if self._asked_beforehand is None:
             return frozenset()
-        flags, work = self._asked_beforehand
-        if work is not None:
-            with may_fail():
-                work.wait()
-        return frozenset(n for n, used in zip(self.parameters, flags.tolist(), strict=True) if not used)
+        return self._without(self._asked_beforehand.answers())
 
     def own_gradient(self, name: str) -> torch.Tensor | None:
         """Takes a parameter's gradient, that was complete just now, from where autograd has left it."""
@@ -275,29 +278,30 @@ class EagerModel:
         if self._alone is not None:
             return self._alone(frozenset(names) - self._reached, self.buffers.written())
         self._misses |= len(self._reached) < len(names)
-        self._asked = self._summed([*(float(n in self._reached) for n in names), *self.buffers.changes()])
+        self._look_back()
+        self._asked = self._ask([*(n in self._reached for n in names), *self.buffers.changes()])
 
-    def _summed(self, numbers: Sequence[float]) -> tuple[torch.Tensor, Any]:
-        """Begins to sum numbers over the ranks."""
-        flags, work = torch.tensor(numbers), None
-        if self._group.pg is not None:
-            flags = flags.to(next(iter(self.parameters.values())).device)
-            with may_fail():
-                work = dist.all_reduce(flags, group=self._group.pg, async_op=True)
-        return flags, work
+    def _ask(self, mine: Sequence[bool]) -> Anywhere:
+        return Anywhere(mine, self._group, next(iter(self.parameters.values())).device)
 
     def _settle(self) -> None:
         if self._asked is None:
             return
-        (flags, work), self._asked = self._asked, None
-        if work is not None:
-            with may_fail():
-                work.wait()
-        found = [flag > 0 for flag in flags.tolist()]
-        of_parameters, of_buffers = found[: len(self.parameters)], found[len(self.parameters) :]
-        self._unused = frozenset(n for n, used in zip(self.parameters, of_parameters, strict=True) if not used)
+        asked, self._asked = self._asked, None
+        found = asked.answers()
+        self._unused = self._without(found)
         self._leaves_out |= bool(self._unused)
-        self.buffers.settle(of_buffers)
+        self.buffers.settle(found[len(self.parameters) :])
+
+    def _look_back(self) -> None:
+        """Learns what ranks have told each other in the step before, that none has waited for."""
+        before, self._asked_before = self._asked_before, None
+        if before is not None:
+            self._leaves_out |= bool(self._without(before.answers()))
+
+    def _without(self, found: Sequence[bool]) -> frozenset[str]:
+        """Parameters of which the answers say that no rank has a gradient."""
+        return frozenset(n for n, used in zip(self.parameters, found, strict=False) if not used)
 
 
 def _detached(value: Any) -> Any:
