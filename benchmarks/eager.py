@@ -43,8 +43,8 @@ NOTES = (
     "Both have a fused AdamW.",
     "The floor is what autopar sends, over the link's rate: no step that sends as much takes less.",
     "Plans may leave parameters on their way into the next forward pass (optimize(late_parameters=True)): each is "
-    "waited for as it is first used. The first step of each block is not timed, of either system, as it finds parameters "
-    "that have arrived during the other's turn.",
+    "waited for as it is first used. The first step of each block is not timed, of either system, as it finds "
+    "parameters that have arrived during the other's turn.",
     "'Predicted' is what the plan says, from times measured on an idle rank, over what its steps took: hosts of the "
     "lab share the machine's cores, so it falls short where these are busy.",
 )

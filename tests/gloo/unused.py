@@ -143,7 +143,7 @@ def waits(rank: int, n: int) -> list[int]:
         calls.append(None)
         return answers(asked)
 
-    Anywhere.answers = counted  # type: ignore[method-assign]
+    Anywhere.answers = counted  # type: ignore[assignment, method-assign]
     model, found = Deep(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings: dict[str, Any] = {"optimizer": optimizer, "loss_fn": nn.functional.mse_loss, "check": "never"}
