@@ -72,9 +72,9 @@ class Turns:
         return [self._take(system, steps, START_TIMEOUT_S) for system in systems]
 
     def round(self, blocks: Sequence[tuple[System, int]], untimed: int = 0) -> list[Block]:
-        """The next block of each system, in turn, of at least so many steps and whole periods. `untimed`: steps that
-        each takes before: what a step leaves on its way into the next one would else cost nothing at a block's end, and
-        be there at its beginning."""
+        """The next block of each system, in turn, of at least so many steps and whole periods. `untimed`: steps
+        that each system takes before its block, without being timed. Parameters that the last step of a block leaves on
+        their way arrive during the other systems' turns, so the step that finds them there is too fast to count."""
         order = blocks if self._rounds % 2 == 0 else blocks[::-1]
         self._rounds += 1
         return [self._take(s, -(-steps // s.period) * s.period, BLOCK_TIMEOUT_S, untimed) for s, steps in order]

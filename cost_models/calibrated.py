@@ -114,11 +114,12 @@ class Calibrated:
         return max(FASTER * wire_s / self._faster_links, table.seconds(self._size_bytes(call), computed_s))
 
     def processor_times(self, call: Call, computed_s: float) -> float:
-        """How many times as long as computed a collective keeps a rank's processor, for which `computed_s` were."""
+        """Processor time that a collective takes on a rank, in multiples of `computed_s`, seconds that the cluster's
+        figures give."""
         table = _nearest(self._processor, call)
-        return (
-            1.0 if table is None or computed_s <= 0 else table.seconds(self._size_bytes(call), computed_s) / computed_s
-        )
+        if table is None or computed_s <= 0:
+            return 1.0
+        return table.seconds(self._size_bytes(call), computed_s) / computed_s
 
     def _size_bytes(self, call: Call) -> int:
         return collective_of(call).size_bytes(call, self._world_size)

@@ -158,8 +158,8 @@ class Network:
         return computed.seconds, float(processor_s.mean())
 
     def _computed(self, call: Call) -> tuple[Transfer, Floats]:
-        """By the figures of the cluster and of the backend: the transfer, which does not say what it takes; and, by
-        rank, the seconds for which it keeps a processor core."""
+        """The transfer by the figures of the cluster and of the backend, with `taken` left empty; and, by rank, the
+        seconds of one processor core that the transfer takes."""
         op, n, backend = collective_of(call), self.world_size, self.backend
         sent, received = wire_bytes(call, n)
         phases = self.phases(call)
@@ -176,9 +176,9 @@ class Network:
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))
         loads: Floats = np.append(links_s, hosts_s) / seconds
-        own = op.in_rounds(call)
+        in_rounds = op.in_rounds(call)
         processor_s = host_s / backend.host_lead.get(op.name, 1.0)
-        processor_s += rounds * backend.round_processor_s + own * backend.exchange_processor_s
+        processor_s += rounds * backend.round_processor_s + in_rounds * backend.exchange_processor_s
         transfer = Transfer(
             seconds,
             (),
@@ -188,7 +188,7 @@ class Network:
             connection=wire_s / seconds if backend.two_alternate and size == 2 and not pieces else 0.0,
             channel=(op.subgroups, call.communicator, pieces > 0),
             communicator=call.communicator,
-            at_once=1 if own else backend.at_once,
+            at_once=1 if in_rounds else backend.at_once,
         )
         return transfer, processor_s
 

@@ -40,11 +40,13 @@ class Backend:
     host_bytes_per_s: float = float("inf")
     """Bytes a second, sent and received together, that one processor core moves."""
     host_lead: dict[str, float] = field(default_factory=dict)
-    """By the name of a collective, how many times as many a core moves in it; 1 for those that are not named."""
+    """By the name of a collective: bytes a second that one core moves in it, in multiples of `host_bytes_per_s`. A
+    collective that is not named moves `host_bytes_per_s`."""
     round_processor_s: float = 0.0
     """Seconds of a rank's processor, beside those of the bytes, for each round of a collective."""
     exchange_processor_s: float = 0.0
-    """As many, for an exchange that messages of our own make (`rounds`), beside those of its rounds."""
+    """Seconds of a rank's processor for each exchange that autopar makes of own messages (`rounds`), beside those of
+    the exchange's bytes and rounds."""
     host_threads: int = 1
     """Processor cores of a host that one collective can use."""
     at_once: int = 1

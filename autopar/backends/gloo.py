@@ -62,9 +62,10 @@ GLOO = Gloo(
     },
     # Sockets of one machine, copied in and out of the kernel and added up. [Empirical, of the right order]
     host_bytes_per_s=2e9,
-    # What the threads of a rank take while the rank itself only waits, 64 KiB to 4 MiB, two ranks and three, loopback
-    # and links of 0.2 and 1 Gbit/s, torch 2.13: of an all-reduce 0.3 to 0.4 ms a MB moved, of exchanges of our own 0.45
-    # to 0.65; and for each, before any bytes, 0.35 to 1.0 and 0.7 to 1.3 ms between two ranks. [Empirical]
+    # Processor time of a rank that only waits for a collective of 64 KiB to 4 MiB, on two and three ranks, over
+    # loopback and links of 0.2 and 1 Gbit/s, torch 2.13. A MB moved takes 0.3 to 0.4 ms in an all-reduce, 0.45 to 0.65
+    # in an exchange of autopar's own messages. Beside its bytes, between two ranks, an all-reduce takes 0.35 to 1.0 ms,
+    # such an exchange 0.7 to 1.3 ms. [Empirical]
     host_lead={"all_reduce": 1.4},
     round_processor_s=250e-6,
     exchange_processor_s=500e-6,

@@ -108,7 +108,7 @@ class EagerModel:
         self._asked: Anywhere | None = None
         """Who has which gradients and has changed which buffers, on its way between ranks."""
         self._asked_before: Anywhere | None = None
-        """That of the step before, where nobody has waited for it."""
+        """The answers about the step before, where this rank has not waited for them."""
         self._unused: frozenset[str] = frozenset()
 
     def begin(self, goes_on: bool = False) -> None:
@@ -140,8 +140,8 @@ class EagerModel:
 
     def unused(self) -> frozenset[str]:
         """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended. A rank
-        that has a gradient of each knows without asking, and does not wait for what the others have: what they send
-        lies behind gradients that are on their way."""
+        that has a gradient of each knows without asking, and does not wait for the others: their answers lie
+        behind gradients that are on their way."""
         if len(self._reached) == len(self.parameters):
             return frozenset()
         self._settle()
@@ -294,7 +294,7 @@ class EagerModel:
         self.buffers.settle(found[len(self.parameters) :])
 
     def _look_back(self) -> None:
-        """Learns what ranks have told each other in the step before, that none has waited for."""
+        """Reads the ranks' answers about the step before, where this rank has not waited for them."""
         before, self._asked_before = self._asked_before, None
         if before is not None:
             self._leaves_out |= bool(self._without(before.answers()))
