@@ -19,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.errors import CompileError, VerificationError
@@ -314,6 +317,40 @@ def trained_once(model: nn.Module, **settings: Any) -> list[float]:
     program = optimized(model, **settings)
     torch.manual_seed(1)
     return [program.step(batch(i)).item() for i in range(3)]
+
+
+def test_a_depthwise_convolutions_gradient_is_computed_in_the_captured_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    rest = [4], (1, 1), (1, 1), (1, 1), False, (0, 0), 4, [True, True, True]
+
+    def gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ops.aten.convolution_backward(g * 2, x.sin(), w, *rest))
+
+    g, x = (torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    w = torch.randn(4, 1, 3, 3)
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(t) for t in (g, x, w)]
+        run = inductor.compile_graph(make_fx(gradients)(*inputs), inputs)
+    with Strides() as seen:
+        found = run([g, x, w])
+    assert seen.taken == [g.stride(), x.stride(), w.stride()]
+    for one, other in zip(found, gradients(g, x, w), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Strides(TorchDispatchMode):
+    """Notes the strides of what gradients of convolutions take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            self.taken += [a.stride() for a in args[:3]]
+        return func(*args, **(kwargs or {}))
 
 
 def test_kernels_that_are_not_of_the_known_form_are_compiled_alone() -> None:
