@@ -71,6 +71,21 @@ def test_large_float32_products_with_a_bias_of_one_row() -> None:
     assert all(n.target is aten.addmm.default for n in others)
 
 
+def test_a_first_factor_that_lies_by_columns_is_copied_by_an_operator_of_its_own() -> None:
+    graph, (a, b) = graph_of((200, 150), (200, 170))
+    turned = graph.call_function(aten.t.default, (a,))
+    turned.meta["val"] = a.meta["val"].t()
+    node = graph.call_function(aten.mm.default, (turned, b))
+    graph.output(node)
+    products.products_by_onednn(graph)
+    x, y = torch.randn(200, 150), torch.randn(200, 170)
+    copied = node.args[0]
+    assert isinstance(copied, torch.fx.Node) and copied.target is aten.clone.default
+    assert copied.meta["val"].is_contiguous()
+    found = torch.fx.GraphModule({}, graph)(x, y)
+    assert torch.allclose(found, x.t() @ y, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(20, torch.float32), (200, torch.float64), (200, torch.bfloat16)])
 def test_other_products_are_left(size: int, dtype: torch.dtype) -> None:
     graph, inputs = graph_of((size, size), (size, size), dtype=dtype)
