@@ -19,6 +19,7 @@ from autopar.ir.capture import JointGraph
 from autopar.ir.passes import Capture, Pass
 from autopar.ops.updates import Step
 from autopar.runtime import step_writer
+from autopar.runtime.lasting import Lasting
 
 aten = torch.ops.aten
 X, Y = torch.randn(8, 6), torch.randint(0, 5, (8,))
@@ -250,6 +251,18 @@ def test_noise_alone_passes() -> None:
     )
     for _ in range(3):
         program.step((x, x))
+
+
+def test_parameters_are_copied_once_for_the_trial_and_once_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, snapshot = [0], Lasting.snapshot
+
+    def counted(self: Lasting) -> Callable[[], None]:
+        copies[0] += 1
+        return snapshot(self)
+
+    monkeypatch.setattr(Lasting, "snapshot", counted)
+    _program(_Net()).step((X, Y))
+    assert copies == [2], "where nothing looks wrong"
 
 
 def test_the_drop_in_module_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

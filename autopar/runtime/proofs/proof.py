@@ -73,11 +73,17 @@ class Proof:
         """Compares on perturbed parameters, and puts everything back."""
         put_back, scale = self.of.lasting.snapshot(), self.of.scale
         state = None if scale is None else scale.state()
-        try:
+
+        def begin() -> None:
+            put_back()
             with self.of.lasting.gathered():
                 perturb(self.of.parameters, PERTURBATION)
+
+        try:
+            begin()
+            with self.of.lasting.gathered():
                 self._lower_scale()
-            self.step("with slightly perturbed parameters")
+            self.step("with slightly perturbed parameters", begin)
         finally:
             put_back()
             if scale is not None and state is not None:
@@ -92,13 +98,14 @@ class Proof:
             self.of.scale.lower(_LOWERED)
 
     @without_collector()
-    def step(self, how: str = "") -> torch.Tensor:
-        """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike."""
+    def step(self, how: str = "", begin: Callable[[], None] | None = None) -> torch.Tensor:
+        """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike. `begin`
+        puts back what is now, if that is known."""
         of = self.of
         with of.lasting.gathered():
             expected = None if of.eager else self._eagerly()
             before, states = self._values(), self._states()
-        begin, settings = of.lasting.snapshot(), kept_settings(of.lasting.optimizer)
+        begin, settings = begin or of.lasting.snapshot(), kept_settings(of.lasting.optimizer)
         held: list[tuple[Fragment, torch.Tensor, Seen]] = []
         own: list[tuple[Fragment, torch.Tensor, Seen]] = []
         feedback = Feedback(of)
