@@ -40,10 +40,14 @@ def prove_locally(
     """Compares both, on slightly perturbed parameters; what was there before is put back, as `snapshot` has kept it.
     Raises `VerificationError`, by one rank alone, for the others may have nothing to compare. `eagerly`: is given what
     is to call the user's function."""
-    put_back = snapshot()
-    try:
+    put_back = snapshot()  # of buffers, too: what the graph leaves in them is not what the model begins with
+
+    def begin() -> None:
+        put_back()
         perturb(parameters, PERTURBATION)
-        begin = snapshot()  # of buffers, too: what the graph leaves in them is not what the model begins with
+
+    try:
+        begin()
         expected = eagerly(as_it_is)
         wrong = differences(by_graph(), expected, tolerance)
         if not wrong:
