@@ -4,8 +4,8 @@
 
 With `--compile`: compiled compute against torch.compile, as `benchmarks.compiled` says.
 
-Every measurement is made in a fresh process. Time: an eager step, an eager step with a fused AdamW, and the
-rewritten step, in turns. Memory: the peak resident memory of a process that trains, one eager and one rewritten.
+Time: an eager step, an eager step with a fused AdamW, and the rewritten step, in turns, each in a process of its own.
+Memory: the peak resident memory of a process that trains, one eager and one rewritten.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def main(
         ),
     )
     report.notes = [
-        "Times are medians over rounds in which all three steps run in turn; ratios are medians (quartiles) of the "
-        "ratios within a round. A step is forward, backward, optimizer and zero_grad, in float32, in train mode with "
+        "Times are medians over rounds in which all three run in turn, each in a process of its own; ratios are medians "
+        "(quartiles) of the ratios within a round. A step is forward, backward, optimizer and zero_grad, in float32, in train mode with "
         "a dropout of 0.1. AdamW is torch's with its defaults, which in eager PyTorch on CPU is a loop over "
         "the parameters. Where the user leaves the implementation open, as here, autopar takes the fused one: the "
         "ratio to the eager step with a fused AdamW, which users have to ask for, compares like with like.",

@@ -5,15 +5,17 @@ python -m benchmarks.overhead_worker {time|eager|autopar} MODEL
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import click
 import torch
+import torch.multiprocessing as mp
 
 from autopar.lab import memory
 from benchmarks.harness import interleave
@@ -65,11 +67,51 @@ def autopar_step(entry: Entry) -> tuple[Step, float]:
     return lambda: program.step(batch).item(), optimize_s
 
 
-def time_steps(entry: Entry, rounds: int) -> dict[str, Any]:
-    """Eager, eager with a fused AdamW, and rewritten steps, in turns, in one process."""
-    rewritten, optimize_s = autopar_step(entry)
-    contestants = {"eager": eager_step(entry), "eager fused": eager_step(entry, fused=True), "autopar": rewritten}
-    return asdict(interleave(contestants, rounds)) | {"optimize_s": optimize_s}
+def time_steps(name: str, scaled: bool, rounds: int) -> dict[str, Any]:
+    """Eager, eager with a fused AdamW, and rewritten steps, in turns, each in a process of its own: in one they would
+    share an allocator, and find each other's memory in it."""
+    with contextlib.ExitStack() as stack:
+        contestants = {one: stack.enter_context(_apart(one, name, scaled)) for one in CONTESTANTS}
+        return asdict(interleave(contestants, rounds))
+
+
+@contextlib.contextmanager
+def _apart(contestant: str, name: str, scaled: bool) -> Iterator[Step]:
+    """What takes one step of a contestant in its own process, and waits for it."""
+    context = mp.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=_serve, args=(contestant, name, scaled, its), daemon=True)
+    process.start()
+    its.close()  # so that a process that dies is noticed
+
+    def step() -> None:
+        mine.send(True)
+        mine.recv()
+
+    try:
+        mine.recv()
+        yield step
+    finally:
+        mine.close()
+        process.join()
+
+
+def _serve(contestant: str, name: str, scaled: bool, pipe: Any) -> None:
+    """Builds a contestant, and takes a step for each request until the pipe is closed."""
+    warnings.simplefilter("ignore")
+    step = CONTESTANTS[contestant](find(sizes.entries(scaled), name))
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while pipe.recv():
+            step()
+            pipe.send("done")
+
+
+CONTESTANTS: dict[str, Callable[[Entry], Step]] = {
+    "eager": eager_step,
+    "eager fused": lambda entry: eager_step(entry, fused=True),
+    "autopar": lambda entry: autopar_step(entry)[0],
+}
 
 
 def measure_memory(entry: Entry, rewritten: bool) -> dict[str, Any]:
@@ -98,7 +140,7 @@ def main(what: str, name: str, scaled: bool, rounds: int) -> None:
     """Prints one measurement as a line of JSON."""
     warnings.simplefilter("ignore")
     entry = find(sizes.entries(scaled), name)
-    result = time_steps(entry, rounds) if what == "time" else measure_memory(entry, what == "autopar")
+    result = time_steps(name, scaled, rounds) if what == "time" else measure_memory(entry, what == "autopar")
     click.echo(json.dumps(result))
 
 
