@@ -139,11 +139,12 @@ def main(
         ),
     )
     report.notes = [
-        "Times are medians over rounds in which all three run in turn, each in a process of its own; ratios are medians "
-        "(quartiles) of the ratios within a round. A step is forward, backward, optimizer and zero_grad, in float32, in train mode with "
-        "a dropout of 0.1. AdamW is torch's with its defaults, which in eager PyTorch on CPU is a loop over "
-        "the parameters. Where the user leaves the implementation open, as here, autopar takes the fused one: the "
-        "ratio to the eager step with a fused AdamW, which users have to ask for, compares like with like.",
+        "Times are medians over rounds in which all three run in turn, each in a process of its own; ratios are "
+        "medians (quartiles) of the ratios within a round. A step is forward, backward, optimizer and zero_grad, in "
+        "float32, in train mode with a dropout of 0.1. AdamW is torch's with its defaults, which in eager PyTorch on "
+        "CPU is a loop over the parameters. Where the user leaves the implementation open, as here, autopar takes the "
+        "fused one: the ratio to the eager step with a fused AdamW, which users have to ask for, compares like with "
+        "like.",
         "Memory is the high-water mark of the resident memory (VmHWM) of a fresh process that builds the model and "
         "takes four steps, imports and capture included; 'of the steps alone' is the same after resetting the mark "
         "before the first step. 'optimize s' is capture, planning and rewriting in the process that measures memory.",
