@@ -111,7 +111,8 @@ _CAUSES = tuple(
             "before the program is made.",
         ),
         (
-            r"`(?:<unknown module>\.)?(Random\.\w+?)\.?`|(RandomState\.\w+) of RandomState\(",
+            r"`(?:<unknown module>\.)?(Random\.\w+?)\.?`|(RandomState\.\w+) of RandomState\("
+            r"|built-in method (\w+) of numpy\.random",  # PyTorch 2.11
             "it calls {0}, whose numbers differ in every step, and a graph would hold the first",
             "Draw with torch.rand and its like, or before the step, and pass the numbers in the batch.",
         ),

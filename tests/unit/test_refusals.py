@@ -132,7 +132,7 @@ class FreezesLate(Model):
         (DrawsAnInteger, "it calls Random.randint", "Draw with torch.rand"),
         (DrawsFromItsOwn, "it calls Random.uniform", "Draw with torch.rand"),
         (Shuffles, "it calls Random.shuffle", "Draw with torch.rand"),
-        (DrawsWithNumPy, "it calls RandomState.normal", "Draw with torch.rand"),
+        (DrawsWithNumPy, "normal, whose numbers differ in every step", "Draw with torch.rand"),
         (Raises, "it raised RuntimeError('of my own')", "The model itself"),
         (Mismatch, "is invalid for input of size 24", "run model(batch)"),
         (FreezesLate, "sets requires_grad", "detach()"),

@@ -257,8 +257,9 @@ class OptimizerPart:
             return
         strided = self._made_dense(leaves)
         for leaf, gradient in zip(leaves, gradients, strict=True):
-            # Fused kernels read gradients in the parameter's layout, as autograd would leave them.
-            fits = gradient.is_sparse or gradient.stride() == leaf.stride()
+            # Fused kernels read gradients in the parameter's layout, as autograd would leave them; and kernels of some
+            # versions return gradients of 16-bit parameters in 32 (recurrent layers', PyTorch 2.11).
+            fits = gradient.is_sparse or (gradient.stride(), gradient.dtype) == (leaf.stride(), leaf.dtype)
             leaf.grad = gradient if fits else torch.empty_like(leaf).copy_(gradient)
         self._own.step(self._part)
         for leaf in leaves:
