@@ -248,7 +248,9 @@ def _by_rank(*rows: int | Bytes) -> Bytes:
 
 def _of(rows: Bytes, ranks: Indices) -> Bytes:
     """Columns of these ranks."""
-    return rows[:, ranks] if rows.shape[1] > 1 else np.broadcast_to(rows, (len(rows), len(ranks)))
+    if rows.shape[1] > 1:
+        return rows[:, ranks]
+    return rows if len(ranks) == 1 else np.broadcast_to(rows, (len(rows), len(ranks)))
 
 
 def _lifetimes(
