@@ -68,8 +68,8 @@ def autopar_step(entry: Entry) -> tuple[Step, float]:
 
 
 def time_steps(name: str, scaled: bool, rounds: int) -> dict[str, Any]:
-    """Eager, eager with a fused AdamW, and rewritten steps, in turns, each in a process of its own: in one they would
-    share an allocator, and find each other's memory in it."""
+    """Eager, eager with a fused AdamW, and rewritten steps, in turns. Each has a process of its own: in one process
+    they would share an allocator, and each would find memory that the others have freed."""
     with contextlib.ExitStack() as stack:
         contestants = {one: stack.enter_context(_apart(one, name, scaled)) for one in CONTESTANTS}
         return asdict(interleave(contestants, rounds))
@@ -77,7 +77,7 @@ def time_steps(name: str, scaled: bool, rounds: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _apart(contestant: str, name: str, scaled: bool) -> Iterator[Step]:
-    """What takes one step of a contestant in its own process, and waits for it."""
+    """Starts a process that builds a contestant; yields a function that has it take one step, and waits for that."""
     context = mp.get_context("spawn")
     mine, its = context.Pipe()
     process = context.Process(target=_serve, args=(contestant, name, scaled, its), daemon=True)

@@ -102,7 +102,7 @@ class _State:
         self.nodes = 0
         """Of the graph, as far as the timeline was drawn."""
         self.channels = Channels()
-        at = np.array(ranks, np.intp)  # made once: a list would be made into one for each price
+        at = np.array(ranks, np.intp)  # NumPy would convert the list anew for each price
         own_s = np.array([p.device_s[at] for p in prices]).reshape(-1, len(ranks))
         self.clocks = clocks_of(ranks, streams, own_s, self.channels)
         self.labels: dict[int, str] = {}

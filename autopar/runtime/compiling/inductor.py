@@ -89,9 +89,9 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) 
 def _keep_layouts_of_convolutions(graph: torch.fx.Graph) -> None:
     """Has inductor call gradients of convolutions with inputs in the captured layouts.
 
-    Else it copies them to the layout of the weight's gradient, which for a depthwise convolution on channels-last
-    images is neither channels-last nor contiguous: the call took 2.8 times as long (8 images of 32 channels and
-    16 x 16, one core, PyTorch 2.13).
+    Without this flag inductor copies the inputs to the layout of the weight's gradient. For a depthwise convolution on
+    channels-last images that layout is neither channels-last nor contiguous, and the call took 2.8 times as long
+    (8 images of 32 channels and 16 x 16, one core, PyTorch 2.13).
     """
     for node in graph.nodes:
         if node.target is torch.ops.aten.convolution_backward.default:

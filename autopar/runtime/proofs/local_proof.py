@@ -40,10 +40,10 @@ def prove_locally(
     """Compares both, on slightly perturbed parameters; what was there before is put back, as `snapshot` has kept it.
     Raises `VerificationError`, by one rank alone, for the others may have nothing to compare. `eagerly`: is given what
     is to call the user's function."""
-    put_back = snapshot()  # of buffers, too: what the graph leaves in them is not what the model begins with
+    put_back = snapshot()
 
     def begin() -> None:
-        put_back()
+        put_back()  # buffers, too, which the graph and the model write to
         perturb(parameters, PERTURBATION)
 
     try:

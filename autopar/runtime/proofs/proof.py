@@ -100,7 +100,7 @@ class Proof:
     @without_collector()
     def step(self, how: str = "", begin: Callable[[], None] | None = None) -> torch.Tensor:
         """Runs the step, compares it, and returns its loss. Raises `VerificationError`, on all ranks alike. `begin`
-        puts back what is now, if that is known."""
+        puts back all that the step changes; where it is not given, this method takes a snapshot for that."""
         of = self.of
         with of.lasting.gathered():
             expected = None if of.eager else self._eagerly()
