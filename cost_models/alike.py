@@ -16,7 +16,7 @@ from autopar.ops.subgroups import Subgroups
 
 Indices = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
-_FEW = 16
+FEW = 16
 """So few columns are compared sooner in Python than by sorting them."""
 
 
@@ -26,7 +26,7 @@ def alike(rows: Sequence[Rows], count: int) -> tuple[Indices, Indices]:
     if not rows:
         return np.zeros(1, np.int64), np.zeros(count, np.int64)
     different = {(row.tobytes(), row.dtype): row for row in rows}.values()  # layers are alike
-    if count <= _FEW:
+    if count <= FEW:
         numbers: dict[tuple[object, ...], int] = {}
         values = zip(*(line for row in different for line in row.reshape(-1, count).tolist()), strict=True)
         few = [numbers.setdefault(column, len(numbers)) for column in values]

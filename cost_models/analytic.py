@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.backends.base import Backend
-from autopar.cost_models.alike import Indices, alike_in
+from autopar.cost_models.alike import alike_in
 from autopar.cost_models.base import CostModel, Estimate
 from autopar.cost_models.batches import graphs_for, scaled_times
 from autopar.cost_models.clocks import Streams
@@ -127,6 +127,8 @@ class StepPricer:
         prices = program.each(known, self.price)
         outcome = simulate(program, prices, self.streams(program), self.network.backend.name, timeline=timeline)
         transfers = [p.transfer for p in prices if p.transfer is not None]
+        moved = np.concatenate([np.zeros((2, n), np.int64), *(t.bytes for t in transfers)])
+        sent, received = moved.reshape(-1, 2, n).sum(axis=0).tolist()
         provenance = self._compute_provenance
         if transfers:
             provenance = max(provenance, self.network.provenance, key=PROVENANCES.index)
@@ -135,8 +137,8 @@ class StepPricer:
             compute_s=outcome.compute_s,
             exposed_communication_s=max(0.0, outcome.step_time_s - outcome.compute_s),
             communication_s=outcome.communication_s,
-            sent_bytes=_sum([t.sent_bytes for t in transfers], n),
-            received_bytes=_sum([t.received_bytes for t in transfers], n),
+            sent_bytes=tuple(sent),
+            received_bytes=tuple(received),
             peak_memory_bytes=self._peaks(program),
             relative_error=RELATIVE_ERROR[provenance],
             provenance=provenance,
@@ -189,9 +191,10 @@ class StepPricer:
     def price(self, call: Call) -> Price:
         """The price of a call; remembered, as plans share most of their groups."""
         key = call.key
-        if key not in self._prices:
-            self._prices[key] = self._price(call)
-        return self._prices[key]
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self._price(call)
+        return found
 
     def _price(self, call: Call) -> Price:
         issue_s = self.network.backend.issue_s if call.op.is_collective else 0.0
@@ -206,7 +209,3 @@ class StepPricer:
 
 def _equal(values: Sequence[float]) -> bool:
     return len(set(values)) <= 1
-
-
-def _sum(rows: Sequence[Indices], n: int) -> tuple[int, ...]:
-    return tuple(np.sum(rows, axis=0).tolist()) if rows else (0,) * n

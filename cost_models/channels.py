@@ -20,7 +20,6 @@ from autopar.cost_models.price import Floats, Transfer
 _NOTHING = 1e-12
 """What rounding leaves of a transfer that has ended: so many seconds, or so much of the time that has passed."""
 _NEVER = float("inf")
-_ALONE = (1.0,)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +67,7 @@ class Channels:
         """Those whose turn it is in their channels, and that are not ready yet."""
         self._active: list[Job] = []
         self._rates: Sequence[float] = ()
+        """How fast each of them runs, where there are several, 1 for as fast as alone."""
 
     def issue(self, job: Job) -> None:
         """Puts a transfer behind the earlier ones of its channel."""
@@ -109,14 +109,22 @@ class Channels:
             self._busy_s += passed
             if self.taken and passed > 0.0:
                 self.slowed.append((self.now_s, now, self.taken))
-            still, nothing = [], _NOTHING * max(1.0, now)
-            for job, rate in zip(active, self._rates, strict=True):
-                job.left_s -= passed * rate
-                if job.left_s > nothing:
-                    still.append(job)
-                else:
+            nothing = _NOTHING * now if now > 1.0 else _NOTHING
+            if len(active) == 1:  # mostly
+                (job,) = active
+                job.left_s -= passed
+                if job.left_s <= nothing:
+                    active = []
                     self._end(job, now)
-            active = still
+            else:
+                still = []
+                for job, rate in zip(active, self._rates, strict=True):
+                    job.left_s -= passed * rate
+                    if job.left_s > nothing:
+                        still.append(job)
+                    else:
+                        self._end(job, now)
+                active = still
         self.now_s, change = now, _NEVER
         if self._next:
             waiting = []
@@ -126,12 +134,14 @@ class Channels:
                     active.append(job)
                 else:
                     waiting.append(job)
-                    change = min(change, job.ready_s)
+                    if job.ready_s < change:
+                        change = job.ready_s
             self._next = waiting
         self._active = active
-        if len(active) == 1:  # mostly
-            self._rates, self.taken = _ALONE, active[0].transfer.taken
-            end = now + active[0].left_s
+        if len(active) == 1:
+            (job,) = active
+            self.taken = job.transfer.taken
+            end = now + job.left_s
             self.next_s = end if end < change else change
         elif active:
             self._rates, self.taken = _beside(*[job.transfer for job in active])

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost_models.channels import Channels
+from autopar.cost_models.price import Price
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,19 +65,21 @@ class Clocks(ABC):
         """Blocks the ranks that are earlier than a time until then."""
 
 
-def clocks_of(ranks: Sequence[int], streams: Streams, own_s: Floats, channels: Channels) -> Clocks:
-    """`own_s`: [placed call, rank], what the calls of a step take of each device. `channels`: what is in flight."""
-    return (Few if len(ranks) < MANY else Many)(ranks, streams, own_s, channels)
+def clocks_of(ranks: Sequence[int], streams: Streams, prices: Sequence[Price], channels: Channels) -> Clocks:
+    """`prices`: of the placed calls of a step, in their order. `channels`: what is in flight."""
+    return (Few if len(ranks) < MANY else Many)(ranks, streams, prices, channels)
 
 
 class Few(Clocks):
     """Clocks that are advanced one rank after the other, in Python."""
 
-    def __init__(self, ranks: Sequence[int], streams: Streams, own_s: Floats, channels: Channels) -> None:
+    def __init__(self, ranks: Sequence[int], streams: Streams, prices: Sequence[Price], channels: Channels) -> None:
         self.ranks = ranks
+        self.indices = range(len(ranks))
         self.channels = channels
         self.graph_s = [streams.prefix_s[streams.device_of_rank[r]] for r in ranks]
-        self.own_s = [[*accumulate(column, initial=0.0)] for column in own_s.T.tolist()]
+        own_s = [[p.first_s if p.uniform else float(p.device_s[r]) for p in prices] for r in ranks]
+        self.own_s = [[*accumulate(column, initial=0.0)] for column in own_s]
         """Of the placed calls, the first so many."""
         self.now: list[float] = [0.0] * len(ranks)
         self.done_s: list[float] = [0.0] * len(ranks)
@@ -95,23 +98,24 @@ class Few(Clocks):
         self.done_s = [0.0] * len(self.ranks)
 
     def run(self, nodes: int, placed: int) -> None:
-        for i, (begin, graph_s, own_s) in enumerate(zip(self.now, self.graph_s, self.own_s, strict=True)):
-            work_s = graph_s[nodes] + own_s[placed]
-            seconds = work_s - self.done_s[i]
+        now, done_s = self.now, self.done_s
+        for i in self.indices:
+            work_s = self.graph_s[i][nodes] + self.own_s[i][placed]
+            seconds = work_s - done_s[i]
             if seconds > 0.0:
-                self.now[i] = self._slowed(i, begin, seconds)
-                self.done_s[i] = work_s
+                now[i] = self._slowed(i, now[i], seconds)
+                done_s[i] = work_s
 
     def wait(self, until_s: float) -> None:
-        self.now = [max(t, until_s) for t in self.now]
+        self.now = [t if t > until_s else until_s for t in self.now]
 
     def _slowed(self, i: int, now: float, seconds: float) -> float:
         """When work is done that would take `seconds` alone."""
         channels, rank = self.channels, self.ranks[i]
-        stretches = channels.slowed
+        stretches, passed = channels.slowed, self.stretch[i]
         while True:
-            while self.stretch[i] < len(stretches):
-                start, end, taken = stretches[self.stretch[i]]
+            while passed < len(stretches):
+                start, end, taken = stretches[passed]
                 if now < end:
                     if now + seconds <= start:
                         return now + seconds
@@ -123,7 +127,8 @@ class Few(Clocks):
                         return now + seconds / speed
                     seconds -= (end - now) * speed
                     now = end
-                self.stretch[i] += 1
+                passed += 1
+                self.stretch[i] = passed
             if now < channels.now_s:  # nothing was taken since
                 if now + seconds <= channels.now_s:
                     return now + seconds
@@ -139,12 +144,14 @@ class Few(Clocks):
 class Many(Clocks):
     """Clocks of all ranks, advanced at once in NumPy."""
 
-    def __init__(self, ranks: Sequence[int], streams: Streams, own_s: Floats, channels: Channels) -> None:
-        self.ranks = np.array(ranks)
+    def __init__(self, ranks: Sequence[int], streams: Streams, prices: Sequence[Price], channels: Channels) -> None:
+        self.ranks = np.array(ranks, np.intp)
         self.channels = channels
         self.device = np.array(streams.device_of_rank)[self.ranks]
         self.graph_s = np.array(streams.prefix_s).T
-        self.own_s: Floats = np.concatenate([np.zeros((1, len(ranks))), np.cumsum(own_s, axis=0)])
+        own_s = [np.zeros(len(ranks)), *(p.device_s[self.ranks] for p in prices)]
+        self.own_s: Floats = np.cumsum(own_s, axis=0)
+        """[placed calls, rank]: what the first so many take."""
         self.now: Floats = np.zeros(len(ranks))
         self.done_s: Floats = np.zeros(len(ranks))
         self.stretch = 0

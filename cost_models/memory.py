@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost_models.alike import alike
+from autopar.cost_models.alike import FEW, alike
 from autopar.cost_models.buffers import Buffers, Bytes, Indices, buffers
 from autopar.cost_models.optimizers import OptimizerCost
 from autopar.ir.dtypes import DTYPE_BYTES
@@ -129,16 +129,16 @@ class MemoryModel:
         known = self._of_groups.setdefault(program.context, {})
         found = program.of_groups(known, lambda group, own: self._of_group(group, own, n, measured))
         first, groups = np.array([i for i, _ in found]), [group for _, group in found]
-        positions = np.array([p.position for p in program.placed], dtype=np.int64)
+        count = len(program.placed)
+        positions = np.fromiter(program.positions, np.int64, count)
         place = np.empty(len(program.calls), np.int64)
         """Of each call, by its index, among those that are placed."""
-        place[[p.call.index for p in program.placed]] = np.arange(len(program.placed))
+        place[np.fromiter(program.order, np.int64, count)] = np.arange(count)
         while_running, in_between = self._gradients(groups, first, place, positions)
         live, behind = self._graph(program.replaced - program.handed)
         live = live + while_running
         clipped = int(place[clip.index]) if clip else 0
-        uneven = [x for g in groups for x in (g.buffers.sizes, g.lasting) if x.shape[1] > 1]
-        ranks, of_rank = alike(uneven, n)
+        ranks, of_rank = _columns([x for g in groups for x in (g.buffers.sizes, g.lasting)], n)
         sizes = np.concatenate([_of(g.buffers.sizes, ranks) for g in groups])
         made_at, last, late = _lifetimes([g.buffers for g in groups], len(sizes), first, place, clipped)
         made, freed = _summed(sizes, made_at, len(place)), _summed(sizes, last, len(place))
@@ -156,7 +156,7 @@ class MemoryModel:
             complete=in_between,
             buffered=before[:-1] + made,
             before=calls_before,
-            lasting=np.sum([_of(g.lasting, ranks) for g in groups], axis=0),
+            lasting=np.concatenate([_of(g.lasting, ranks) for g in groups]).reshape(-1, 3, len(ranks)).sum(axis=0),
             of_rank=of_rank,
             sizes=sizes,
             made_by=_joined([g.buffers.made_by for g in groups], first),
@@ -183,16 +183,20 @@ class MemoryModel:
         size = np.array([c.bytes for c in own])
         held = [c.held_bytes(n) for c in own]
         setting = Setting(n, rounds=self.rounds)
+        made, columns = Buffers.of(buffers(own, setting, measured), n), n if n <= FEW else 1
         return _OfGroup(
-            buffers=Buffers.of(buffers(own, setting, measured), n),
+            buffers=replace(made, sizes=_wide(made.sizes, columns)),
             members=np.zeros(0, np.int64),
             taken_by=taken_by,
             as_it_is=taker.op.passes_through(taker),
             formed=taken_by >= 0 or not (keeps_rows or any(c.op.forms_gradients for c in own)),
-            lasting=_by_rank(
-                sum(held[i] for i, c in enumerate(own) if c.op.updates),
-                sum(size[i] - held[i] for i, c in enumerate(own) if c.op.keeps_shards),
-                sum(c.op.keeps(c, setting) for c in own),
+            lasting=_wide(
+                _by_rank(
+                    sum(held[i] for i, c in enumerate(own) if c.op.updates),
+                    sum(size[i] - held[i] for i, c in enumerate(own) if c.op.keeps_shards),
+                    sum(c.op.keeps(c, setting) for c in own),
+                ),
+                columns,
             ),
         )
 
@@ -246,11 +250,23 @@ def _by_rank(*rows: int | Bytes) -> Bytes:
     return np.array(np.broadcast_arrays(*map(np.atleast_1d, rows)), np.int64)
 
 
+def _wide(rows: Bytes, columns: int) -> Bytes:
+    """With at least so many equal columns."""
+    return np.ascontiguousarray(np.broadcast_to(rows, (len(rows), max(columns, rows.shape[1]))))
+
+
+def _columns(rows: Sequence[Bytes], n: int) -> tuple[Indices, Indices]:
+    """The ranks whose figures are worked out, and for each rank, the place among these of the one that it equals."""
+    if n <= FEW:
+        return np.arange(n), np.arange(n)
+    return alike([x for x in rows if x.shape[1] > 1], n)
+
+
 def _of(rows: Bytes, ranks: Indices) -> Bytes:
     """Columns of these ranks."""
-    if rows.shape[1] > 1:
-        return rows[:, ranks]
-    return rows if len(ranks) == 1 else np.broadcast_to(rows, (len(rows), len(ranks)))
+    if rows.shape[1] == len(ranks):
+        return rows
+    return rows[:, ranks] if rows.shape[1] > 1 else np.broadcast_to(rows, (len(rows), len(ranks)))
 
 
 def _lifetimes(
@@ -262,9 +278,9 @@ def _lifetimes(
     """Of each group's buffers among all."""
     made_at = place[_joined([b.made_by for b in groups], first)]
     last = np.full(count, -1)
-    used = _joined([b.uses[0] for b in groups], begin)
-    used_at = place[_joined([b.uses[1] for b in groups], first)] - np.concatenate([b.uses[2] for b in groups])
-    np.maximum.at(last, used, used_at)
+    uses = np.concatenate([b.uses for b in groups], axis=1)
+    of_group = np.repeat(np.arange(len(groups)), [b.uses.shape[1] for b in groups])
+    np.maximum.at(last, uses[0] + begin[of_group], place[uses[1] + first[of_group]] - uses[2])
     measured = _joined([b.measured for b in groups], begin)
     last[measured] = np.maximum(last[measured], clipped)
     return made_at, last, _joined([b.late for b in groups], begin)
@@ -272,7 +288,8 @@ def _lifetimes(
 
 def _joined(columns: Sequence[Indices], offsets: Indices) -> Indices:
     """Of all groups, numbered on."""
-    return np.concatenate(columns) + np.repeat(offsets, [len(c) for c in columns])
+    joined = np.concatenate(columns)
+    return joined + np.repeat(offsets, [len(c) for c in columns]) if len(joined) else joined
 
 
 def _summed(rows: Bytes, at: Indices, count: int) -> Bytes:

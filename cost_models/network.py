@@ -70,6 +70,8 @@ class Network:
         self.world_size = n = topology.world_size
         self._summing: list[int | str] = [*range(n), *topology.servers]
         """Who can add up, as the topology calls them."""
+        self._channels: dict[tuple[Subgroups, int, bool], int] = {}
+        """Numbers of channels, by the subgroups and the communicator, and by whether a server sums up."""
         self._ways, self._topology = ways_of(topology), topology
         self.links, self.links_of_ranks = self._ways.links, self._ways.of_ranks
         """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
@@ -179,14 +181,14 @@ class Network:
         in_rounds = op.in_rounds(call)
         processor_s = host_s / backend.host_lead.get(op.name, 1.0)
         processor_s += rounds * backend.round_processor_s + in_rounds * backend.exchange_processor_s
+        connection = op.subgroups, call.communicator, pieces > 0
         transfer = Transfer(
             seconds,
             (),
-            np.array(sent, np.int64),
-            np.array(received, np.int64),
+            np.array([sent, received], np.int64),
             loads,
             connection=wire_s / seconds if backend.two_alternate and size == 2 and not pieces else 0.0,
-            channel=(op.subgroups, call.communicator, pieces > 0),
+            channel=self._channels.setdefault(connection, len(self._channels)),
             communicator=call.communicator,
             at_once=1 if in_rounds else backend.at_once,
         )

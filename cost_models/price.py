@@ -19,9 +19,8 @@ class Transfer:
     """Seconds on the channel, once all ranks have issued it, alone on the network."""
     taken: tuple[float, ...] = ()
     """By rank: part of its compute that the transfer takes while it runs, 0 to 1; empty for none."""
-    sent_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    received_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Bytes that each rank receives, by rank, as `sent_bytes` has those that it sends."""
+    bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), np.int64))
+    """[2, rank]: bytes that each rank sends, and those that it receives."""
     loads: Floats = field(default_factory=lambda: np.zeros(0))
     """Part of each link, and behind those of what each host can move, that it fills, on average."""
     connection: float = 0.0
@@ -42,3 +41,8 @@ class Price:
     transfer: Transfer | None = None
     uniform: bool = True
     """Whether all ranks' entries are equal."""
+    first_s: float = field(init=False)
+    """The first rank's entry."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first_s", float(self.device_s[0]))

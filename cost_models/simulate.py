@@ -48,23 +48,25 @@ def simulate(
 ) -> Outcome:
     """Runs the placed calls; `prices[i]` is the price of `program.calls[i]`. Deterministic."""
     ranks = representatives(prices, streams.device_of_rank)
-    placed = [(p.call, p.position + 1, prices[p.call.index], p.call.op.waits_for(p.call)) for p in program.placed]
-    state = _State(ranks, streams, [price for _, _, price, _ in placed], channel, timeline)
+    of_placed = [prices[i] for i in program.order]
+    state = _State(ranks, streams, of_placed, channel, timeline)
     overlap = program.context.late_parameters and any(c.deferred for c in program.calls)
     for _ in range(STEADY_STEPS if overlap else 1):
         state.begin_step()
-        for i, (call, nodes, price, begun) in enumerate(placed):
+        for i, (call, position) in enumerate(program.placed):
             if timeline:
-                state.run_graph(nodes, i)
+                state.run_graph(position + 1, i)
+            begun = call.op.waits_for(call)
             if begun is not None:
-                state.wait(call, begun, nodes, i)
+                state.wait_for(begun, int(call.deferred), position + 1, i)
             if timeline:
-                state.run(nodes, i + 1, label(call))
-            if price.transfer is not None:
-                state.issue(call, price.transfer, nodes, i + 1)
+                state.run(position + 1, i + 1, label(call))
+            transfer = of_placed[i].transfer
+            if transfer is not None:
+                state.issue(call, transfer, position + 1, i + 1)
                 if not call.op.is_collective:
-                    state.wait_for(state.number(call.index), nodes, i + 1)
-        state.run_graph(len(streams.prefix_s[0]) - 1, len(placed))
+                    state.wait_for(call, 0, position + 1, i + 1)
+        state.run_graph(len(streams.prefix_s[0]) - 1, len(of_placed))
     slowest = int(np.argmax(np.array(state.clocks.now) >= state.latest_s * (1 - ROUNDED)))
     return Outcome(
         step_time_s=float(state.clocks.now[slowest]) - state.began_s,
@@ -77,7 +79,7 @@ def simulate(
 
 def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> list[int]:
     """One rank for each set of ranks whose device and prices are all equal: the others would do the same."""
-    unequal = list({id(p): p for p in prices if not p.uniform}.values())
+    unequal = list({id(p): p for p in [p for p in prices if not p.uniform]}.values())
     taken = [p.transfer.taken for p in unequal if p.transfer and p.transfer.taken]
     rows = [np.array(device_of_rank), *(p.device_s for p in unequal), *map(np.array, taken)]
     return [int(rank) for rank in alike(rows, len(device_of_rank))[0]]
@@ -102,9 +104,7 @@ class _State:
         self.nodes = 0
         """Of the graph, as far as the timeline was drawn."""
         self.channels = Channels()
-        at = np.array(ranks, np.intp)  # NumPy would convert the list anew for each price
-        own_s = np.array([p.device_s[at] for p in prices]).reshape(-1, len(ranks))
-        self.clocks = clocks_of(ranks, streams, own_s, self.channels)
+        self.clocks = clocks_of(ranks, streams, prices, self.channels)
         self.labels: dict[int, str] = {}
 
     def begin_step(self) -> None:
@@ -121,9 +121,9 @@ class _State:
         """When the last rank has done what it was given so far."""
         return self.clocks.latest_s
 
-    def number(self, index: int, steps_ago: int = 0) -> int:
-        """Of a transfer, by the index of its call: each step has its own."""
-        return index + self.calls * (self.step - steps_ago)
+    def number(self, call: Call, steps_ago: int = 0) -> int:
+        """Of a call's transfer: each step has its own."""
+        return call.index + self.calls * (self.step - steps_ago)
 
     def sent_s(self) -> float:
         """How long something was in flight during the step."""
@@ -149,10 +149,9 @@ class _State:
     def issue(self, call: Call, transfer: Transfer, nodes: int, placed: int) -> None:
         """Puts a transfer into its channel, once so much has run: it starts behind those before it, when the last rank
         has issued it."""
-        self.run(nodes, placed)
-        channel = (transfer.channel, transfer.at_once)
-        number = self.number(call.index)
-        self.channels.issue(Job(number, channel, self.latest_s, transfer))
+        self.clocks.run(nodes, placed)
+        number = self.number(call)
+        self.channels.issue(Job(number, (transfer.channel, transfer.at_once), self.clocks.latest_s, transfer))
         if self.timeline:
             self.labels[number] = label(call)
 
@@ -170,16 +169,14 @@ class _State:
                 self.spans.append(Span(name, self.labels[job.index], start, end))
         return [s._replace(start_s=s.start_s - self.began_s, stop_s=s.stop_s - self.began_s) for s in self.spans]
 
-    def wait(self, call: Call, begun: Call, nodes: int, placed: int) -> None:
-        """Blocks every compute stream until the collective has ended that a call completes."""
-        if self.step or not call.deferred:
-            self.wait_for(self.number(begun.index, steps_ago=int(call.deferred)), nodes, placed)
-
-    def wait_for(self, number: int, nodes: int, placed: int) -> None:
-        """Blocks every compute stream, once so much has run, until a transfer has ended."""
-        end = self.channels.end_of(number)
+    def wait_for(self, call: Call, steps_ago: int, nodes: int, placed: int) -> None:
+        """Blocks every compute stream, once so much has run, until the transfer of a call has ended: of this step, or
+        of one before it."""
+        if steps_ago > self.step:
+            return
+        end = self.channels.end_of(self.number(call, steps_ago))
         if self.clocks.earliest_s < end:
-            self.run(nodes, placed)
+            self.clocks.run(nodes, placed)
             self.clocks.wait(end)
 
 

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -51,6 +51,16 @@ class StepProgram:
     def moments(self) -> Moments:
         """What each group does in this step."""
         return tuple(g.moment for g in self.groups)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the placed calls, in execution order."""
+        return tuple([call.index for call, _ in self.placed])
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Of the placed calls, in execution order: the position in the graph's compute behind which each runs."""
+        return tuple([position for _, position in self.placed])
 
     @cached_property
     def replaced(self) -> frozenset[str]:
@@ -95,7 +105,8 @@ class StepProgram:
 
     def each(self, known: Known[tuple[T, ...]], make: Callable[[Call], T]) -> list[T]:
         """`make` of each call, in order; those of groups are remembered as by `of_groups`."""
-        found = [of_one for _, made in self.of_groups(known, lambda _, own: tuple(map(make, own))) for of_one in made]
+        of_groups = self.of_groups(known, lambda _, own: tuple(map(make, own)))
+        found = [*chain.from_iterable([made for _, made in of_groups])]
         found += map(make, self.calls[len(found) :])
         return found
 

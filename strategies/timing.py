@@ -91,7 +91,7 @@ def lacks_held(group: SyncGroup, step: int, since: int) -> bool:
 
 def fullest(groups: Sequence[SyncGroup]) -> Moments:
     """Of a step in which all groups synchronize, and none begins. Where offsets differ, no such step may ever come."""
-    return tuple(replace(moment_of(g, _first_full(g)), begins=False) for g in groups)
+    return tuple(moment_of(g, _first_full(g))._replace(begins=False) for g in groups)
 
 
 def cycle(groups: Sequence[SyncGroup], step: int | None = None) -> list[tuple[Moments, float]]:
@@ -120,7 +120,7 @@ def _as_begun(
     found: dict[Moments, float] = {}
     for moments, share in steps:
         each = zip(groups, moments, strict=True)
-        begun = tuple(Moment("plain") if step < g.from_step else replace(m, stage=_stage(g, step)) for g, m in each)
+        begun = tuple(Moment("plain") if step < g.from_step else m._replace(stage=_stage(g, step)) for g, m in each)
         found[begun] = found.get(begun, 0.0) + share
     return list(found.items())
 
@@ -130,7 +130,7 @@ def _in_step(group: SyncGroup, full: Moment, ended: frozenset[Period]) -> Moment
     if (group.every, group.offset) not in ended:
         return Moment("alone")
     longer = _longer(group)
-    return replace(full, slot=_bits([p in ended for p in longer])) if longer else full
+    return full._replace(slot=_bits([p in ended for p in longer])) if longer else full
 
 
 def changes(group: SyncGroup) -> list[int]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Doing = Literal["synchronize", "plain", "alone", "average", "hold", "delayed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """What a group does in one step. Steps in which all groups do the same are one program."""
 
     doing: Doing = "synchronize"

@@ -144,6 +144,7 @@ def test_many_ranks_at_once_are_simulated_as_one_after_the_other(seed: int) -> N
     ranks, calls = 7, 12
     streams = Streams([SECOND, [2.5 * s for s in SECOND]], draw.integers(0, 2, ranks).tolist(), backward_start=2)
     own_s = draw.random((calls, ranks)) * draw.integers(0, 2, (calls, 1))
+    prices = [Price(row, uniform=False) for row in own_s]
     transfers = [
         Transfer(
             float(draw.random()), tuple(draw.choice([0.0, 0.3, 1.0], ranks).tolist()), channel=int(draw.integers(2))
@@ -153,7 +154,7 @@ def test_many_ranks_at_once_are_simulated_as_one_after_the_other(seed: int) -> N
 
     def simulated(kind: type[Few] | type[Many]) -> list[tuple[float, ...]]:
         channels = Channels()
-        clocks = kind(range(ranks), streams, own_s, channels)
+        clocks = kind(range(ranks), streams, prices, channels)
         found = []
         for i, transfer in enumerate(transfers):
             nodes = 1 + i * 3 // calls
