@@ -36,7 +36,7 @@ NAMES = ("ddp", "all_reduce_one_bucket", "all_reduce_1MiB", "zero1", "sharded", 
 BLOCKS, STEPS = 5, 4
 """Blocks of each plan, in turn with the others', and steps of a block."""
 ALONE = ("ddp+every=1000", "local")
-"""A plan that never synchronizes in so few steps: what its step takes is compute."""
+"""A plan whose ranks do not synchronize within the steps of a trial: its step is compute alone."""
 ATTEMPTS = 3
 """How often a model is measured and trained while its compute has drifted; the attempt that drifted least counts."""
 CALIBRATION_S, TIMEOUT_S = 40.0, 600.0
@@ -122,7 +122,9 @@ def measure(place: Place, models: Sequence[str], journal: Path) -> None:
                     texts = job.ask({**request, "workload": model}, TIMEOUT_S)[0]["plans"]
                 click.echo(f"{place.name}: training {model}", err=True)
                 with Pool(lab) as pool:
-                    each, drifted = _trained(pool, place, model, dict(zip(wanted, map(_plan, texts), strict=True)))
+                    each, drifted = _trained(
+                        pool, place, model, dict(zip(wanted, map(Plan.model_validate_json, texts), strict=True))
+                    )
                 click.echo(f"{place.name}: {model}'s compute drifted by {drifted:+.1%}", err=True)
                 if abs(drifted) < abs(drift):
                     found, drift = each, drifted
@@ -130,10 +132,6 @@ def measure(place: Place, models: Sequence[str], journal: Path) -> None:
                     break
             with journal.open("a") as file:
                 file.writelines(json.dumps(asdict(m)) + "\n" for m in found)
-
-
-def _plan(text: str) -> Plan:
-    return Plan.model_validate_json(text)
 
 
 def _trained(pool: Pool, place: Place, model: str, plans: dict[tuple[str, str], Plan]) -> tuple[list[Measured], float]:

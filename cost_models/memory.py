@@ -251,12 +251,13 @@ def _by_rank(*rows: int | Bytes) -> Bytes:
 
 
 def _wide(rows: Bytes, columns: int) -> Bytes:
-    """With at least so many equal columns."""
+    """Rows of one column, which is repeated to make `columns` of them; rows of several columns stay as they are."""
     return np.ascontiguousarray(np.broadcast_to(rows, (len(rows), max(columns, rows.shape[1]))))
 
 
 def _columns(rows: Sequence[Bytes], n: int) -> tuple[Indices, Indices]:
-    """The ranks whose figures are worked out, and for each rank, the place among these of the one that it equals."""
+    """The ranks whose figures are worked out, and for each rank, the place among these of the one that it equals. Few
+    ranks are all worked out, as that is faster than finding those that are alike."""
     if n <= FEW:
         return np.arange(n), np.arange(n)
     return alike([x for x in rows if x.shape[1] > 1], n)

@@ -79,7 +79,7 @@ def simulate(
 
 def representatives(prices: Sequence[Price], device_of_rank: Sequence[int]) -> list[int]:
     """One rank for each set of ranks whose device and prices are all equal: the others would do the same."""
-    unequal = list({id(p): p for p in [p for p in prices if not p.uniform]}.values())
+    unequal = list({id(p): p for p in prices if not p.uniform}.values())
     taken = [p.transfer.taken for p in unequal if p.transfer and p.transfer.taken]
     rows = [np.array(device_of_rank), *(p.device_s for p in unequal), *map(np.array, taken)]
     return [int(rank) for rank in alike(rows, len(device_of_rank))[0]]
@@ -170,8 +170,8 @@ class _State:
         return [s._replace(start_s=s.start_s - self.began_s, stop_s=s.stop_s - self.began_s) for s in self.spans]
 
     def wait_for(self, call: Call, steps_ago: int, nodes: int, placed: int) -> None:
-        """Blocks every compute stream, once so much has run, until the transfer of a call has ended: of this step, or
-        of one before it."""
+        """Blocks every compute stream, once its first `nodes` nodes and `placed` placed calls have run, until the
+        transfer has ended that a call has begun `steps_ago` steps ago; does nothing where there was no such step."""
         if steps_ago > self.step:
             return
         end = self.channels.end_of(self.number(call, steps_ago))
