@@ -26,7 +26,10 @@ _IN_PLACE = {
     aten.sigmoid.default: aten.sigmoid_.default,
     aten.neg.default: aten.neg_.default,
 }
-_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+FUNCTIONAL = {in_place: target for target, in_place in _IN_PLACE.items()}
+"""The operators that they were, which write to memory of their own."""
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+"""Operators whose first two arguments are exchanged where the second is the one to be overwritten."""
 _MAY_RETURN_THEIR_INPUT = (aten.native_dropout.default,)
 
 
@@ -44,7 +47,7 @@ def reuse_memory(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _IN_PLACE:
             continue
-        places = (0, 1) if node.target in _COMMUTATIVE and not node.kwargs else (0,)
+        places = (0, 1) if node.target in COMMUTATIVE and not node.kwargs else (0,)
         for place in places:
             if place < len(node.args) and _may_overwrite(node, node.args[place], position):
                 if place == 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from benchmarks.capture.families import family_of
 from benchmarks.capture.outcome import Outcome
@@ -11,6 +13,8 @@ from benchmarks.capture.team import WORLD_SIZE
 from benchmarks.harness import Report, Target
 
 CAPTURED_SHARE = 0.85
+_MACHINE = re.compile(rf"{re.escape(str(Path(__file__).parents[2]))}/|\S*/site-packages/")
+"""What a path begins with on this machine alone."""
 _VERDICTS = {"equal": "equal", "wrong": "WRONG", "crashed": "CRASHED", "refused": "REFUSED", "unusable": "not usable"}
 _NOTES = (
     f"Random weights, no dropout, {WORLD_SIZE} ranks with batches of their own, two steps of SGD with momentum, as "
@@ -39,7 +43,8 @@ def report(found: Sequence[Outcome], required: Mapping[str, int], absent: Mappin
         how = f"; eager: {o.eager}" if o.eager else ""
         words = f"{_VERDICTS[o.kind]}{': ' + o.said if o.said else ''}{how}"
         runs = f"{sum(r.kind == 'equal' for r in o.runs)} of {len(o.runs)}"
-        result.rows.append((o.name, f"{o.parameters:,}", o.dtype, f"{o.seconds:.0f}", f"{error:.0e}", runs, words))
+        said = _MACHINE.sub("", words)
+        result.rows.append((o.name, f"{o.parameters:,}", o.dtype, f"{o.seconds:.0f}", f"{error:.0e}", runs, said))
     usable = [o for o in found if o.kind != "unusable"]
     captured = sum(not o.eager and o.kind == "equal" for o in usable)
     for kind in ("wrong", "crashed", "refused"):

@@ -58,3 +58,28 @@ def test_a_tangent_that_is_nothing_is_the_same_however_pytorch_makes_it() -> Non
     nodes.erase_node(zeros[0])
     nodes.eliminate_dead_code()
     assert _described(graph, batch) == before
+
+
+class Sum(nn.Module):
+    """Reads one tensor several times, in an order that may be another on each rank."""
+
+    def __init__(self, order: tuple[int, ...], factors: tuple[int, ...] = (2, 3, 4)) -> None:
+        super().__init__()
+        self.order, self.factors = order, factors
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        parts = {i: (x * self.factors[i]).sin() for i in self.order}
+        loss: torch.Tensor = torch.cat([parts[i] for i in range(3)]).square().mean()
+        return loss
+
+
+def test_the_order_of_operators_and_of_sums_is_no_difference_but_a_factor_is() -> None:
+    batch = flatten({"x": torch.randn(4, 3)})
+
+    def nodes(*args: Any) -> str:
+        return _described(training_graph(Sum(*args), batch, None), batch).nodes
+
+    assert nodes((0, 1, 2)) == nodes((2, 0, 1)) == nodes((1, 2, 0))
+    assert nodes((0, 1, 2)) != nodes((0, 1, 2), (3, 2, 4)), "the same factors, on other parts"

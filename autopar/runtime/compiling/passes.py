@@ -5,23 +5,10 @@ from __future__ import annotations
 import torch
 import torch.fx
 
+from autopar.ir.reuse import FUNCTIONAL
 from autopar.ir.simplify import dropout_noise
 
 aten = torch.ops.aten
-
-FUNCTIONAL = {
-    aten.add_.Tensor: aten.add.Tensor,
-    aten.sub_.Tensor: aten.sub.Tensor,
-    aten.mul_.Tensor: aten.mul.Tensor,
-    aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor,
-    aten.div_.Scalar: aten.div.Scalar,
-    aten.relu_.default: aten.relu.default,
-    aten.tanh_.default: aten.tanh.default,
-    aten.sigmoid_.default: aten.sigmoid.default,
-    aten.neg_.default: aten.neg.default,
-}
-"""Operators that `autopar.ir.reuse` has made to write over their input, which a compiler decides for itself."""
 
 
 def functional(graph: torch.fx.Graph) -> None:

@@ -23,6 +23,7 @@ import torch.fx
 from autopar.errors import AutoparWarning, PlanMismatchError
 from autopar.ir.aliases import is_view
 from autopar.ir.batch import Batch, flatten
+from autopar.ir.reuse import COMMUTATIVE, FUNCTIONAL
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.job.process_group import Rendezvous
 
@@ -40,7 +41,8 @@ class Described:
     shapes: list[str]
     """Of all inputs of the graph, parameters among them."""
     nodes: str
-    """A digest of every operator, in order, with every constant."""
+    """A digest of every operator, with every constant and what it reads. Not of their order, nor of that in which
+    gradients are added up: a model that goes through a set of names has another one in each process."""
     loose: list[str]
     """Operators other than views, with constants that are not sizes."""
     batch: list[list[int]]
@@ -120,30 +122,56 @@ def _of_shape(t: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def _described(graph: TrainingGraph, batch: Batch) -> Described:
     assert graph.joint is not None
     nodes = [n for n in graph.joint.module.graph.nodes if not _is_one_zero(n)]
-    place = {node: i for i, node in enumerate(nodes)}
-    shapes, texts, loose = [], [], set()
+    known: dict[torch.fx.Node, str] = {}
+    terms: dict[torch.fx.Node, list[str]] = {}  # of what is a sum
+    shapes: list[str] = []
+    loose: set[str] = set()
     gathers = graph.joint.gathers  # then a rank's samples have a place among all, as labels that follow from its number
 
     def told(x: Any) -> Any:
         if isinstance(x, torch.fx.Node):
-            return place[x]
+            return known[x]
         return "whole" if gathers and type(x) is int else x
 
     for node in nodes:
         if node.op == "placeholder":
-            value = node.meta["val"]
-            shapes.append(f"{tuple(value.shape)} {value.dtype}")
+            text = f"input {len(shapes)}"
+            shapes.append(_shape(node))
         elif _is_zeros(node):
-            texts.append(f"zeros {tuple(node.meta['val'].shape)} {node.meta['val'].dtype}")
-        elif node.op == "call_function":
-            constants = torch.fx.node.map_aggregate((node.args, node.kwargs), told)
-            texts.append(f"{_name(node.target)} {constants}")
-            if not is_view(node):
-                loose.add(f"{_name(node.target)} {_factors(node, not gathers)}".rstrip())
-    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+            text = f"zeros {_shape(node)}"
+        elif node.op == "get_attr":
+            text = f"constant {_shape(node)}"
+        else:
+            target: Any = FUNCTIONAL.get(node.target, node.target)
+            args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), told)
+            if _is_sum(node):
+                args = terms[node] = sorted(t for added in node.args for t in terms.get(added, [known[added]]))
+            elif target in COMMUTATIVE:
+                args = sorted(map(str, args))
+            text = f"{_name(target)} {args} {kwargs}"
+            if node.op == "call_function" and not is_view(node):
+                loose.add(f"{_name(target)} {_factors(node, not gathers)}".rstrip())
+        known[node] = _digest(text)
     tensors = [f"{t.dtype} {t.dim()} {t.is_contiguous()}" for t in batch.tensors]
     form = [batch.signature.structure, tensors, [repr(c) for c in batch.constants]]
-    return Described(shapes, digest, sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
+    return Described(shapes, known[nodes[-1]], sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _shape(node: torch.fx.Node) -> str:
+    value = node.meta.get("val")
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+
+
+def _is_sum(node: torch.fx.Node) -> bool:
+    """Whether a node adds two tensors of one shape and format."""
+    if node.target not in (aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
+        return False
+    values = [x.meta["val"] if isinstance(x, torch.fx.Node) else None for x in (*node.args, node)]
+    return len({v is not None and (v.shape, v.dtype) for v in values}) == 1
 
 
 def _is_one_zero(node: torch.fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,6 +32,11 @@ from autopar.runtime.optimizers.optimizer import updated_by
 from autopar.runtime.proofs.differences import tolerance_of
 from autopar.runtime.uncaptured.model import loss_and_output
 
+_UNORDERED = (
+    "ranks go through the model's parameters in different orders, as where a forward pass iterates over a set of "
+    "names, which has another order in each process: sort it, and the model is captured"
+)
+
 
 def settled(
     model: nn.Module,
@@ -47,6 +53,8 @@ def settled(
     rendezvous, reason = Rendezvous(group), _why_eager(model, batch, settings, mode, optimizer, capture)
     if settings.capture != "always":  # all ranks have the same setting
         reason = next(filter(None, rendezvous.exchange("capture", reason)), "")
+        if not reason and len(set(rendezvous.exchange("order of parameters", _order(capture())))) > 1:
+            reason = _UNORDERED
     if not reason:
         return None
     name = first_without_values(model, settings.loss_fn)
@@ -149,6 +157,12 @@ def _why_eager(
         put_back()  # tracing writes to tensors that are plain attributes
         return str(e)
     return ""
+
+
+def _order(graph: TrainingGraph) -> str:
+    """A digest of the order in which parameters are read and gradients are made, which that of collectives follows."""
+    events = [(at, p.name) for p in graph.parameters for at in (p.first_use, p.first_backward, p.ready) if at >= 0]
+    return hashlib.sha256("\n".join(name for _, name in sorted(events)).encode()).hexdigest()[:16]
 
 
 def _pruned(owners: Mapping[str, nn.Module]) -> str:
