@@ -62,6 +62,8 @@ def set_dropout(config: Any, probability: float) -> None:
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
             set_dropout(value, probability)
+        elif key == "classifier_dropout" and value is None:  # some heads take 0.1 then
+            config.classifier_dropout = probability
         elif (
             "drop" in key
             and isinstance(value, (int, float))

@@ -23,6 +23,8 @@ from benchmarks.zoo.batches import (
     features,
     images,
     masked,
+    segmentation,
+    series,
     text_classes,
     transcription,
     translation,
@@ -30,10 +32,12 @@ from benchmarks.zoo.batches import (
 from benchmarks.zoo.entry import Entry, Kind, LossFn
 from benchmarks.zoo.libraries.shrink import shrunk
 from benchmarks.zoo.libraries.tasks import (
+    boxed,
     choices,
     depth,
     grids_of_patches,
     masked_patches,
+    next_sentences,
     questions,
     questions_about_images,
     tagged,
@@ -77,11 +81,51 @@ def _depth_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output.predicted_depth, target)
 
 
+_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 _SWIN = {"patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
 
 _FIELDS: Mapping[str, Fields] = {
+    "BambaForCausalLM": _HYBRID | {"attn_layer_indices": [1]},
+    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "BitForImageClassification": {"num_groups": 4},
+    "DeepseekV2ForCausalLM": _ROUTED,
+    "DeiTForMaskedImageModeling": {"encoder_stride": 8},
+    "Dots1ForCausalLM": _ROUTED | {"n_shared_experts": 1},
+    "FalconH1ForCausalLM": _HYBRID | {"mamba_d_ssm": 64},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
+    "GraniteMoeHybridForCausalLM": _HYBRID | {"layer_types": ["mamba", "attention"]},
+    "HubertForCTC": {"ctc_loss_reduction": "mean"},
+    "JambaForCausalLM": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "LayoutLMv3ForSequenceClassification": {"coordinate_size": 5, "shape_size": 6, "visual_embed": False},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "LiltForTokenClassification": {"hidden_size": 48},
+    "LongcatFlashForCausalLM": {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8},
+    "NemotronForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
+    "PatchTSMixerForPrediction": {"context_length": 32, "prediction_length": 8, "num_input_channels": 3},
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": _MROPE,
+        "vision_config": {"window_size": 32, "fullatt_block_indexes": [1]},
+    },
+    "ReformerModelWithLMHead": {
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_shape": [4, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "is_decoder": True,
+        "lsh_attn_chunk_length": 8,
+        "local_attn_chunk_length": 8,
+        "num_buckets": 2,
+        "hash_seed": 0,
+    },
+    "Wav2Vec2BertForSequenceClassification": {"feature_projection_input_dim": 16},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
     "DonutSwinForImageClassification": _SWIN,
     "EfficientNetForImageClassification": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     "FocalNetForImageClassification": {"embed_dim": 16},
@@ -125,7 +169,9 @@ TASKS: tuple[Task, ...] = (
         HyperCLOVAXForCausalLM Jais2ForCausalLM Ministral3ForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM
         NanoChatForCausalLM OlmoForCausalLM Olmo3ForCausalLM OpenAIGPTLMHeadModel PersimmonForCausalLM
         Phi3ForCausalLM ProphetNetForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM
-        Starcoder2ForCausalLM TrOCRForCausalLM VaultGemmaForCausalLM XGLMForCausalLM""",
+        Starcoder2ForCausalLM TrOCRForCausalLM VaultGemmaForCausalLM XGLMForCausalLM CpmAntForCausalLM
+        Gemma3nForCausalLM Gemma4ForCausalLM GlmMoeDsaForCausalLM HunYuanDenseV1ForCausalLM LaraMiniForCausalLM
+        MiniCPM3ForCausalLM MinistralForCausalLM NemotronForCausalLM ReformerModelWithLMHead YoutuForCausalLM""",
     ),
     Task(
         "mixture of experts",
@@ -134,13 +180,16 @@ TASKS: tuple[Task, ...] = (
         Ernie4_5_MoeForCausalLM ExaoneMoeForCausalLM FlexOlmoForCausalLM Glm4MoeForCausalLM GraniteMoeForCausalLM
         GraniteMoeSharedForCausalLM HYV3ForCausalLM InklingForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
         Llama4ForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM
-        Qwen3MoeForCausalLM Qwen3_5MoeForCausalLM SolarOpenForCausalLM AXK1ForCausalLM""",
+        Qwen3MoeForCausalLM Qwen3_5MoeForCausalLM SolarOpenForCausalLM AXK1ForCausalLM AXK2ForCausalLM
+        DeepseekV2ForCausalLM DeepseekV32ForCausalLM Dots1ForCausalLM Glm4MoeLiteForCausalLM GraniteMoeSWAForCausalLM
+        HunYuanMoEV1ForCausalLM HYV4ForCausalLM Lfm2MoeForCausalLM LongcatFlashForCausalLM""",
     ),
     Task(
         "state space",
         causal(),
         """FalconMambaForCausalLM Lfm2ForCausalLM Lfm3ForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM
-        Qwen3_5ForCausalLM RwkvForCausalLM ZayaForCausalLM""",
+        Qwen3_5ForCausalLM RwkvForCausalLM ZayaForCausalLM BambaForCausalLM FalconH1ForCausalLM
+        GraniteMoeHybridForCausalLM JambaForCausalLM KimiLinearForCausalLM""",
     ),
     Task(
         "encoder",
@@ -148,13 +197,13 @@ TASKS: tuple[Task, ...] = (
         """CamembertForMaskedLM Data2VecTextForMaskedLM EuroBertForMaskedLM FlaubertWithLMHeadModel GteForMaskedLM
         IBertForMaskedLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM LukeForMaskedLM NomicBertForMaskedLM
         NystromformerForMaskedLM RobertaPreLayerNormForMaskedLM XLMRobertaXLForMaskedLM YosoForMaskedLM
-        EsmForMaskedLM""",
+        EsmForMaskedLM MraForMaskedLM XmodForMaskedLM""",
     ),
     Task(
         "encoder",
         text_classes(),
         """DebertaForSequenceClassification FunnelForSequenceClassification XLMForSequenceClassification
-        SqueezeBertForSequenceClassification""",
+        SqueezeBertForSequenceClassification MarkupLMForSequenceClassification TapasForSequenceClassification""",
     ),
     Task(
         "encoder",
@@ -166,7 +215,10 @@ TASKS: tuple[Task, ...] = (
         questions(),
         "SplinterForQuestionAnswering",
     ),
-    Task("encoder", choices(), "RoCBertForMultipleChoice"),
+    Task("encoder", choices(), "RoCBertForMultipleChoice ModernBertForMultipleChoice"),
+    Task("encoder", boxed(text_classes()), "LayoutLMv3ForSequenceClassification"),
+    Task("encoder", boxed(tagged()), "LiltForTokenClassification"),
+    Task("encoder", next_sentences(), "BertForPreTraining"),
     Task(
         "encoder-decoder",
         translation(),
@@ -190,8 +242,18 @@ TASKS: tuple[Task, ...] = (
         ViTMSNForImageClassification DonutSwinForImageClassification""",
     ),
     Task("vision", depth(), "GLPNForDepthEstimation", _depth_loss),
-    Task("vision", masked_patches(), "ViTForMaskedImageModeling"),
-    Task("vision", features("pixel_values", (4, 3, 32, 32)), "TimesformerForVideoClassification"),
+    Task("vision", masked_patches(), "ViTForMaskedImageModeling DeiTForMaskedImageModeling"),
+    Task(
+        "vision",
+        features("pixel_values", (4, 3, 32, 32)),
+        "TimesformerForVideoClassification VivitForVideoClassification",
+    ),
+    Task("vision", features("pixel_values_videos", (4, 3, 32, 32)), "VJEPA2ForVideoClassification"),
+    Task("vision", segmentation(), "BeitForSemanticSegmentation"),
+    Task("time series", series(), "PatchTSMixerForPrediction"),
+    Task("audio", features("input_features", (32, 16)), "Wav2Vec2BertForSequenceClassification"),
+    Task("audio", features("input_values", (12000,)), "WavLMForXVector"),
+    Task("audio", transcription("input_values", (2000,), 3), "HubertForCTC"),
     Task(
         "audio",
         features("input_values", (1000,)),
@@ -219,7 +281,7 @@ TASKS: tuple[Task, ...] = (
         "multimodal",
         questions_about_images(16),
         """LlavaForConditionalGeneration Ovis2ForConditionalGeneration PaliGemmaForConditionalGeneration
-        VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration""",
+        VideoLlavaForConditionalGeneration VipLlavaForConditionalGeneration JanusForConditionalGeneration""",
     ),
     Task(
         "multimodal",
@@ -231,12 +293,12 @@ TASKS: tuple[Task, ...] = (
         "multimodal",
         grids_of_patches(4, 3 * 2 * 8 * 8),
         """Glm4vForConditionalGeneration MiniMaxM3SparseForConditionalGeneration Qwen2VLForConditionalGeneration
-        Qwen3VLForConditionalGeneration""",
+        Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration""",
     ),
     Task(
         "multimodal",
         captioned_images(),
-        "AltCLIPModel ChineseCLIPModel CLIPSegModel Tipsv2Model",
+        "AltCLIPModel ChineseCLIPModel CLIPSegModel Tipsv2Model OwlViTModel VisionTextDualEncoderModel",
         prepare=Contrastive,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.zoo.batches import Make, Tensors, classes, generator, tokens
+from benchmarks.zoo.batches import Make, Tensors, classes, generator, masked, tokens
 from benchmarks.zoo.entry import Batch
 from benchmarks.zoo.libraries.shrink import IMAGE_TOKEN
 
@@ -18,6 +18,28 @@ def tagged(length: int = 16) -> Make:
     def make(n: int, seed: int) -> Tensors:
         g = generator(seed)
         return {"input_ids": tokens(g, n, length), "labels": classes(g, n, length)}
+
+    return make
+
+
+def boxed(text: Make, width: int = 60) -> Make:
+    """Text of a page, with the box of each token on it: (left, top, right, bottom)."""
+
+    def make(n: int, seed: int) -> Tensors:
+        batch, g = text(n, seed), generator(seed + 7)
+        corner = torch.randint(0, width // 2, (*batch["input_ids"].shape, 2), generator=g)
+        size = torch.randint(1, width // 2, corner.shape, generator=g)
+        return batch | {"bbox": torch.cat([corner, corner + size], -1)}
+
+    return make
+
+
+def next_sentences(length: int = 16) -> Make:
+    """Text with a label for every token, and for whether its second half follows its first one."""
+
+    def make(n: int, seed: int) -> Tensors:
+        follows = torch.randint(0, 2, (n,), generator=generator(seed + 5))
+        return masked(length)(n, seed) | {"next_sentence_label": follows}
 
     return make
 
