@@ -170,7 +170,7 @@ TASKS: tuple[Task, ...] = (
         NanoChatForCausalLM OlmoForCausalLM Olmo3ForCausalLM OpenAIGPTLMHeadModel PersimmonForCausalLM
         Phi3ForCausalLM ProphetNetForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM
         Starcoder2ForCausalLM TrOCRForCausalLM VaultGemmaForCausalLM XGLMForCausalLM CpmAntForCausalLM
-        Gemma3nForCausalLM Gemma4ForCausalLM GlmMoeDsaForCausalLM HunYuanDenseV1ForCausalLM LaraMiniForCausalLM
+        Gemma3nForCausalLM Gemma4ForCausalLM GlmMoeDsaForCausalLM HunYuanDenseV1ForCausalLM
         MiniCPM3ForCausalLM MinistralForCausalLM NemotronForCausalLM ReformerModelWithLMHead YoutuForCausalLM""",
     ),
     Task(
