@@ -1,7 +1,8 @@
 """Whether all ranks compute the same in a step, which they compare once, before the first one.
 
 On batches of the same shapes, the captured graphs are compared operator by operator, with every constant, but for whole
-numbers where ranks take each other's samples: labels may follow from a rank's place among all. On batches of other
+numbers where ranks take each other's samples: labels may follow from a rank's place among all. Not compared is the
+order of operators that do not read each other, which Python's sets of names decide in each process. On batches of other
 shapes, views, counts and sizes differ rightly. There, graphs are compared by what depends on shapes rarely: which
 operators they have, with which factors. Where these differ, each rank captures the model once more, on its batch cut or
 repeated to the shapes of rank 0's, and what it then computes is compared whole.
@@ -170,8 +171,7 @@ def _is_sum(node: torch.fx.Node) -> bool:
     """Whether a node adds two tensors of one shape and format."""
     if node.target not in (aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
         return False
-    values = [x.meta["val"] if isinstance(x, torch.fx.Node) else None for x in (*node.args, node)]
-    return len({v is not None and (v.shape, v.dtype) for v in values}) == 1
+    return all(isinstance(x, torch.fx.Node) and _shape(x) == _shape(node) for x in node.args)
 
 
 def _is_one_zero(node: torch.fx.Node) -> bool:
