@@ -27,7 +27,7 @@ _IN_PLACE = {
     aten.neg.default: aten.neg_.default,
 }
 FUNCTIONAL = {in_place: target for target, in_place in _IN_PLACE.items()}
-"""The operators that they were, which write to memory of their own."""
+"""By each operator that writes over its input, the one that computes the same into memory of its own."""
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 """Operators whose first two arguments are exchanged where the second is the one to be overwritten."""
 _MAY_RETURN_THEIR_INPUT = (aten.native_dropout.default,)

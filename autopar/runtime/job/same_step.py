@@ -42,8 +42,8 @@ class Described:
     shapes: list[str]
     """Of all inputs of the graph, parameters among them."""
     nodes: str
-    """A digest of every operator, with every constant and what it reads. Not of their order, nor of that in which
-    gradients are added up: a model that goes through a set of names has another one in each process."""
+    """A digest of every operator, with its constants and what it reads. The order of operators, and the order in which
+    gradients are added up, do not count: a model that goes through a set of names has others in each process."""
     loose: list[str]
     """Operators other than views, with constants that are not sizes."""
     batch: list[list[int]]
@@ -124,7 +124,7 @@ def _described(graph: TrainingGraph, batch: Batch) -> Described:
     assert graph.joint is not None
     nodes = [n for n in graph.joint.module.graph.nodes if not _is_one_zero(n)]
     known: dict[torch.fx.Node, str] = {}
-    terms: dict[torch.fx.Node, list[str]] = {}  # of what is a sum
+    terms: dict[torch.fx.Node, list[str]] = {}  # the digests of what each sum adds up
     shapes: list[str] = []
     loose: set[str] = set()
     gathers = graph.joint.gathers  # then a rank's samples have a place among all, as labels that follow from its number
@@ -155,7 +155,9 @@ def _described(graph: TrainingGraph, batch: Batch) -> Described:
         known[node] = _digest(text)
     tensors = [f"{t.dtype} {t.dim()} {t.is_contiguous()}" for t in batch.tensors]
     form = [batch.signature.structure, tensors, [repr(c) for c in batch.constants]]
-    return Described(shapes, known[nodes[-1]], sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
+    ends = sorted(text for node, text in known.items() if not node.users)  # the output, and what nobody reads
+    digest = _digest("\n".join(ends))
+    return Described(shapes, digest, sorted(loose), [[*t.shape] for t in batch.tensors], json.dumps(form))
 
 
 def _digest(text: str) -> str:
