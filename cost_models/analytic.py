@@ -7,6 +7,7 @@ are guesses, so are its times; the order of plans is more certain than the times
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -26,6 +27,8 @@ from autopar.cost_models.simulate import simulate
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.base import Call
 from autopar.ops.context import Context
+from autopar.ops.group import Group
+from autopar.ops.spared import used_share
 from autopar.ops.values import Setting
 from autopar.spec.calibration import Calibration, DeviceRates
 from autopar.spec.topology import Topology
@@ -124,7 +127,7 @@ class StepPricer:
         """The cost of one step of a program."""
         n = self.network.world_size
         known = self._of_groups.setdefault(program.context, {})
-        prices = program.each(known, self.price)
+        prices = program.each(known, partial(self.prices, program.context))
         outcome = simulate(program, prices, self.streams(program), self.network.backend.name, timeline=timeline)
         transfers = [p.transfer for p in prices if p.transfer is not None]
         moved = np.concatenate([np.zeros((2, n), np.int64), *(t.bytes for t in transfers)])
@@ -180,16 +183,25 @@ class StepPricer:
         """What a program's operations take by themselves, with nothing beside them and no compute of the graph:
         seconds on the channel, and on the busiest rank's device. The step's own two sums are left out."""
         channel, device = 0.0, np.zeros(self.network.world_size)
-        for call in program.calls:
-            if call.group is None:
-                continue
-            price = self.price(call)
+        for price in self.group_prices(program):
             channel += price.transfer.seconds if price.transfer else 0.0
             device += price.device_s
         return channel, float(device.max())
 
+    def group_prices(self, program: StepProgram) -> list[Price]:
+        """The prices of the calls that belong to groups."""
+        known: Known[tuple[Price, ...]] = {}
+        make = partial(self.prices, program.context)
+        return [price for _, prices in program.of_groups(known, make) for price in prices]
+
+    def prices(self, context: Context, group: Group | None, calls: Sequence[Call]) -> tuple[Price, ...]:
+        """The prices of a group's calls, or of those of none, in the mean over steps."""
+        prices = tuple(map(self.price, calls))
+        share = 1.0 if group is None else used_share(group, calls, context)
+        return prices if share == 1.0 else tuple([p.shared(share) for p in prices])
+
     def price(self, call: Call) -> Price:
-        """The price of a call; remembered, as plans share most of their groups."""
+        """The price of a call in a step in which it runs; remembered, as plans share most of their groups."""
         key = call.key
         found = self._prices.get(key)
         if found is None:

@@ -36,10 +36,7 @@ class Bound:
     def add(self, alone: StepProgram) -> int:
         """Takes a group in, lowered by itself; returns the number that it goes by. The step's own sums are left out."""
         row = np.zeros_like(self._graph)
-        for call in alone.calls:
-            if call.group is None:
-                continue
-            price = self.pricer.price(call)
+        for price in self.pricer.group_prices(alone):
             row[: self._ranks] += price.device_s
             if price.transfer and len(price.transfer.loads):
                 row[self._ranks :] += price.transfer.seconds * price.transfer.loads

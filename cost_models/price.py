@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,3 +46,10 @@ class Price:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "first_s", float(self.device_s[0]))
+
+    def shared(self, share: float) -> Price:
+        """The mean price of a call that runs in this part of the steps, 0 to 1."""
+        t = self.transfer
+        if t is not None:
+            t = replace(t, seconds=share * t.seconds, bytes=np.rint(share * t.bytes).astype(np.int64))
+        return Price(share * self.device_s, t, self.uniform)

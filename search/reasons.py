@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from autopar.cost_models.analytic import StepPricer
 from autopar.cost_models.base import Estimate
 from autopar.formatting import duration, number_of, size
+from autopar.ir.branches import left_out
+from autopar.ops.spared import used_share
 from autopar.search.base import TIE, Problem
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.search.runner_up import RunnersUp
@@ -20,6 +22,8 @@ class AloneCost:
 
     channel_s: float
     device_s: float
+    share: float
+    """In how many steps it has anything to do, 0 to 1."""
 
     @property
     def total_s(self) -> float:
@@ -57,7 +61,8 @@ class Reasons:
             return f"{head}: with one rank there is nothing to synchronize"
         mine = self._cost(group)
         assert mine is not None, "a chosen group can be lowered"
-        text = f"{head}: alone, {mine}"
+        used = f", used in some {mine.share:.0%} of the steps" if mine.share < 1 else ""
+        text = f"{head}{used}: alone, {mine}"
         other = found.get(index)
         if other is None:
             return text + self._without_runner_up(group, priced=index in found)
@@ -85,7 +90,7 @@ class Reasons:
         # Groups of the same strategy, size, dtype and structure cost the same alone.
         members = [self._near.table[m.name] for m in group.members]
         options = tuple(sorted(group.settings.items()))
-        structure = tuple(m.sizes for m in members)
+        structure = tuple(m.sizes for m in members), left_out(m.branch for m in members)
         key = (group.strategy, options, structure, self._near.bytes_of(group), members[0].spec.dtype)
         if key not in self._known:
             self._known[key] = self._price(group)
@@ -93,7 +98,10 @@ class Reasons:
 
     def _price(self, group: SyncGroup) -> AloneCost | None:
         program = self.problem.alone(group)
-        return None if program is None else AloneCost(*self._pricer.alone_s(program))
+        if program is None:
+            return None
+        share = used_share(program.groups[0], [c for c in program.calls if c.group is not None], program.context)
+        return AloneCost(*self._pricer.alone_s(program), share)
 
 
 def _in_the_step(choice: Choice, other: RunnerUp, step_time_s: float) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autopar.cost_models.base import Estimate
 from autopar.cost_models.steps import predict_steps
 from autopar.errors import PlanError
+from autopar.ir.branches import left_out
 from autopar.ir.training_graph import Parameter
 from autopar.search.base import Problem
 from autopar.search.evaluate import overflow_bytes
@@ -126,7 +127,8 @@ class RunnersUp:
         """What is the same for groups that are alike. Whole numbers among the options, as owners, are not."""
         options = ((k, "number" if type(v) is int else v) for k, v in sorted(group.options.items()))
         members = tuple(_likeness(m, self.near.table[m.name]) for m in group.members)
-        return (group.strategy, tuple(group.timing.items()), tuple(options), members)
+        spared = left_out(self.near.table[m.name].branch for m in group.members)
+        return (group.strategy, tuple(group.timing.items()), tuple(options), members, spared)
 
 
 def switched(groups: Sequence[SyncGroup], index: int, choice: Choice) -> Groups:

@@ -103,11 +103,13 @@ class StepProgram:
             first += entry[1]
         return found
 
-    def each(self, known: Known[tuple[T, ...]], make: Callable[[Call], T]) -> list[T]:
-        """`make` of each call, in order; those of groups are remembered as by `of_groups`."""
-        of_groups = self.of_groups(known, lambda _, own: tuple(map(make, own)))
-        found = [*chain.from_iterable([made for _, made in of_groups])]
-        found += map(make, self.calls[len(found) :])
+    def each(
+        self, known: Known[tuple[T, ...]], make: Callable[[Group | None, Sequence[Call]], tuple[T, ...]]
+    ) -> list[T]:
+        """What `make` makes of each call, in order, given those of a group, or those of none; of groups it is
+        remembered as by `of_groups`."""
+        found = [*chain.from_iterable([made for _, made in self.of_groups(known, make)])]
+        found += make(None, self.calls[len(found) :])
         return found
 
     @cached_property

@@ -9,7 +9,7 @@ that were measured. Strategies are lowered into it, priced on it and written int
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Never
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.batch import Batch
+from autopar.ir.branches import branches
 from autopar.ir.capture import JointGraph
 from autopar.ir.read_targets import weight_of
 from autopar.ir.seen import Seen, nonzero_rows
@@ -69,9 +70,16 @@ def opaque(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and node.target in (go_forward, run_forward, run_backward, take_gradient)
 
 
-def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_bytes: int) -> TrainingGraph:
+def outline(
+    fingerprint: ModelFingerprint,
+    batch: Batch,
+    seen: Seen,
+    buffer_bytes: int,
+    absent: Sequence[Collection[str]] = (),
+) -> TrainingGraph:
     """The training graph of a model that runs eagerly, as one step has shown it. All ranks must use what one has
-    `seen`: the order of collectives follows from it. Raises `CaptureError` where no parameter is trained."""
+    `seen`: the order of collectives follows from it. `absent`: for each rank, the parameters of which its example has
+    given no gradient; by default, those of this one. Raises `CaptureError` where no parameter is trained."""
     table = {p.name: p for p in fingerprint.parameters if p.trainable}
     order = [(n, s) for n, s in seen.gradients if n in table]
     there = {n for n, _ in order}
@@ -125,6 +133,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
     end = len(seconds) - 1
     positions = {name: i for i, name in enumerate(seconds)}
     uses = {n: i for i, (names, _) in enumerate(parts) for n in names}
+    left_out = branches({n: spec.shape for n, spec in table.items()}, absent or [seen.absent]) if seen.foreseen else {}
     return TrainingGraph(
         model=fingerprint,
         parameters=tuple(
@@ -137,6 +146,7 @@ def outline(fingerprint: ModelFingerprint, batch: Batch, seen: Seen, buffer_byte
                 last_use=end,
                 structure="rows" if n in rows_of else "dense",
                 parts=rows_of.get(n),
+                branch=left_out.get(n),
             )
             for n, spec in table.items()
         ),

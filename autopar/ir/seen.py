@@ -56,6 +56,8 @@ class Seen:
     """Matrices whose gradient was zero but for so many rows, few of all, as that of an embedding is."""
     targets: tuple[Targets, ...] = ()
     """Which targets in the batch the loss is a mean over; empty where that was not seen."""
+    absent: tuple[str, ...] = ()
+    """Parameters that got no gradient."""
     unread: str = ""
     """Why the loss may be a mean over something else, in words."""
 
@@ -68,7 +70,8 @@ class Seen:
         pairs = {k: tuple((str(n), float(s)) for n, s in found[k]) for k in ("gradients", "uses")}
         rows = tuple((str(n), int(count)) for n, count in found["rows"])
         targets = tuple(Targets.of(t) for t in found["targets"])
-        return Seen(**(found | pairs | {"in_pieces": tuple(found["in_pieces"]), "rows": rows, "targets": targets}))
+        names = {k: tuple(found[k]) for k in ("in_pieces", "absent")}
+        return Seen(**(found | pairs | names | {"rows": rows, "targets": targets}))
 
 
 def nonzero_rows(gradient: torch.Tensor) -> torch.Tensor:
@@ -125,6 +128,7 @@ def look(
         forward_s=forwarded - start,
         flops=counter.total,
         in_pieces=tuple(n for n in parameters if n in in_pieces),
+        absent=tuple(n for n in parameters if n not in fired),
         saved_bytes=kept.bytes,
         foreseen=foreseen,
         loss_dtype=str(dtype).removeprefix("torch."),

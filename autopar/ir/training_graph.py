@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from autopar.ir.branches import Branch
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.spec.plan import ModelFingerprint, ParameterSpec, Recompute
 
@@ -184,6 +185,8 @@ class Parameter:
     """Position of the last node of the forward pass that reads it, or a view of it; -1 where that is not known."""
     first_backward: int = -1
     """Position of the first node of the backward pass that reads it, or a view of it; -1 for none."""
+    branch: Branch | None = None
+    """The part of the model that it is in, where steps may leave that out, and can tell beforehand."""
 
     @property
     def name(self) -> str:

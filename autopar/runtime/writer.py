@@ -147,7 +147,8 @@ class Writer(Site):
             node.meta[CALL] = call, node is self.values[call.index]
         if call.deferred and call.is_pending:
             begun = self._deferred(call)
-            self.call_module(f"deferred_{call.owner_group.index}", begun, (self.values[call.index],))
+            kept = self.call_module(f"deferred_{call.owner_group.index}", begun, (self.values[call.index],))
+            kept.meta[CALL] = call, False
 
     def run(self, call: Call) -> Any:
         """Writes the call itself; returns its value."""

@@ -64,6 +64,8 @@ BUILDERS: dict[str, Builder] = {
     "zero1_by_rate": by_hand.zero1_by_rate,
     "sharded": by_hand.bucketed("sharded_parameters", 4 * MIB),
     "sharded_kept": by_hand.bucketed("sharded_parameters", 4 * MIB, option="keep"),
+    "branches": by_hand.bucketed("all_reduce", by_hand.DDP_BUCKET_BYTES, apart=True),
+    "branches_zero1": by_hand.bucketed("partitioned_parameter_server", by_hand.DDP_BUCKET_BYTES, apart=True),
     "structured": structured("all_reduce"),
     "structured_zero1": structured("partitioned_parameter_server"),
     "structured_servers": structured("summation_servers"),
@@ -78,7 +80,8 @@ BUILDERS: dict[str, Builder] = {
     "PSLoadBalancing_fused": _fused(ps_load_balancing),
     "PartitionedPS_fused": _fused(partitioned_ps),
 }
-"""All builders that are exact. `structured`: rows of tables and factors of products where that is less to send;
+"""All builders that are exact. `branches`: parts that steps leave out, as experts, in buckets of their own;
+`structured`: rows of tables and factors of products where that is less to send;
 `sharded_head`: classes are shared out as well, where there are many; `sharded_tables`: rows of tables, too;
 `column_parallel`: and outputs of linear layers, where there are few samples. `sharded`: parameters live in rows on one
 rank each, as with FSDP (ZeRO stage 3). `servers`: hosts that only serve add up, where there are any. `zero1_by_rate`:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 
 from autopar.ir.training_graph import Parameter
 from autopar.search.builders.common import (
@@ -31,30 +32,34 @@ SWEEP_MIB = (1, 4, 10, 25, 50, 100)
 
 
 def buckets(
-    parameters: Sequence[Parameter], bucket_bytes: int | None, first_bytes: int | None = None
+    parameters: Sequence[Parameter], bucket_bytes: int | None, first_bytes: int | None = None, apart: bool = False
 ) -> list[list[Piece]]:
     """Fills buckets in the order of gradients; one is closed when it reaches its size, as DDP does it. `None`: one
-    bucket for each dtype. Dtypes have buckets of their own."""
+    bucket for each dtype. Dtypes have buckets of their own; so has, where they are to be `apart`, each branch."""
     closed: list[list[Piece]] = []
-    opened: dict[str, list[Piece]] = {}
-    limit: dict[str, int | None] = {}
+    opened: dict[Hashable, list[Piece]] = {}
+    limit: dict[Hashable, int | None] = {}
     for parameter in by_readiness(parameters):
-        dtype = parameter.spec.dtype
-        bucket = opened.setdefault(dtype, [])
+        kind = parameter.spec.dtype, parameter.branch if apart else None
+        bucket = opened.setdefault(kind, [])
         bucket.append(whole(parameter))
-        size = limit.setdefault(dtype, first_bytes if first_bytes is not None else bucket_bytes)
+        size = limit.setdefault(kind, first_bytes if first_bytes is not None else bucket_bytes)
         if size is not None and sum(map(piece_bytes, bucket)) >= size:
-            closed.append(opened.pop(dtype))
-            limit[dtype] = bucket_bytes
+            closed.append(opened.pop(kind))
+            limit[kind] = bucket_bytes
     return closed + list(opened.values())
 
 
 def bucketed(
-    strategy: str, bucket_bytes: int | None, first_bytes: int | None = None, option: str | None = None
+    strategy: str,
+    bucket_bytes: int | None,
+    first_bytes: int | None = None,
+    option: str | None = None,
+    apart: bool = False,
 ) -> Builder:
     """A builder that puts buckets of this size through one strategy, with the plainest of its options, or the plainest
     in which `option` is chosen; through all-reduces where that has none here. So does what some parameters are not fit
-    for, as long as others are."""
+    for, as long as others are. `apart`: with buckets of its own for each branch of the model."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         if context.world_size == 1:
@@ -65,10 +70,9 @@ def bucketed(
             chosen = (o for o in offered if option in o)
             used, options = strategy, next(chosen, offered[0])
         fit = [p for p in parameters if applies(used, p, context)] or parameters
-        groups = [group(used, pieces, options) for pieces in buckets(fit, bucket_bytes, first_bytes)]
-        groups += [
-            group("all_reduce", pieces) for pieces in buckets(others(parameters, fit), bucket_bytes, first_bytes)
-        ]
+        cut = partial(buckets, bucket_bytes=bucket_bytes, first_bytes=first_bytes, apart=apart)
+        groups = [group(used, pieces, options) for pieces in cut(fit)]
+        groups += [group("all_reduce", pieces) for pieces in cut(others(parameters, fit))]
         return issue_order(groups, parameters)
 
     return build

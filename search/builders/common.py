@@ -125,14 +125,16 @@ class Loads:
 
 
 def fuse(groups: Sequence[SyncGroup], parameters: Sequence[Parameter], bucket_bytes: int) -> tuple[SyncGroup, ...]:
-    """Merges groups that agree in strategy, options and dtype into buckets, closed at `bucket_bytes` or above."""
+    """Merges groups that agree in strategy, options, dtype and the branch that they begin with into buckets, closed at
+    `bucket_bytes` or above."""
     table = {p.name: p for p in parameters}
     merged: list[SyncGroup] = []
     opened: dict[Hashable, tuple[SyncGroup, list[Piece]]] = {}
     filled: dict[Hashable, int] = {}
     for one in issue_order(groups, parameters):
         pieces = [(m, table[m.name]) for m in one.members]
-        key = (one.strategy, tuple(sorted(one.options.items())), pieces[0][1].spec.dtype)
+        first = pieces[0][1]
+        key = (one.strategy, tuple(sorted(one.options.items())), first.spec.dtype, first.branch)
         opened.setdefault(key, (one, []))[1].extend(pieces)
         filled[key] = filled.get(key, 0) + sum(map(piece_bytes, pieces))
         if filled[key] >= bucket_bytes:

@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.backends.collectives import calls_so_far
 from autopar.runtime.uncaptured.anywhere import Anywhere
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
 WIDTH, DEPTHS = 8, ((1, 3), (1, 2), (1, 2), (4, 1), (1, 1), (1, 1), (2, 4))
-"""Of each step: how many layers each rank's batch asks for."""
+"""Of each step: how many layers the batches of even and of odd ranks ask for."""
 
 
 class Deep(nn.Module):
@@ -53,12 +54,19 @@ class Sums(TorchDispatchMode):
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(4, WIDTH + 1, generator=draw)
-    x[:, 0] = DEPTHS[step][rank]
+    x[:, 0] = DEPTHS[step][rank % 2]
     return x, torch.randn(4, 3, generator=draw)
+
+
+def come(asked: Anywhere) -> bool:
+    """Waits until the ranks' answers are there, as if the backward pass took long."""
+    asked.answers()
+    return True
 
 
 def everything(rank: int, n: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
+    Anywhere.are_there = property(come)  # type: ignore[assignment, method-assign]
     model, alone = Deep(), Deep()
     optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
     settings: dict[str, Any] = {"example_inputs": batch(0, rank), "loss_fn": nn.functional.mse_loss, "check": "never"}
@@ -154,4 +162,41 @@ def waits(rank: int, n: int) -> list[int]:
         x[:, 0] = depth
         program.step((x, target))
         found.append(len(calls))
+    return found
+
+
+def in_branches(rank: int, n: int) -> dict[str, tuple[float, list[int]]]:
+    """By plan: how far parameters are from one process's, and how often this rank has communicated in each step. Layers
+    that batches do not ask for have groups of their own."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for strategy in ("branches", "branches_zero1", "branches_zero1+late"):
+        model, alone = Deep().double(), Deep().double()
+        optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
+
+        def own(step: int, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = batch(step, r)
+            return x[: 3 + r].double(), y[: 3 + r].double()
+
+        program = autopar.optimize(
+            model,
+            strategy=strategy,
+            example_inputs=own(0, rank),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=optimizer,
+            late_parameters=True,
+        )
+        sent = []
+        for step in range(len(DEPTHS)):
+            before = calls_so_far()
+            program.step(own(step, rank))
+            sent.append(calls_so_far() - before)
+            theirs.zero_grad()
+            batches = [own(step, r) for r in range(n)]
+            losses = [nn.functional.mse_loss(alone(x), y, reduction="sum") / y.shape[1] for x, y in batches]
+            (torch.stack(losses).sum() / sum(len(y) for _, y in batches)).backward()
+            theirs.step()
+        program.synchronize()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        found[strategy] = max(float((a - b).detach().abs().max()) for a, b in pairs), sent
     return found

@@ -30,6 +30,11 @@ class Anywhere:
             with may_fail():
                 self._work = dist.all_to_all_single(self._all.view(-1), self._sent, group=group.pg, async_op=True)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether `answers` returns at once."""
+        return self._work is None or self._work.is_completed()
+
     def answers(self) -> list[bool]:
         """Waits for all ranks; returns, for each question, whether any rank has answered yes."""
         if self._work is not None:

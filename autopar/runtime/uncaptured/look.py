@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -74,10 +75,15 @@ def settled(
                 raise
             raise CaptureError(reason) from e  # it says more of what is wrong
 
+    own = ""
     if group.rank:  # in company, for the model may have ranks communicate in its forward pass; rank 0's look counts
         with contextlib.suppress(Exception):
-            looked()
+            own = looked()
     seen = Seen.loads(rendezvous.from_rank_0("order of gradients", looked))
+    mine = seen if not group.rank else Seen.loads(own) if own else None
+    absent = rendezvous.exchange_as(
+        "parameters without a gradient", json.dumps(None if mine is None else mine.absent), json.loads
+    )
     fingerprint = model_fingerprint(model, settings.loss_fn)
     elsewhere = set(trained_elsewhere(named_parameters(model, settings.loss_fn), updated_by(optimizer)))
     table = [
@@ -88,7 +94,7 @@ def settled(
     size = sum(b.numel() * b.element_size() for b in buffers)
     if settings.capture == "auto" and group.rank == 0:
         warnings.warn(_said(reason, settings, seen), AutoparWarning, stacklevel=4)
-    return outline(fingerprint, batch, seen, size)
+    return outline(fingerprint, batch, seen, size, [names for names in absent if names is not None])
 
 
 def look_at(model: nn.Module, batch: Batch, settings: Settings, mode: Mode) -> Seen:

@@ -237,6 +237,11 @@ class EagerModel:
         if self._leaves_out and self._see is None:
             self._asked_beforehand = self._ask([n in self._reached or n not in absent for n in self.parameters])
 
+    @property
+    def knows_beforehand(self) -> bool:
+        """Whether `unused_beforehand` returns at once."""
+        return self._asked_beforehand is None or self._asked_beforehand.are_there
+
     def unused_beforehand(self) -> frozenset[str]:
         """Parameters of which no rank will have a gradient in this step, as far as that was asked ahead of the backward
         pass; the same on all ranks."""

@@ -22,8 +22,7 @@ from autopar.errors import CaptureError
 from autopar.ir.outline import go_forward, opaque, run_backward, run_forward, take_gradient
 from autopar.ir.seen import nonzero_rows
 from autopar.ops.base import Call
-from autopar.ops.group import Group
-from autopar.ops.moments import SYNCHRONIZE
+from autopar.ops.spared import sparable
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.runtime.writer import CALL
 
@@ -133,26 +132,10 @@ class EagerStep(nn.Module):
         return _Piece(torch.fx.GraphModule(self.written, graph), tuple(takes), gives, of)
 
 
-def sparable(calls: Iterable[Call]) -> dict[int, frozenset[str]]:
-    """Groups that keep nothing from step to step, and whose values nobody else reads, with the names of their
-    parameters. The same on all ranks: what a rank has written into its graph is not."""
-    found: dict[int, Group] = {}
-    kept: set[int] = set()
-    for call in calls:
-        kept |= {c.group.index for c in call.inputs if c.group is not None and c.group is not call.group}
-        if call.group is None:
-            continue
-        group = found[call.group.index] = call.group
-        has_state = call.op.state_key() is not None
-        if call.deferred or has_state or group.compares_own or group.moment != SYNCHRONIZE:
-            kept.add(group.index)
-    return {i: frozenset(g.names) for i, g in found.items() if i not in kept}
-
-
 def _group(node: torch.fx.Node) -> int | None:
-    """The sync group for which a call has written a node."""
+    """The sync group for which a call has written a node; `None` where it receives what the step before has sent."""
     call, _ = node.meta.get(CALL, (None, False))
-    return None if call is None or call.group is None else int(call.group.index)
+    return None if call is None or call.group is None or call.completes_step_before else int(call.group.index)
 
 
 def _makes(part: Part) -> Iterable[torch.fx.Node]:
@@ -176,6 +159,8 @@ class Run:
         self.values: dict[torch.fx.Node, Any] = dict(zip(step.inputs, arguments, strict=True))
         self.missing: set[torch.fx.Node] = set()
         """Gradients that are waited for."""
+        self.stalls = False
+        """Whether it is waited for what the other ranks say of the next piece."""
         self.ended = False
         """Whether the backward pass has ended."""
         self.begun: torch.Tensor | None = None
@@ -199,6 +184,9 @@ class Run:
                 return
             if self.at > self.of.last_own and not self.ended:
                 return  # what is still to come of the backward pass may read parameters
+            if isinstance(part, _Piece) and not (self.ended or self._can_tell(part.group)):
+                self.stalls = True  # the backward pass goes on meanwhile
+                return
             self._run(part)
 
     def use(self, place: int) -> None:
@@ -244,10 +232,12 @@ class Run:
                 "to torch.utils.checkpoint"
             )
         self.values[node] = self.values[node] + gradient if node in self.values else gradient
-        if node in self.missing and name not in self.of.model.in_pieces:
+        waited = node in self.missing and name not in self.of.model.in_pieces
+        if waited:
             self.missing.remove(node)
-            if not self.missing:
-                self.advance()
+        if self.stalls or (waited and not self.missing):
+            self.stalls = False
+            self.advance()
 
     def _has(self, part: _Gradients) -> bool:
         """Whether gradients are there; those that do not come any more are zeros."""
@@ -262,6 +252,12 @@ class Run:
             if node not in self.values:
                 self.values[node] = torch.zeros_like(model.parameters[str(node.args[1])])
         return True
+
+    def _can_tell(self, group: int | None) -> bool:
+        """Whether `_is_spared` returns at once."""
+        if group is None or group in self._spared or not self.of.spared.get(group, frozenset("?")) <= self.absent:
+            return True
+        return self.of.model.knows_beforehand
 
     def _is_spared(self, group: int | None) -> bool:
         """Whether a group does nothing in this step, as no rank has a gradient of its parameters. All ranks find the
