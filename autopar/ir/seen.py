@@ -107,7 +107,7 @@ def look(
     reached = reachable(begun, accumulators.values())
     rows: dict[str, int] = {}
     fired = [name for name, _ in _backward(begun, parameters, partial(_count_rows, rows))]
-    foreseen = sees_loss and reached is not None and all(accumulators[n] in reached for n in fired)
+    foreseen = reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
     uses: list[tuple[str, float]] = []
     start = time.perf_counter()

@@ -67,13 +67,20 @@ def test_parameters_without_a_gradient_hold_nothing_up_and_are_not_sent_where_no
         assert [log.index("first") for log in logs[1:]] == [log.count("sum") - 1 for log in logs[1:]]
 
 
-def test_groups_of_layers_that_no_rank_uses_do_nothing_under_any_plan() -> None:
-    for n in (2, 3):
-        for found in run_ranks(n, unused.in_branches):
-            assert {name: apart <= 1e-15 for name, (apart, _) in found.items()} == dict.fromkeys(found, True)
-            for _, calls in found.values():
-                # Both ranks' batches of the sixth step ask for one layer; in the fourth and the last, some for four.
-                assert calls[5] < min(calls[3], calls[6])
+@pytest.mark.parametrize("n", [2, 3])
+def test_groups_of_layers_that_no_rank_uses_do_nothing_under_any_plan(n: int) -> None:
+    for found in run_ranks(n, unused.in_branches):
+        assert {name: apart <= 1e-15 for name, (apart, _) in found.items()} == dict.fromkeys(found, True)
+        for _, calls in found.values():
+            # All batches of the sixth step ask for one layer; in the fourth and the last, some for four.
+            assert calls[5] < min(calls[3], calls[6])
+
+
+def test_nor_do_they_in_a_drop_in() -> None:
+    for found in run_ranks(2, unused.drop_in_branches):
+        assert {name: apart <= 1e-15 for name, (apart, _) in found.items()} == dict.fromkeys(found, True)
+        calls = found["branches"][1]
+        assert calls[4] < calls[6]
 
 
 def test_what_owners_sum_for_the_clipping_norm_is_sent_by_all_ranks_though_none_has_a_gradient_of_it() -> None:

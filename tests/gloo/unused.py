@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -199,4 +200,35 @@ def in_branches(rank: int, n: int) -> dict[str, tuple[float, list[int]]]:
         program.synchronize()
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         found[strategy] = max(float((a - b).detach().abs().max()) for a, b in pairs), sent
+    return found
+
+
+def drop_in_branches(rank: int, n: int) -> dict[str, tuple[float, list[int]]]:
+    """What `in_branches` finds, of a drop-in whose user's loop accumulates two backward passes in every second step."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for strategy in ("branches", "ddp"):
+        model, alone = Deep().double(), Deep().double()
+        example = batch(0, rank)[0].double()
+        module = autopar.optimize(model, example_inputs=example, strategy=strategy, capture="never", check="always")
+        optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
+        calls = []
+        for step in range(len(DEPTHS)):
+            before = calls_so_far()
+            steps = (step - 1, step) if step % 2 else (step,)
+            for passed in steps:
+                with contextlib.nullcontext() if passed == step else module.no_sync():
+                    x, y = batch(passed, rank)
+                    nn.functional.mse_loss(module(x.double()), y.double()).backward()
+            calls.append(calls_so_far() - before)
+            alike = [batch(passed, r) for passed in steps for r in range(n)]
+            losses = [nn.functional.mse_loss(alone(x.double()), y.double()) for x, y in alike]
+            (torch.stack(losses).sum() / n).backward()
+            for m, o in ((model, optimizer), (alone, theirs)):
+                assert [p.grad is None for p in m.parameters()] == [p.grad is None for p in alone.parameters()]
+                o.step()
+            optimizer.zero_grad()
+            theirs.zero_grad()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        found[strategy] = max(float((a - b).detach().abs().max()) for a, b in pairs), calls
     return found

@@ -221,13 +221,17 @@ class EagerModel:
             for p, gradient in zip(self._everything, before, strict=True):
                 p.grad = gradient
 
-    def absent(self, begun: Iterable[torch.Tensor]) -> frozenset[str]:
-        """Parameters that get no gradient from a backward pass that begins from these tensors; none where nobody can
-        say, or where no step has left one out so far."""
+    def absent(self, begun: Iterable[torch.Tensor] | None = None) -> frozenset[str]:
+        """Parameters that get no gradient from a backward pass that begins from these tensors, or from the one under
+        way, if any; none where nobody can say, or where no step has left one out so far."""
         if not (self._misses and self._foreseen):
             return frozenset()
-        found = reachable(begun, self.accumulators.values())
-        return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
+        if begun is not None:
+            found = reachable(begun, self.accumulators.values())
+            return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
+        if torch._C._current_graph_task_id() == -1:
+            return frozenset()
+        return frozenset(n for n, a in self.accumulators.items() if not torch._C._will_engine_execute_node(a))
 
     def ask_beforehand(self, absent: frozenset[str]) -> None:
         """Ahead of the last backward pass of a step, of which this rank gets no gradients of `absent`: begins to ask

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any, cast
 
 import torch
@@ -170,7 +170,7 @@ class Run:
         self._spared: dict[int, bool] = {}
 
     def result(self) -> Any:
-        """Runs to the end."""
+        """Runs to the end. What groups would have made that were spared is `None`."""
         self.advance()
         assert self.at == len(self.of.parts), "a step ends behind the backward pass"
         return torch.fx.node.map_arg(self.of.results, lambda n: self.values[n])
@@ -200,10 +200,11 @@ class Run:
         at = self.at
         self.at += 1  # the model's passes come back here, from uses and gradients
         if isinstance(part, _Piece):
+            made: Iterable[Any] = repeat(None)
             if not self._is_spared(part.group):
                 with torch.no_grad():
                     made = part.run.forward(*(self.values[n] for n in part.takes))  # nobody hooks it
-                self.values.update(zip(part.gives, made, strict=True))
+            self.values.update(zip(part.gives, made, strict=False))
         elif isinstance(part, torch.fx.Node):
             self.values[part] = self._own(part)
         for node in self.of.frees[at]:
@@ -275,6 +276,12 @@ class Run:
             return True
         return gradient not in self.values and name not in self.absent
 
+    def _foresee(self, absent: frozenset[str]) -> None:
+        """As the backward pass begins: takes what gets no gradient from it, and begins to ask the others."""
+        self.absent = absent
+        if self.of.synchronizes:
+            self.of.model.ask_beforehand(absent)
+
     def _own(self, part: torch.fx.Node) -> Any:
         """Runs a pass of the model; a part of the forward pass but the first is under way already, or has been."""
         if part.target is not run_backward:
@@ -289,13 +296,12 @@ class Run:
                 self.values[end] = self.begun.detach()
             return self.values.get(part)
         loss, self.begun = self.begun, None
-        if loss is None:  # the user's own backward pass is under way
+        if loss is None:  # the user's own backward pass is under way, or over
+            self._foresee(self.of.model.absent())
             return None
         tangent = self.values[part.args[1]]  # type: ignore[index]
         counts = bool(tangent.count_nonzero()) and loss.requires_grad  # else the loss may be no number
-        self.absent = self.of.model.absent([loss] if counts else [])
-        if self.of.synchronizes:
-            self.of.model.ask_beforehand(self.absent)
+        self._foresee(self.of.model.absent([loss] if counts else []))
         if counts:
             self.advance()  # to the first gradient that is awaited, from where each that comes runs on
             self.of.model.begin_from(loss, tangent, self.take)
