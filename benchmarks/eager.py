@@ -13,14 +13,18 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
+import torch
 
 from autopar.lab import Lab, unavailable_reason
+from autopar.runtime.uncaptured.model import loss_and_output
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from benchmarks.harness import Report, Spread, Target, options, publish
@@ -45,9 +49,39 @@ NOTES = (
     "Plans may leave parameters on their way into the next forward pass (optimize(late_parameters=True)): each is "
     "waited for as it is first used. The first step of each block is not timed, of either system, as it finds "
     "parameters that have arrived during the other's turn.",
-    "'Predicted' is what the plan says, from times measured on an idle rank, over what its steps took: hosts of the "
-    "lab share the machine's cores, so it falls short where these are busy.",
+    "'Predicted' is what the plan says over what its steps took. Its compute is timed on one rank while as many others "
+    "compute as the lab has hosts, which share the machine's cores, as they do where optimize() looks at a model.",
 )
+
+
+@contextmanager
+def beside_others(workload: str, count: int) -> Iterator[None]:
+    """While it is open, as many other processes compute steps of the workload."""
+    spawned = get_context("spawn")
+    stop, begun = spawned.Event(), [spawned.Event() for _ in range(count)]
+    others = [spawned.Process(target=_compute, args=(workload, one, stop), daemon=True) for one in begun]
+    for process in others:
+        process.start()
+    try:
+        if not all(one.wait(timeout=120.0) for one in begun):
+            raise click.ClickException(f"{workload}: a process that is to compute beside has not begun")
+        yield
+    finally:
+        stop.set()
+        for process in others:
+            process.join(timeout=30.0)
+
+
+def _compute(workload: str, begun: Event, stop: Event) -> None:
+    torch.set_num_threads(1)
+    of = UNCAPTURED[workload]
+    model, step = of.model(), 0
+    while not stop.is_set():
+        loss_and_output(model, of.loss_fn, of.batch(step, 0))[0].backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        step += 1
+        if step == 2:  # the first steps take longer
+            begun.set()
 
 
 def measure(
@@ -63,6 +97,8 @@ def measure(
         case = Case(
             UNCAPTURED[workload], cluster_name, cluster, Path(folder), EFFORT.search_time_s, late_parameters=late
         )
+        with beside_others(workload, cluster.world_size - 1):
+            case.look()
         outcome = Contest(case, ranks, EFFORT, say).run((PEER,), note, True)
         if any(e.name == PEER for e in outcome.entries) and len(outcome.entries) == 2:
             plan = Plan.load(next(e for e in outcome.entries if e.ours).system.options["plan"])

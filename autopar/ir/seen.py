@@ -24,6 +24,9 @@ from autopar.ir.first_uses import watched
 from autopar.ir.reachable import reachable
 from autopar.ir.read_targets import TargetReader, Targets
 
+TIMED = 3
+"""How often a step is timed; the one that took neither longest nor shortest counts. The same on all ranks, for the
+model may have them communicate."""
 FEWEST_ROWS = 64
 """Of a matrix whose gradient is looked at row by row: in a smaller one, rows of zeros save nothing."""
 
@@ -87,10 +90,10 @@ def look(
     sees_loss: bool = True,
     reader: TargetReader | None = None,
 ) -> Seen:
-    """Runs a step eagerly twice: counts in the first, and times the second. `run`: the forward pass; returns what
-    gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name; `watch`: whose
-    first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether who runs
-    the step later has the loss, and can see by it which gradients come. `reader`: is open in the first run. Raises
+    """Runs a step eagerly: counts once, and then times it as often as `TIMED` says. `run`: the forward pass; returns
+    what gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name; `watch`:
+    whose first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether the
+    gradients are those of a step's loss, not of some numbers in its place. `reader`: is open in the first run. Raises
     `CaptureError` where nothing gets a gradient."""
     kept, counter = _Kept([*parameters.values(), *batch.tensors]), _Flops()
     saved = torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
@@ -109,23 +112,16 @@ def look(
     fired = [name for name, _ in _backward(begun, parameters, partial(_count_rows, rows))]
     foreseen = reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
-    uses: list[tuple[str, float]] = []
-    start = time.perf_counter()
-    with torch.enable_grad(), watched((parameters[n], partial(_note, uses, n)) for n in watch) as met:
-        begun = [t for t in run() if t.requires_grad]
-    if met.compiler_began:
-        watch = ()
-        uses.clear()
-    before = forwarded = time.perf_counter()
+    timed = [_timed(run, parameters, watch) for _ in range(TIMED)]
+    one = sorted(timed, key=lambda t: t.took_s)[TIMED // 2]
+    uses = one.uses
+    if any(t.compiler_began for t in timed):  # compiled code tells nobody what it uses
+        watch, uses = (), []
     in_pieces = {n for n in fired if fired.count(n) > 1}
-    gradients = []
-    for name, at in _backward(begun, parameters):
-        if name not in in_pieces:
-            gradients.append((name, at - before))
-            before = at
+    gradients = _since([(n, at) for n, at in one.gradients if n not in in_pieces], one.forwarded)
     return Seen(
         gradients=tuple(_with_absent(gradients, list(parameters), foreseen)),
-        forward_s=forwarded - start,
+        forward_s=one.forwarded - one.began,
         flops=counter.total,
         in_pieces=tuple(n for n in parameters if n in in_pieces),
         absent=tuple(n for n in parameters if n not in fired),
@@ -133,10 +129,37 @@ def look(
         foreseen=foreseen,
         loss_dtype=str(dtype).removeprefix("torch."),
         rows=tuple((n, c) for n, c in rows.items() if fired.count(n) == 1 and sees_loss),
-        uses=tuple(_with_missing(_since(uses, start), [n for n in parameters if n in watch])),
+        uses=tuple(_with_missing(_since(uses, one.began), [n for n in parameters if n in watch])),
         targets=() if reader is None else reader.found,
         unread="" if reader is None else reader.unread,
     )
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Moments of one step, by `time.perf_counter`."""
+
+    began: float
+    uses: list[tuple[str, float]]
+    """Of parameters, the first."""
+    compiler_began: bool
+    forwarded: float
+    gradients: list[tuple[str, float]]
+
+    @property
+    def took_s(self) -> float:
+        return max((at for _, at in self.gradients), default=self.forwarded) - self.began
+
+
+def _timed(
+    run: Callable[[], Sequence[torch.Tensor]], parameters: dict[str, nn.Parameter], watch: Collection[str]
+) -> _Timed:
+    uses: list[tuple[str, float]] = []
+    began = time.perf_counter()
+    with torch.enable_grad(), watched((parameters[n], partial(_note, uses, n)) for n in watch) as met:
+        begun = [t for t in run() if t.requires_grad]
+    forwarded = time.perf_counter()
+    return _Timed(began, uses, met.compiler_began, forwarded, _backward(begun, parameters))
 
 
 def _count_rows(rows: dict[str, int], name: str, gradient: torch.Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -179,6 +178,5 @@ def _of_rank(declared: Bytes | None, rank: int) -> int:
 def _at_once(self: Exchange) -> Exchange:
     """Begins an exchange in the thread that issues it, whose memory is seen."""
     _latest[self._channel] = self
-    self._thread = SimpleNamespace(join=lambda: None)  # type: ignore[assignment]
     self._run()
     return self

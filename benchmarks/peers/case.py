@@ -58,6 +58,10 @@ class Case:
     def gradient_bytes(self) -> int:
         return self._captured[0].parameter_bytes
 
+    def look(self) -> None:
+        """Captures the step, or looks at it, which is else done as a plan is first asked for."""
+        _ = self._captured
+
     def searched(self, fidelity: Fidelity) -> Plan:
         """The plan that `autopar.plan` searches within `search_time_s`, or the given one."""
         if self.given is not None:

@@ -173,7 +173,7 @@ class Run:
         """Runs to the end. What groups would have made that were spared is `None`."""
         self.advance()
         assert self.at == len(self.of.parts), "a step ends behind the backward pass"
-        return torch.fx.node.map_arg(self.of.results, lambda n: self.values[n])
+        return torch.fx.node.map_arg(self.of.results, self._value)
 
     def advance(self) -> None:
         """Runs on, until a gradient is awaited that is not complete."""
@@ -203,7 +203,7 @@ class Run:
             made: Iterable[Any] = repeat(None)
             if not self._is_spared(part.group):
                 with torch.no_grad():
-                    made = part.run.forward(*(self.values[n] for n in part.takes))  # nobody hooks it
+                    made = part.run.forward(*map(self._value, part.takes))  # nobody hooks it
             self.values.update(zip(part.gives, made, strict=False))
         elif isinstance(part, torch.fx.Node):
             self.values[part] = self._own(part)
@@ -241,18 +241,16 @@ class Run:
             self.advance()
 
     def _has(self, part: _Gradients) -> bool:
-        """Whether gradients are there; those that do not come any more are zeros."""
-        model = self.of.model
-        if self.missing:
-            return False
-        if not self.ended:
+        """Whether gradients are there, or do not come any more."""
+        if not (self.missing or self.ended):
             self.missing = {n for n in part.nodes if self._is_awaited(n)}
-            if self.missing:
-                return False
-        for node in part.nodes:
-            if node not in self.values:
-                self.values[node] = torch.zeros_like(model.parameters[str(node.args[1])])
-        return True
+        return not self.missing
+
+    def _value(self, node: torch.fx.Node) -> Any:
+        """What a node has made; of a gradient that has not come, zeros."""
+        if node not in self.values and node.target is take_gradient:
+            self.values[node] = torch.zeros_like(self.of.model.parameters[str(node.args[1])])
+        return self.values[node]
 
     def _can_tell(self, group: int | None) -> bool:
         """Whether `_is_spared` returns at once."""
