@@ -92,8 +92,8 @@ def look(
 ) -> Seen:
     """Runs a step eagerly: counts once, and then times it as often as `TIMED` says. `run`: the forward pass; returns
     what gradients begin from, the loss or a module's outputs. `parameters`: those that are trained, by name; `watch`:
-    whose first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether the
-    gradients are those of a step's loss, not of some numbers in its place. `reader`: is open in the first run. Raises
+    whose first use can be seen. What running the model changes is for the caller to put back. `sees_loss`: whether who
+    runs the step later has the loss, and can see by it which gradients come. `reader`: is open in the first run. Raises
     `CaptureError` where nothing gets a gradient."""
     kept, counter = _Kept([*parameters.values(), *batch.tensors]), _Flops()
     saved = torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
@@ -110,7 +110,7 @@ def look(
     reached = reachable(begun, accumulators.values())
     rows: dict[str, int] = {}
     fired = [name for name, _ in _backward(begun, parameters, partial(_count_rows, rows))]
-    foreseen = reached is not None and all(accumulators[n] in reached for n in fired)
+    foreseen = sees_loss and reached is not None and all(accumulators[n] in reached for n in fired)
     del begun
     timed = [_timed(run, parameters, watch) for _ in range(TIMED)]
     one = sorted(timed, key=lambda t: t.took_s)[TIMED // 2]

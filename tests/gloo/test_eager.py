@@ -76,11 +76,13 @@ def test_groups_of_layers_that_no_rank_uses_do_nothing_under_any_plan(n: int) ->
             assert calls[5] < min(calls[3], calls[6])
 
 
-def test_nor_do_they_in_a_drop_in() -> None:
-    for found in run_ranks(2, unused.drop_in_branches):
-        assert {name: apart <= 1e-15 for name, (apart, _) in found.items()} == dict.fromkeys(found, True)
-        calls = found["branches"][1]
-        assert calls[4] < calls[6]
+def test_a_function_that_gives_a_parameter_no_gradient_is_as_in_one_process() -> None:
+    assert max(run_ranks(2, unused.given_none)) <= 1e-15
+
+
+def test_a_backward_pass_that_the_loss_begins_within_its_own_is_refused_rather_than_counted() -> None:
+    for said in run_ranks(2, unused.checkpointed_in_the_loss):
+        assert "use_reentrant=False" in said
 
 
 def test_what_owners_sum_for_the_clipping_norm_is_sent_by_all_ranks_though_none_has_a_gradient_of_it() -> None:

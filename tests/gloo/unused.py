@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.backends.collectives import calls_so_far
+from autopar.errors import CaptureError
 from autopar.runtime.uncaptured.anywhere import Anywhere
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
@@ -203,32 +203,62 @@ def in_branches(rank: int, n: int) -> dict[str, tuple[float, list[int]]]:
     return found
 
 
-def drop_in_branches(rank: int, n: int) -> dict[str, tuple[float, list[int]]]:
-    """What `in_branches` finds, of a drop-in whose user's loop accumulates two backward passes in every second step."""
+class GivesNone(torch.autograd.Function):
+    """A product whose weight gets no gradient where that is not wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, weight: torch.Tensor, gives: bool) -> torch.Tensor:
+        ctx.save_for_backward(h, weight)
+        ctx.gives = gives
+        return h @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        h, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), h.t() @ gradients[0] if ctx.gives else None, None
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, 3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return GivesNone.apply(self.first(x[:, 1:].double()), self.weight, bool(x[0, 0] > 1))
+
+
+def given_none(rank: int, n: int) -> float:
+    """How far parameters are from one process's, where a function gives a parameter no gradient on some ranks."""
     warnings.simplefilter("ignore")
-    found = {}
-    for strategy in ("branches", "ddp"):
-        model, alone = Deep().double(), Deep().double()
-        example = batch(0, rank)[0].double()
-        module = autopar.optimize(model, example_inputs=example, strategy=strategy, capture="never", check="always")
-        optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
-        calls = []
-        for step in range(len(DEPTHS)):
-            before = calls_so_far()
-            steps = (step - 1, step) if step % 2 else (step,)
-            for passed in steps:
-                with contextlib.nullcontext() if passed == step else module.no_sync():
-                    x, y = batch(passed, rank)
-                    nn.functional.mse_loss(module(x.double()), y.double()).backward()
-            calls.append(calls_so_far() - before)
-            alike = [batch(passed, r) for passed in steps for r in range(n)]
-            losses = [nn.functional.mse_loss(alone(x.double()), y.double()) for x, y in alike]
-            (torch.stack(losses).sum() / n).backward()
-            for m, o in ((model, optimizer), (alone, theirs)):
-                assert [p.grad is None for p in m.parameters()] == [p.grad is None for p in alone.parameters()]
-                o.step()
-            optimizer.zero_grad()
-            theirs.zero_grad()
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        found[strategy] = max(float((a - b).detach().abs().max()) for a, b in pairs), calls
-    return found
+    model, alone = Product(), Product()
+    optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
+    settings: dict[str, Any] = {"optimizer": optimizer, "loss_fn": _squares, "capture": "never"}
+    program = autopar.optimize(model, example_inputs=batch(0, rank), strategy="ddp", **settings)
+    for step in range(len(DEPTHS)):
+        program.step(batch(step, rank))
+        theirs.zero_grad()
+        torch.stack([_squares(alone(x), y) for x, y in (batch(step, r) for r in range(n))]).mean().backward()
+        theirs.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def _squares(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(found, wanted.double())
+
+
+def checkpointed_in_the_loss(rank: int, n: int) -> str:
+    """What is said where a loss goes through one of a drop-in's layers in a checkpoint that begins a backward pass."""
+    warnings.simplefilter("ignore")
+    model = Deep()
+    module = autopar.optimize(model, example_inputs=batch(0, rank)[0], strategy="ddp", capture="never", timeout_s=20)
+    x, y = batch(0, rank)
+    found = module(x)
+    more = torch.utils.checkpoint.checkpoint(model.last, torch.randn(4, WIDTH, requires_grad=True), use_reentrant=True)
+    try:
+        (nn.functional.mse_loss(found, y) + more.square().mean()).backward()
+    except CaptureError as e:
+        return str(e)
+    return ""

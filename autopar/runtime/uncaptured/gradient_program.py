@@ -109,7 +109,7 @@ class EagerGradientProgram(DropInProgram):
             self._kept.add(own, weight)
             return {}
         run.end()
-        found = {n: g for n, g in zip(model.parameters, run.result(), strict=True) if g is not None}
+        found = dict(zip(model.parameters, run.result(), strict=True))
         if self.settings.check == "always" or (self.settings.check == "first" and not self._steps):
             self._compare(c, own, weight, found)
         self._taken = Kept()
@@ -128,7 +128,7 @@ class EagerGradientProgram(DropInProgram):
         local = [own.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()]
         kept = self._taken
         expected = proof.expected(local, kept.sums, weight, 1 + kept.passes, weight + kept.weight)
-        proof.compare(expected, [found.get(n, torch.zeros_like(p)) for n, p in c.eager.parameters.items()])
+        proof.compare(expected, found.values())
 
     def _parts(self) -> tuple[Compiled, EagerModel]:
         c = self._outlined

@@ -8,13 +8,16 @@ the synchronized gradient is added to it; then hooks run that wait for gradients
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
 
 from autopar.errors import AutoparWarning, CaptureError
 from autopar.ir.held_tensors import held_tensors
@@ -30,6 +33,16 @@ much its batch counts; second, whether a forward pass that it goes through was t
 End = Callable[[Mapping[str, torch.Tensor], float, Run | None], Mapping[str, torch.Tensor]]
 """Is given this rank's own gradients, how much they count, and what synchronizes them; returns what `grad` gets
 besides what it did itself."""
+
+
+def _is_within_another() -> bool:
+    """Whether the backward pass under way was begun within another one, on the same thread."""
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None and count < 2:
+        count += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return count == 2
 
 
 class _Forward:
@@ -79,6 +92,8 @@ class EagerGradients:
         self._said_around = False
         self._around = -1
         """The backward pass within which the module was last called, as by a checkpoint that begins one of its own."""
+        self._came = False
+        """Whether a gradient has come to an output of the module since it was last called."""
         self._run: Run | None = None
         self._weight = 0.0
         self._is_open = False
@@ -95,16 +110,21 @@ class EagerGradients:
         self.forget_reached()
         self._around = torch._C._current_graph_task_id()
         self._close()
+        self._came = False
         self._model.begin(goes_on=bool(self._fresh))
         output = call()
         passed = _Forward(weight, synchronizes)
         for tensor in held_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep the hook
                 tensor.register_hook(passed)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 passed.is_hooked = True
         self._alive.add(passed)
         self._fresh.append(passed)
         return output
+
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
+        self._came = True
 
     def forget_reached(self) -> None:
         """Before a forward pass: backward passes that have ended may have come to no parameter that is trained."""
@@ -128,6 +148,13 @@ class EagerGradients:
         reached = [f for f in self._alive if f.is_reached] or fresh
         if not reached:  # it goes through no output of the module, as the gradient of a penalty on parameters
             return
+        unasked = not self._came and self._around == -1 and any(f.is_hooked for f in reached)
+        if unasked and self._model.has_company and _is_within_another():
+            raise CaptureError(
+                "a backward pass that a function begins within another one, as a reentrant checkpoint in the loss "
+                "does, comes to the module's parameters before the other has come to its outputs: it would count as "
+                "one of the module's, which other ranks may not have. Pass use_reentrant=False to the checkpoint"
+            )
         if torch.is_grad_enabled():
             raise CaptureError(
                 "backward(create_graph=True) cannot be synchronized, as nothing flows back through what others have "

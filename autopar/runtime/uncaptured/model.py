@@ -129,6 +129,11 @@ class EagerModel:
         finally:
             self._see, self._losses = None, []
 
+    @property
+    def has_company(self) -> bool:
+        """Whether there are other ranks."""
+        return self._group.world_size > 1
+
     def take_outputs(self) -> list[Any]:
         """What the model has returned since this was called last, where that was wanted."""
         found, self._outputs = self._outputs, []
@@ -180,7 +185,7 @@ class EagerModel:
         if self.keeps_output:
             self._outputs.append(pytree.tree_map(_detached, output))
         self.written = {n for n, p in self.parameters.items() if p._version != self._versions[n]}
-        if self.written and self._group.world_size > 1:
+        if self.written and self.has_company:
             raise CaptureError(
                 f"the model writes to its parameter '{min(self.written)}' in its forward pass, as "
                 "Embedding(max_norm=...) does: each rank would write something else, for its own batch, and ranks "
@@ -221,17 +226,13 @@ class EagerModel:
             for p, gradient in zip(self._everything, before, strict=True):
                 p.grad = gradient
 
-    def absent(self, begun: Iterable[torch.Tensor] | None = None) -> frozenset[str]:
-        """Parameters that get no gradient from a backward pass that begins from these tensors, or from the one under
-        way, if any; none where nobody can say, or where no step has left one out so far."""
+    def absent(self, begun: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Parameters that get no gradient from a backward pass that begins from these tensors; none where nobody can
+        say, or where no step has left one out so far."""
         if not (self._misses and self._foreseen):
             return frozenset()
-        if begun is not None:
-            found = reachable(begun, self.accumulators.values())
-            return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
-        if torch._C._current_graph_task_id() == -1:
-            return frozenset()
-        return frozenset(n for n, a in self.accumulators.items() if not torch._C._will_engine_execute_node(a))
+        found = reachable(begun, self.accumulators.values())
+        return frozenset(n for n, a in self.accumulators.items() if found is not None and a not in found)
 
     def ask_beforehand(self, absent: frozenset[str]) -> None:
         """Ahead of the last backward pass of a step, of which this rank gets no gradients of `absent`: begins to ask
@@ -240,6 +241,11 @@ class EagerModel:
         self._asked_beforehand = None
         if self._leaves_out and self._see is None:
             self._asked_beforehand = self._ask([n in self._reached or n not in absent for n in self.parameters])
+
+    @property
+    def tells_beforehand(self) -> bool:
+        """Whether others rely on what this rank has said ahead of the backward pass."""
+        return self._asked_beforehand is not None
 
     @property
     def knows_beforehand(self) -> bool:
@@ -269,7 +275,8 @@ class EagerModel:
                 self._strays.add(name)
             return
         gradient = self.own_gradient(name)  # a backward pass that nobody goes back through records nothing
-        assert gradient is not None
+        if gradient is None:  # an autograd.Function may give none
+            return
         if self._share is not None:
             gradient = (gradient * self._share).to(gradient.dtype)
         if self._see is not None:

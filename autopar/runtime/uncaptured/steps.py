@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -170,7 +170,7 @@ class Run:
         self._spared: dict[int, bool] = {}
 
     def result(self) -> Any:
-        """Runs to the end. What groups would have made that were spared is `None`."""
+        """Runs to the end."""
         self.advance()
         assert self.at == len(self.of.parts), "a step ends behind the backward pass"
         return torch.fx.node.map_arg(self.of.results, self._value)
@@ -200,11 +200,10 @@ class Run:
         at = self.at
         self.at += 1  # the model's passes come back here, from uses and gradients
         if isinstance(part, _Piece):
-            made: Iterable[Any] = repeat(None)
             if not self._is_spared(part.group):
                 with torch.no_grad():
                     made = part.run.forward(*map(self._value, part.takes))  # nobody hooks it
-            self.values.update(zip(part.gives, made, strict=False))
+                self.values.update(zip(part.gives, made, strict=True))
         elif isinstance(part, torch.fx.Node):
             self.values[part] = self._own(part)
         for node in self.of.frees[at]:
@@ -220,11 +219,12 @@ class Run:
     def take(self, name: str, gradient: torch.Tensor) -> None:
         """Takes a gradient that is complete, and runs on."""
         node = self.of.gradients[name]
-        if self.of.place[node] < self.at:
+        relied_on = name in self.absent and self.of.model.tells_beforehand
+        if relied_on or self.of.place[node] < self.at:
             if name in self.absent:
                 raise CaptureError(
                     f"parameter '{name}' has got a gradient, of which the loss's autograd graph does not show that it "
-                    "gets one, after it was synchronized as one without: a hook on a tensor or a gradient may not "
+                    "gets one, after other ranks were told that it gets none: a hook on a tensor or a gradient may not "
                     "begin a backward pass through parameters. Do that in the loss"
                 )
             raise CaptureError(
@@ -274,12 +274,6 @@ class Run:
             return True
         return gradient not in self.values and name not in self.absent
 
-    def _foresee(self, absent: frozenset[str]) -> None:
-        """As the backward pass begins: takes what gets no gradient from it, and begins to ask the others."""
-        self.absent = absent
-        if self.of.synchronizes:
-            self.of.model.ask_beforehand(absent)
-
     def _own(self, part: torch.fx.Node) -> Any:
         """Runs a pass of the model; a part of the forward pass but the first is under way already, or has been."""
         if part.target is not run_backward:
@@ -294,12 +288,13 @@ class Run:
                 self.values[end] = self.begun.detach()
             return self.values.get(part)
         loss, self.begun = self.begun, None
-        if loss is None:  # the user's own backward pass is under way, or over
-            self._foresee(self.of.model.absent())
+        if loss is None:  # the user's own backward pass is under way
             return None
         tangent = self.values[part.args[1]]  # type: ignore[index]
         counts = bool(tangent.count_nonzero()) and loss.requires_grad  # else the loss may be no number
-        self._foresee(self.of.model.absent([loss] if counts else []))
+        self.absent = self.of.model.absent([loss] if counts else [])
+        if self.of.synchronizes:
+            self.of.model.ask_beforehand(self.absent)
         if counts:
             self.advance()  # to the first gradient that is awaited, from where each that comes runs on
             self.of.model.begin_from(loss, tangent, self.take)
