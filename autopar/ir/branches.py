@@ -7,7 +7,8 @@ beside such a one, and is like it, may be left out another time.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,17 +34,20 @@ def branches(shapes: Shapes, absent: Sequence[Collection[str]]) -> dict[str, Bra
     """The innermost branch of each parameter that is in one. `shapes`: those of all trained parameters, by name.
     `absent`: for each rank, those of which its example has given no gradient."""
     parts = _parts(shapes)
-    found = {_largest(name, parts, frozenset(missing)) for missing in absent for name in missing if name in shapes}
-    beside = {name: _alike(name, parts, shapes) for name in found}
+    without = [_left_out_whole(missing, parts) for missing in absent]
+    found = {part for whole in without for part in whole if part.rpartition(".")[0] not in whole}
+    alike: dict[Hashable, list[str]] = {}
+    for part in parts:
+        alike.setdefault(_likeness(part, parts, shapes), []).append(part)
     chances: dict[str, float] = {}
-    for like in beside.values():
-        used = {name: sum(not parts[name] <= frozenset(missing) for missing in absent) for name in like}
+    for like in (alike[key] for key in {_likeness(part, parts, shapes) for part in found}):
+        used = {part: sum(part not in whole for whole in without) for part in like}
         # Laplace's rule of succession for all that are alike, which counts as one rank's example for each of them.
-        often = (sum(used.values()) + 1) / (len(like) * len(absent) + 2)
-        chances |= {name: 1 - (used[name] + often) / (len(absent) + 1) for name in like}
+        often = (sum(used.values()) + 1) / (len(like) * len(without) + 2)
+        chances |= {part: 1 - (used[part] + often) / (len(without) + 1) for part in like}
     chosen: dict[str, Branch] = {}
-    for name in sorted(chances, key=len):
-        chosen |= dict.fromkeys(parts[name], Branch(name, chances[name]))
+    for part in sorted(chances, key=len):
+        chosen |= dict.fromkeys(parts[part], Branch(part, chances[part]))
     return chosen
 
 
@@ -51,28 +55,26 @@ def _parts(shapes: Shapes) -> dict[str, frozenset[str]]:
     """The parameters of each module, and each parameter as a part of its own."""
     found: dict[str, set[str]] = {}
     for name in shapes:
-        words = name.split(".")
-        for i in range(1, len(words) + 1):
-            found.setdefault(".".join(words[:i]), set()).add(name)
+        for part in _around(name):
+            found.setdefault(part, set()).add(name)
     return {part: frozenset(names) for part, names in found.items()}
 
 
-def _largest(name: str, parts: Mapping[str, frozenset[str]], missing: frozenset[str]) -> str:
-    """The largest part around a parameter of which nothing was used."""
+def _left_out_whole(missing: Collection[str], parts: Mapping[str, frozenset[str]]) -> set[str]:
+    """The parts of which nothing was used."""
+    of_part = Counter(part for name in missing if name in parts for part in _around(name))
+    return {part for part, count in of_part.items() if count == len(parts[part])}
+
+
+def _around(name: str) -> list[str]:
+    """The parts that a parameter is in, itself last."""
     words = name.split(".")
-    around = (".".join(words[:i]) for i in range(1, len(words)))
-    return next((part for part in around if parts[part] <= missing), name)
+    return [".".join(words[:i]) for i in range(1, len(words) + 1)]
 
 
-def _alike(name: str, parts: Mapping[str, frozenset[str]], shapes: Shapes) -> list[str]:
-    """The parts of a list that are like one of it, that one included."""
-    around, _, last = name.rpartition(".")
+def _likeness(part: str, parts: Mapping[str, frozenset[str]], shapes: Shapes) -> Hashable:
+    """What is the same for parts of one list that are made of the same parameters; of other parts, the name."""
+    around, _, last = part.rpartition(".")
     if not last.isdigit():
-        return [name]
-    beside = (p for p in parts if p.rpartition(".")[0] == around and p.rpartition(".")[2].isdigit())
-    return [p for p in beside if _form(p, parts, shapes) == _form(name, parts, shapes)]
-
-
-def _form(part: str, parts: Mapping[str, frozenset[str]], shapes: Shapes) -> list[tuple[str, tuple[int, ...]]]:
-    """What a part is made of: its parameters by their names within it, with their shapes."""
-    return sorted((name[len(part) :], shapes[name]) for name in parts[part])
+        return part
+    return around, tuple(sorted((name[len(part) :], shapes[name]) for name in parts[part]))
