@@ -92,8 +92,8 @@ class EagerGradients:
         self._said_around = False
         self._around = -1
         """The backward pass within which the module was last called, as by a checkpoint that begins one of its own."""
-        self._came = False
-        """Whether a gradient has come to an output of the module since it was last called."""
+        self._came = -1
+        """The last backward pass in which a gradient came to an output of the module, since that was last called."""
         self._run: Run | None = None
         self._weight = 0.0
         self._is_open = False
@@ -110,7 +110,7 @@ class EagerGradients:
         self.forget_reached()
         self._around = torch._C._current_graph_task_id()
         self._close()
-        self._came = False
+        self._came = -1
         self._model.begin(goes_on=bool(self._fresh))
         output = call()
         passed = _Forward(weight, synchronizes)
@@ -124,7 +124,7 @@ class EagerGradients:
         return output
 
     def _note_gradient(self, gradient: torch.Tensor) -> None:
-        self._came = True
+        self._came = torch._C._current_graph_task_id()
 
     def forget_reached(self) -> None:
         """Before a forward pass: backward passes that have ended may have come to no parameter that is trained."""
@@ -148,12 +148,12 @@ class EagerGradients:
         reached = [f for f in self._alive if f.is_reached] or fresh
         if not reached:  # it goes through no output of the module, as the gradient of a penalty on parameters
             return
-        unasked = not self._came and self._around == -1 and any(f.is_hooked for f in reached)
-        if unasked and self._model.has_company and _is_within_another():
+        own = self._came in (-1, torch._C._current_graph_task_id()) and self._around == -1
+        if own and any(f.is_hooked for f in reached) and self._model.has_company and _is_within_another():
             raise CaptureError(
-                "a backward pass that a function begins within another one, as a reentrant checkpoint in the loss "
-                "does, comes to the module's parameters before the other has come to its outputs: it would count as "
-                "one of the module's, which other ranks may not have. Pass use_reentrant=False to the checkpoint"
+                "a backward pass that a function or a hook begins within another one, as a reentrant checkpoint in the "
+                "loss does, comes to the module's parameters by a way of its own: it would count as one of the "
+                "module's, which other ranks may not have. Pass use_reentrant=False to the checkpoint"
             )
         if torch.is_grad_enabled():
             raise CaptureError(
