@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.backends.collectives import calls_so_far
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, CollectiveError
 from autopar.runtime.uncaptured.anywhere import Anywhere
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
@@ -249,16 +250,29 @@ def _squares(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(found, wanted.double())
 
 
-def checkpointed_in_the_loss(rank: int, n: int) -> str:
-    """What is said where a loss goes through one of a drop-in's layers in a checkpoint that begins a backward pass."""
+def checkpointed_in_the_loss(rank: int, n: int, ranks: int) -> tuple[float, str]:
+    """How far a drop-in's gradients are from one process's, where the losses of this many ranks go through one of its
+    layers in a checkpoint that begins a backward pass; and what is said about it in this step or in the next."""
     warnings.simplefilter("ignore")
-    model = Deep()
-    module = autopar.optimize(model, example_inputs=batch(0, rank)[0], strategy="ddp", capture="never", timeout_s=20)
-    x, y = batch(0, rank)
-    found = module(x)
-    more = torch.utils.checkpoint.checkpoint(model.last, torch.randn(4, WIDTH, requires_grad=True), use_reentrant=True)
+    model, alone = Deep().double(), Deep().double()
+    example = batch(3, rank)[0].double()
+    module = autopar.optimize(model, example_inputs=example, strategy="ddp", capture="never", timeout_s=20)
+
+    def loss(net: Deep, call: Any, r: int) -> torch.Tensor:
+        x, y = (t.double() for t in batch(3, r))
+        found = nn.functional.mse_loss(call(x), y)
+        if r >= ranks:
+            return found
+        h = torch.ones(4, WIDTH, dtype=torch.double, requires_grad=True)
+        more: torch.Tensor = checkpoint(net.last, h, use_reentrant=True).square().mean()
+        return found + more
+
     try:
-        (nn.functional.mse_loss(found, y) + more.square().mean()).backward()
-    except CaptureError as e:
-        return str(e)
-    return ""
+        loss(model, module, rank).backward()
+        torch.stack([loss(alone, alone, r) for r in range(n)]).mean().backward()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        apart = max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
+        loss(model, module, rank).backward()
+    except (CaptureError, CollectiveError) as e:
+        return 0.0, str(e)
+    return apart, ""

@@ -148,13 +148,8 @@ class EagerGradients:
         reached = [f for f in self._alive if f.is_reached] or fresh
         if not reached:  # it goes through no output of the module, as the gradient of a penalty on parameters
             return
-        own = self._came in (-1, torch._C._current_graph_task_id()) and self._around == -1
-        if own and any(f.is_hooked for f in reached) and self._model.has_company and _is_within_another():
-            raise CaptureError(
-                "a backward pass that a function or a hook begins within another one, as a reentrant checkpoint in the "
-                "loss does, comes to the module's parameters by a way of its own: it would count as one of the "
-                "module's, which other ranks may not have. Pass use_reentrant=False to the checkpoint"
-            )
+        apart = self._came in (-1, torch._C._current_graph_task_id()) and self._around == -1
+        self._model.is_apart = apart and any(f.is_hooked for f in reached) and _is_within_another()
         if torch.is_grad_enabled():
             raise CaptureError(
                 "backward(create_graph=True) cannot be synchronized, as nothing flows back through what others have "

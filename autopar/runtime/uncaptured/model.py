@@ -92,6 +92,9 @@ class EagerModel:
         self._foreseen = foreseen
         self._misses = False
         """Whether some have got none in a step so far: then it is found out beforehand which."""
+        self.is_apart = False
+        """Whether the backward pass under way was begun within another one, and comes to parameters by a way of its
+        own, as from a reentrant checkpoint in the loss: then it is a pass by itself, which all ranks must have."""
         self._leaves_out = False
         """Whether no rank had a gradient of some in a step so far, as all ranks know: then they ask beforehand, too."""
         self._asked_beforehand: Anywhere | None = None
@@ -129,11 +132,6 @@ class EagerModel:
         finally:
             self._see, self._losses = None, []
 
-    @property
-    def has_company(self) -> bool:
-        """Whether there are other ranks."""
-        return self._group.world_size > 1
-
     def take_outputs(self) -> list[Any]:
         """What the model has returned since this was called last, where that was wanted."""
         found, self._outputs = self._outputs, []
@@ -146,8 +144,8 @@ class EagerModel:
     def unused(self) -> frozenset[str]:
         """Parameters of which no rank has a gradient in this step; known once the last backward pass has ended. A rank
         that has a gradient of each knows without asking, and does not wait for the others: their answers lie
-        behind gradients that are on their way."""
-        if len(self._reached) == len(self.parameters):
+        behind gradients that are on their way. In a pass that is apart, it has to know whether they have it, too."""
+        if len(self._reached) == len(self.parameters) and not self.is_apart:
             return frozenset()
         self._settle()
         return self._unused
@@ -185,7 +183,7 @@ class EagerModel:
         if self.keeps_output:
             self._outputs.append(pytree.tree_map(_detached, output))
         self.written = {n for n, p in self.parameters.items() if p._version != self._versions[n]}
-        if self.written and self.has_company:
+        if self.written and self._group.world_size > 1:
             raise CaptureError(
                 f"the model writes to its parameter '{min(self.written)}' in its forward pass, as "
                 "Embedding(max_norm=...) does: each rank would write something else, for its own batch, and ranks "
@@ -295,7 +293,8 @@ class EagerModel:
             return self._alone(frozenset(names) - self._reached, self.buffers.written())
         self._misses |= len(self._reached) < len(names)
         self._look_back()
-        self._asked = self._ask([*(n in self._reached for n in names), *self.buffers.changes()])
+        ways = [self.is_apart, not self.is_apart]
+        self._asked = self._ask([*(n in self._reached for n in names), *ways, *self.buffers.changes()])
 
     def _ask(self, mine: Sequence[bool]) -> Anywhere:
         return Anywhere(mine, self._group, next(iter(self.parameters.values())).device)
@@ -304,16 +303,26 @@ class EagerModel:
         if self._asked is None:
             return
         asked, self._asked = self._asked, None
-        found = asked.answers()
+        found = self._checked(asked.answers())
         self._unused = self._without(found)
         self._leaves_out |= bool(self._unused)
-        self.buffers.settle(found[len(self.parameters) :])
+        self.buffers.settle(found[len(self.parameters) + 2 :])
 
     def _look_back(self) -> None:
         """Reads the ranks' answers about the step before, where this rank has not waited for them."""
         before, self._asked_before = self._asked_before, None
         if before is not None:
-            self._leaves_out |= bool(self._without(before.answers()))
+            self._leaves_out |= bool(self._without(self._checked(before.answers())))
+
+    def _checked(self, found: list[bool]) -> list[bool]:
+        """The answers about a step. Raises `CaptureError` where not all ranks came to its end by the same way."""
+        if all(found[len(self.parameters) :][:2]):
+            raise CaptureError(
+                "a backward pass that a function or a hook began within another one, as a reentrant checkpoint in the "
+                "loss does, came to the module's parameters by a way of its own on some ranks and not on others, so "
+                "that gradients of different passes were added up. Pass use_reentrant=False to the checkpoint"
+            )
+        return found
 
     def _without(self, found: Sequence[bool]) -> frozenset[str]:
         """Parameters of which the answers say that no rank has a gradient."""
