@@ -126,8 +126,7 @@ class StepPricer:
     def estimate(self, program: StepProgram, *, timeline: bool = False) -> Estimate:
         """The cost of one step of a program."""
         n = self.network.world_size
-        known = self._of_groups.setdefault(program.context, {})
-        prices = program.each(known, partial(self.prices, program.context))
+        prices = self.step_prices(program)
         outcome = simulate(program, prices, self.streams(program), self.network.backend.name, timeline=timeline)
         transfers = [p.transfer for p in prices if p.transfer is not None]
         moved = np.concatenate([np.zeros((2, n), np.int64), *(t.bytes for t in transfers)])
@@ -187,6 +186,11 @@ class StepPricer:
             channel += price.transfer.seconds if price.transfer else 0.0
             device += price.device_s
         return channel, float(device.max())
+
+    def step_prices(self, program: StepProgram) -> list[Price]:
+        """The prices of all calls, in the mean over steps; those of groups are remembered, as plans share them."""
+        known = self._of_groups.setdefault(program.context, {})
+        return program.each(known, partial(self.prices, program.context))
 
     def group_prices(self, program: StepProgram) -> list[Price]:
         """The prices of the calls that belong to groups."""

@@ -20,8 +20,7 @@ def features(program: StepProgram, estimate: Estimate, pricer: StepPricer, dilat
     kinds = dict.fromkeys(COLLECTIVES, 0.0)
     messages, small_s, channel_s, device_s, late_s, second_lane_s = 0, 0.0, 0.0, 0.0, 0.0, 0.0
     sizes = [0.0]
-    for call in program.calls:
-        price = pricer.price(call)
+    for call, price in zip(program.calls, pricer.step_prices(program), strict=True):
         if price.transfer is None:
             device_s += max(price.device_s)
             continue
