@@ -18,6 +18,10 @@ from torch.multiprocessing.spawn import start_processes
 from autopar.runtime.job.ports import held_port
 from autopar.verification import start_method
 
+WITHOUT_LOGS = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""The environment of a process whose every word is tested: torch's C++ code warns where a host's name is not found,
+as it happens on a loaded machine or without a name server."""
+
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Calls `function(rank, world_size, *args)` in `world_size` processes that form a gloo group; returns what each

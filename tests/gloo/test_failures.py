@@ -14,6 +14,7 @@ import pytest
 
 from autopar.runtime.job.ports import held_port
 from autopar.verification import IMPORTED_ONCE
+from tests.gloo.ranks import WITHOUT_LOGS
 
 RANKS = 3
 SCRIPT = """
@@ -201,7 +202,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         starter = held.enter_context(
             subprocess.Popen(
                 [sys.executable, "-c", STARTER, str(script), str(folder), *told],
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), **WITHOUT_LOGS},
                 start_new_session=True,
             )
         )

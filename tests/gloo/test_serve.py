@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from autopar.runtime.job.ports import held_port
 from autopar.runtime.job.servers import _connect
+from tests.gloo.ranks import WITHOUT_LOGS
 
 JOB = """
 import sys
@@ -26,8 +28,8 @@ input()
 
 def _started(port: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "autopar", "serve", f"127.0.0.1:{port}", "--name", "host", "--timeout", "60"]
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    root, env = Path(__file__).resolve().parents[2], {**os.environ, **WITHOUT_LOGS}
+    return subprocess.Popen(words, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
