@@ -191,6 +191,7 @@ class Network:
             channel=self._channels.setdefault(connection, len(self._channels)),
             communicator=call.communicator,
             at_once=1 if in_rounds else backend.at_once,
+            in_turn=size > 2,
         )
         return transfer, processor_s
 

@@ -30,6 +30,8 @@ class Transfer:
     communicator: int = 0
     at_once: int = 1
     """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
+    in_turn: bool = False
+    """Whether its messages wait for those that other ranks have sent before, as around a ring of three and more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
