@@ -271,8 +271,9 @@ def optimize(
         calibration: what `calibrate` measured on the cluster; predictions rest on it in place of data sheets.
         trials: the file that `autopar search --trials` has written on this cluster, of this model or others; what it
             says corrects predictions. Read on rank 0.
-        measure_compute: times a few forward and backward passes of the model here, and predicts compute on all devices
-            of this kind from these times, in place of the devices' figures.
+        measure_compute: times a few forward and backward passes of the model here, and updates of PyTorch's own
+            optimizers, and predicts compute on all devices of this kind from these times, in place of the devices'
+            figures.
         check: which steps are compared with the model run eagerly: the "first", "always", or "never".
         passes: which rewrite the captured graph: `Passes(without=("memory reused",))` leaves an optional one out,
             `Passes(also=(mine,))` runs one of your own. All ranks pass the same.

@@ -23,6 +23,7 @@ from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import example_of
 from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.optimizer import Scope, context_for, optimizer_scope, updated_by
+from autopar.runtime.optimizers.update_rate import update_s_per_byte
 from autopar.runtime.profile import node_seconds
 from autopar.runtime.uncaptured.look import settled
 from autopar.spec.calibration import Calibration
@@ -80,6 +81,7 @@ class Training:
         self._traced: JointGraph | None = None
         self._rows_said = False
         self._seconds: dict[int, dict[str, float]] = {}
+        self._timed_update: tuple[float | None] | None = None
 
     @property
     def without_values(self) -> str:
@@ -138,6 +140,12 @@ class Training:
             self._seconds[id(graph)] = node_seconds(graph, self.model, self.batch, settings.loss_fn, settings.compiler)
         return self._seconds[id(graph)]
 
+    def _update_s(self, optimizer: Optimizer) -> float | None:
+        """Seconds of its updates for each byte of parameters, as they take here: timed once."""
+        if self._timed_update is None:
+            self._timed_update = (update_s_per_byte(optimizer),)
+        return self._timed_update[0]
+
     def _say_rows(self, graph: TrainingGraph) -> None:
         """Warns, once, where a batch without values leaves open how many rows of a table it names."""
         tables = [p.name for p in graph.parameters if p.table or (p.parts and p.parts.kind == "rows")]
@@ -175,7 +183,10 @@ class Training:
         each = () if self.optimizer is None else each_of(self.optimizer)
         of = max(each, key=_elements, default=None)
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
-        measured_s = None if nodes is None else {topology_of(cluster).ranks[0].device.kind: nodes}
+        kind = topology_of(cluster).ranks[0].device.kind
+        measured_s = None if nodes is None else {kind: nodes}
+        if nodes is not None and of is not None:
+            updates = updates.measured(kind, self._update_s(of))
         return cost_model_for(updates, measured_s, calibration, trials)
 
 

@@ -112,7 +112,8 @@ class StepPricer:
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
         measured = {rates.kind: rates for rates in device_rates}
-        rates = [Rates.of(device, dtype, measured.get(device.kind)) for device in devices]
+        of_updates = dict(optimizer.rates)
+        rates = [Rates.of(d, dtype, measured.get(d.kind), of_updates.get(d.kind)) for d in devices]
         device_of_rank = [devices.index(place.device) for place in topology.ranks]
         self.rates = [rates[i] for i in device_of_rank]
         times = [(measured_s or {}).get(device.kind) for device in devices]

@@ -43,15 +43,19 @@ class Rates:
     """Bytes a second, read and written, in an optimizer's update."""
 
     @classmethod
-    def of(cls, device: Device, dtype: str, measured: DeviceRates | None = None) -> Rates:
-        """The rates of a device that computes in `dtype`."""
+    def of(
+        cls, device: Device, dtype: str, measured: DeviceRates | None = None, update_bytes_per_s: float | None = None
+    ) -> Rates:
+        """The rates of a device that computes in `dtype`. `update_bytes_per_s`: as it was measured of the optimizer
+        itself."""
         flops_per_s = FLOPS_FRACTION * device.flops_per_s(dtype).value
         if measured is not None:
             flops_per_s = measured.flops_per_s.get(dtype, flops_per_s)
-            return cls(flops_per_s, measured.bytes_per_s, measured.start_s, measured.update_bytes_per_s)
+            updates = update_bytes_per_s or measured.update_bytes_per_s
+            return cls(flops_per_s, measured.bytes_per_s, measured.start_s, updates)
         bytes_per_s = MEMORY_FRACTION * device.memory_bytes_per_s.value
         start_s = CPU_NODE_START_S if is_cpu(device) else GPU_NODE_START_S
-        return cls(flops_per_s, bytes_per_s, start_s, bytes_per_s)
+        return cls(flops_per_s, bytes_per_s, start_s, update_bytes_per_s or bytes_per_s)
 
     def seconds(self, work: Work) -> float:
         """Seconds of an operation, or of one node of the graph: the longer of its arithmetic and its memory traffic,

@@ -7,7 +7,7 @@ dtype. `moved`: the parameter and the gradient read, the parameter written, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -18,11 +18,18 @@ class OptimizerCost:
     name: str
     state_tensors: int
     """Tensors of the parameter's size that are kept from step to step."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """By kind of device, bytes a second that its updates were measured to read and write; others are priced from what
+    the cluster, or its calibration, says of them."""
 
     @property
     def moved_tensors(self) -> int:
         """Tensors of the parameter's size that one update reads and writes."""
         return 3 + 2 * self.state_tensors
+
+    def measured(self, kind: str, s_per_byte: float | None) -> OptimizerCost:
+        """With the seconds that updates were measured to take, on a kind of device, for each byte of parameters."""
+        return self if s_per_byte is None else replace(self, rates=((kind, self.moved_tensors / s_per_byte),))
 
 
 _STATE = {

@@ -91,6 +91,7 @@ class Case:
         from autopar.ir.outline import Outline
         from autopar.runtime.job.process_group import Group
         from autopar.runtime.optimizers.optimizer import context_for, optimizer_scope
+        from autopar.runtime.optimizers.update_rate import update_s_per_byte
         from autopar.spec.topology import Topology
         from benchmarks.peers.planned import graph_of
 
@@ -101,5 +102,6 @@ class Case:
         updates = optimizer_cost(type(optimizer).__name__, optimizer.param_groups[0])
         if isinstance(graph.joint, Outline):  # its times are measured
             kind = Topology(self.cluster).ranks[0].device.kind
+            updates = updates.measured(kind, update_s_per_byte(optimizer))
             return graph, context, cost_model_for(updates, {kind: graph.joint.seconds}, None)
         return graph, context, AnalyticCostModel(updates)

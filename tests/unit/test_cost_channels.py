@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar.cost_models.channels import Channels, Job
+from autopar.cost_models.channels import CROWDED, Channels, Job
 from autopar.cost_models.price import Transfer
 
 
@@ -50,6 +50,20 @@ def test_channels_share_a_link_that_both_fill() -> None:
     # One second alone, then half of the link each: the first needs two more, the second has one left, alone.
     assert channels.end_of(0) == pytest.approx(3.0)
     assert channels.end_of(1) == pytest.approx(4.0)
+
+
+def test_a_ring_of_our_own_beside_one_of_the_library_leaves_a_full_link_idle_at_times() -> None:
+    def end(at_once: tuple[int, int], load: float, in_turn: bool = True) -> float:
+        channels = Channels()
+        for i, threads in enumerate(at_once):
+            transfer = Transfer(2.0, loads=np.array([load]), at_once=threads, in_turn=in_turn)
+            channels.issue(Job(i, f"channel {i}", 0.0, transfer))
+        return max(channels.end_of(0), channels.end_of(1))
+
+    assert end((1, 2), 1.0) == pytest.approx(4.0 * CROWDED)
+    assert end((2, 2), 1.0) == pytest.approx(4.0)
+    assert end((1, 2), 1.0, in_turn=False) == pytest.approx(4.0), "between two ranks nothing is passed on"
+    assert end((1, 2), 0.5) == pytest.approx(2.0), "there is room for both"
 
 
 def test_transfers_wait_for_each_other_on_the_one_connection_of_their_channel() -> None:

@@ -7,6 +7,8 @@ import pytest
 from autopar.cost_models import ADAMW, AnalyticCostModel, optimizer_cost
 from autopar.cost_models.compute import FLOPS_FRACTION, MEMORY_FRACTION, Rates, node_times
 from autopar.ops.values import Work
+from autopar.search.builders import builder_named
+from autopar.spec.calibration import DeviceRates
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
@@ -26,6 +28,26 @@ def test_rates_are_fractions_of_the_peaks() -> None:
     rates = Rates.of(device, "bfloat16")
     assert rates.flops_per_s == pytest.approx(FLOPS_FRACTION * 312e12)
     assert rates.bytes_per_s == pytest.approx(MEMORY_FRACTION * 2039e9)
+
+
+def test_updates_go_at_the_rate_that_was_measured_of_the_optimizer_on_its_kind_of_device() -> None:
+    device = cpu_hosts(1).ranks[0].device
+    optimizer = optimizer_cost("AdamW").measured(device.kind, 1e-9)
+    assert optimizer.measured("cpu", None) is optimizer
+    assert dict(optimizer.rates) == {device.kind: pytest.approx(7e9)}
+    assert Rates.of(device, "float32", None, 7e9).update_bytes_per_s == 7e9
+    known = DeviceRates(kind="cpu", flops_per_s={}, bytes_per_s=3e9, start_s=1e-6, update_bytes_per_s=2e9)
+    assert Rates.of(device, "float32", known).update_bytes_per_s == 2e9
+    assert Rates.of(device, "float32", known, 7e9).update_bytes_per_s == 7e9
+    graph, topology = training_graph(), Topology(cpu_hosts(1))
+    program = lower_plan(builder_named("ddp")(graph.parameters, Context(1), cpu_hosts(1)), graph, Context(1))
+    slow, fast = (
+        AnalyticCostModel(optimizer_cost("AdamW").measured(kind, 1e-9)).predict(graph, program, topology).step_time_s
+        for kind in ("another", device.kind)
+    )
+    assert slow - fast == pytest.approx(
+        graph.parameter_bytes * 7 * (1 / Rates.of(device, "float32").update_bytes_per_s - 1 / 7e9), rel=1e-3
+    )
 
 
 def test_node_times_take_measured_times_first_and_views_for_free() -> None:

@@ -213,7 +213,7 @@ class OptimizerPart:
             for key, value in whole.items():
                 if key != "params":
                     mine[key] = value
-            if _may_fuse(self._part, mine) and not sparse and not self._begins_late(mine, formed):
+            if may_fuse(self._part, mine) and not sparse and not self._begins_late(mine, formed):
                 mine["fused"] = True
         without_wrong_kernels(self._part)
         if sparse and not kinds.leaves_zeros_alone(self._whole):  # set since it was planned for
@@ -365,7 +365,7 @@ def without_wrong_kernels(optimizer: Optimizer) -> None:
             group["fused"] = False
 
 
-def _may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Where the user left the implementation open, PyTorch's fused one serves the CPU too, several times faster."""
     return (
         type(optimizer) in _FUSED_ON_CPU
