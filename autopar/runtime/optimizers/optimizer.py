@@ -271,6 +271,8 @@ class OptimizerPart:
     def _made_dense(self, leaves: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Gives dense memory to the leaves that the user's `fused=True` is for, until they are updated: PyTorch's fused
         kernels walk over strided memory as if it were dense. Returns these leaves, each with its own memory."""
+        if all(leaf.is_contiguous() for leaf in leaves):  # as mostly
+            return []
         fused = {id(p) for g in self._part.param_groups if g.get("fused") for p in g["params"]}
         found = [(leaf, leaf.data) for leaf in leaves if id(leaf) in fused and not _is_dense(leaf)]
         for leaf, memory in found:

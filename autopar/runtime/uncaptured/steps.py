@@ -74,6 +74,7 @@ class EagerStep(nn.Module):
         nodes = [n for n in written.graph.nodes if n.op not in ("placeholder", "output")]
         self.parts = self._cut(nodes)
         self.gradients = {str(n.args[1]): n for n in nodes if n.target is take_gradient}
+        self.names = {n: name for name, n in self.gradients.items()}
         self.place = {n: i for i, part in enumerate(self.parts) for n in _makes(part)}
         """Of each node, among the parts."""
         self.last_own = max(self.place[n] for n in nodes if opaque(n))
@@ -269,7 +270,7 @@ class Run:
         return self._spared[group]
 
     def _is_awaited(self, gradient: torch.fx.Node) -> bool:
-        name = gradient.args[1]
+        name = self.of.names[gradient]
         if name in self.of.model.in_pieces:
             return True
         return gradient not in self.values and name not in self.absent
