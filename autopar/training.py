@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -81,7 +82,6 @@ class Training:
         self._traced: JointGraph | None = None
         self._rows_said = False
         self._seconds: dict[int, dict[str, float]] = {}
-        self._timed_update: tuple[float | None] | None = None
 
     @property
     def without_values(self) -> str:
@@ -140,11 +140,16 @@ class Training:
             self._seconds[id(graph)] = node_seconds(graph, self.model, self.batch, settings.loss_fn, settings.compiler)
         return self._seconds[id(graph)]
 
-    def _update_s(self, optimizer: Optimizer) -> float | None:
-        """Seconds of its updates for each byte of parameters, as they take here: timed once."""
-        if self._timed_update is None:
-            self._timed_update = (update_s_per_byte(optimizer),)
-        return self._timed_update[0]
+    @cached_property
+    def _largest_optimizer(self) -> Optimizer | None:
+        """The one that updates most elements, of several."""
+        each = () if self.optimizer is None else each_of(self.optimizer)
+        return max(each, key=_elements, default=None)
+
+    @cached_property
+    def _update_s(self) -> float | None:
+        """Seconds that its updates take here for each byte of parameters, where that can be measured."""
+        return None if self._largest_optimizer is None else update_s_per_byte(self._largest_optimizer)
 
     def _say_rows(self, graph: TrainingGraph) -> None:
         """Warns, once, where a batch without values leaves open how many rows of a table it names."""
@@ -180,13 +185,12 @@ class Training:
 
         if calibration is not None:
             calibration.check_cluster(cluster.fingerprint)
-        each = () if self.optimizer is None else each_of(self.optimizer)
-        of = max(each, key=_elements, default=None)
+        of = self._largest_optimizer
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
         kind = topology_of(cluster).ranks[0].device.kind
         measured_s = None if nodes is None else {kind: nodes}
-        if nodes is not None and of is not None:
-            updates = updates.measured(kind, self._update_s(of))
+        if nodes is not None:
+            updates = updates.measured(kind, self._update_s)
         return cost_model_for(updates, measured_s, calibration, trials)
 
 

@@ -7,7 +7,6 @@ lies between two nodes, as freeing memory, is shared out.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from autopar.ir.batch import Batch
 from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime.clock import Clock
 from autopar.runtime.compiling.compute import CompiledRegion, Compiler
 from autopar.runtime.model.eager import owners_of
 from autopar.runtime.operator_times import OperatorTimes, operator_key
@@ -60,7 +60,7 @@ def node_seconds(
             arguments.append(torch.ones(tuple(like.shape), dtype=like.dtype, device=device))
         else:
             arguments.append((parameters if kind == "parameter" else buffers)[str(key)].detach().clone())
-    clock = _Clock(device)
+    clock = Clock(device)
     scaled = {name: known.seconds[key] for name, key in keys.items()} if is_known else {}
     if not is_known:
         found = _seconds(joint.module, arguments, clock)
@@ -75,7 +75,7 @@ def node_seconds(
     return scaled | constants
 
 
-def _seconds(module: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], clock: _Clock) -> dict[str, float]:
+def _seconds(module: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], clock: Clock) -> dict[str, float]:
     """Of each call in a graph, by its node's name; as much together as the graph takes as a whole."""
     rows = []
     with as_captured():
@@ -105,27 +105,10 @@ def _shared_out(
     return {name: seconds * scale for name, seconds in found.items()}
 
 
-class _Clock:
-    """Wall time until a device is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._asynchronous = device.type == "cuda"
-
-    def now(self) -> float:
-        if self._asynchronous:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def of(self, work: Callable[[], object]) -> float:
-        start = self.now()
-        work()
-        return self.now() - start
-
-
 class _Nodes(torch.fx.Interpreter):
     """Runs a graph, and keeps how long each call took."""
 
-    def __init__(self, module: torch.fx.GraphModule, clock: _Clock) -> None:
+    def __init__(self, module: torch.fx.GraphModule, clock: Clock) -> None:
         super().__init__(module)
         self.seconds: dict[str, float] = {}
         self._clock = clock

@@ -97,7 +97,7 @@ def test_an_operator_is_measured_once(nothing_known: Path) -> None:
 def test_compiled_regions_are_timed_as_a_whole(nothing_known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by a second whenever it is looked at: each call takes one, an operator or a region."""
     ticks = itertools.count()
-    monkeypatch.setattr("autopar.runtime.profile._Clock.now", lambda self: float(next(ticks)))
+    monkeypatch.setattr("autopar.runtime.profile.Clock.now", lambda self: float(next(ticks)))
     made = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 8))
     batch = flatten((torch.randn(4, 8), torch.zeros(4, 8)))
     graph = training_graph(made, batch, nn.functional.mse_loss)
