@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,15 @@ class Trained:
     """Of each step, each rank's."""
     eps: float = EXACT
     """Of the loss's dtype, in which the mean over the ranks is taken, but at least `EXACT`."""
+
+    def digest(self) -> str:
+        """Of every bit of it."""
+        found = hashlib.sha256(repr(self.losses).encode())
+        for update in self.updates:
+            for name, values in update.items():
+                found.update(name.encode())
+                found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def seen(self, see: See) -> Trained:
         """With the losses that `see` makes of all ranks'."""

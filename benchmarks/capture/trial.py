@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -79,22 +80,37 @@ def _eagerly(words: Iterable[Any]) -> str:
 
 def _judge(entry: Entry, group: Group) -> Judge:
     """The model with its reference, in float64 where it can be trained so. Raises what the model raises, and
-    `ValueError` where two trainings differ or lead to no numbers."""
-    model = entry.build()
+    `ValueError` where two trainings differ or lead to no numbers. The other rank's training is the second one."""
+    judge: Judge | None = None
     try:
-        wide = copy.deepcopy(model).double()
-        expected = train(entry, wide, group.world_size, torch.float64)
-        model, dtype = wide, torch.float64
-    except Exception:  # it converts to float32 somewhere, or a kernel has no float64
-        dtype = torch.float32
-        expected = train(entry, model, group.world_size, dtype)
-    judge = Judge(entry, model, group.world_size, dtype, expected)
-    if not all(u.isfinite().all() for tree in expected.updates for u in tree.values()):
+        judge = _referred(entry, group.world_size)
+    finally:
+        alike = _alike("" if judge is None else judge.expected.digest(), group)
+    if not all(u.isfinite().all() for tree in judge.expected.updates for u in tree.values()):
         raise ValueError("plain training leads to numbers that are not finite")
-    _, where = judge.worst(train(entry, model, group.world_size, dtype))
+    _, where = (0.0, "") if alike else judge.worst(train(entry, judge.model, group.world_size, judge.dtype))
     if where:
         raise ValueError(f"two plain trainings differ: {where}")
     return judge
+
+
+def _referred(entry: Entry, world_size: int) -> Judge:
+    """The model with one training of it."""
+    model = entry.build()
+    try:
+        wide = copy.deepcopy(model).double()
+        return Judge(entry, wide, world_size, torch.float64, train(entry, wide, world_size, torch.float64))
+    except Exception:  # it converts to float32 somewhere, or a kernel has no float64
+        return Judge(entry, model, world_size, torch.float32, train(entry, model, world_size, torch.float32))
+
+
+def _alike(digest: str, group: Group) -> bool:
+    """Whether several ranks have trained, each by itself, and all have the same to the last bit."""
+    if group.pg is None:
+        return False
+    digests: list[Any] = [None] * group.world_size
+    dist.all_gather_object(digests, digest, group.pg)
+    return len(set(digests)) == 1
 
 
 def _runs(judge: Judge, group: Group) -> Iterator[tuple[Run, str]]:
