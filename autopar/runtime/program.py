@@ -195,7 +195,9 @@ class Program(BaseProgram):
         captures = [self.compile_for(b, asked.outputs, sizes) for b in batches]
         compiled = [self.at(c, self._moments()) for c in captures] if self._is_timed else captures
         if self.world_size > 1 or len(batches) > 1:
-            self._meaning.settle(captures, batches, self._looks)
+            look = self._meaning.settle(captures, batches, self._looks)
+            if look is not None:
+                look() if compiled[-1].eager is None else compiled[-1].eager.do_meanwhile(look)
         run = partial(self._run, compiled, batches, given)
         norm = self._norms.of(compiled[-1], len(batches) > 1) if asked.grad_norm else None
         self._same_settings.ask(asked.together(self._order.is_its_own(compiled[-1].program), norm))

@@ -46,25 +46,25 @@ class Finder:
         self._buffers = buffers
         self._device = device
 
-    def find(self, weight: BatchWeight, batch: Batch) -> Finding:
-        """Looks at a batch and its loss."""
+    def find(self, weight: BatchWeight, batch: Batch, twice: bool = True) -> Finding:
+        """Looks at a batch and its loss. `twice`: whether it is seen, too, that the loss is the same once more."""
         if not batch.size:
             return Finding(0)
         losses: PartLosses | str = "its target has another number of samples than the rest of the batch"
         if self.targets(batch) in (None, batch.size):
-            losses = part_losses(self.model, self.loss_fn, self._moved(batch))
+            losses = part_losses(self.model, self.loss_fn, self._moved(batch), twice=twice)
         mean, total, seen = self._seen(weight, batch, losses)
         reads = self.given is not None or not isinstance(weight, UnreadWeight)
         dim = 0
         if mean is False and reads and may_be_time_first(self.model, batch):
-            across = part_losses(self.model, self.loss_fn, self._moved(batch), dim=1)
+            across = part_losses(self.model, self.loss_fn, self._moved(batch), 1, twice)
             fits, adds, how = self._seen(weight, batch, across)
             if fits is not False:
                 losses, mean, total, seen, dim = across, fits, adds, how, 1
         kind = kind_of(batch, dim) if losses == FEW else ""
         pair = self.lent.beside(batch, self._device) if kind and self.lent is not None else None
         if pair is not None:
-            losses = part_losses(self.model, self.loss_fn, pair.both, dim)
+            losses = part_losses(self.model, self.loss_fn, pair.both, dim, twice)
             losses = f"of two samples put together, {losses}" if isinstance(losses, str) else losses
             mean, total, seen = self._seen(weight, batch, losses, pair)
         where = f" at {weight.where}" if weight.where else ""

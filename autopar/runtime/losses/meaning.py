@@ -127,19 +127,24 @@ class LossMeaning:
         count, samples = self._last
         return float(count) / samples if samples else None
 
-    def settle(self, captures: Sequence[Compiled], batches: Sequence[Batch], looks: LossLooks) -> None:
+    def settle(
+        self, captures: Sequence[Compiled], batches: Sequence[Batch], looks: LossLooks
+    ) -> Callable[[], None] | None:
         """Has all ranks agree on what the loss is, at the first step; `batches` are its micro-batches. Warns on rank 0
         where one weight a batch does not give the gradient of one process. Later calls look at what was captured since,
-        and now and then at a batch, and ask no other rank what it sees."""
+        and now and then at a batch, and ask no other rank what it sees. Returns the latter look, which is to be taken
+        before the step's update."""
         every = list(zip(captures, batches, strict=True))
         is_due = looks.begin_step()
         new = every if is_due else [(c, b) for c, b in every if not c.looked]
         for c in captures:
             c.looked = True
         if self._settled:
+            if is_due:
+                return lambda: self._look_again(new, looks, True)
             if new:
-                self._look_again(new, looks, is_due)
-            return
+                self._look_again(new, looks, False)
+            return None
         self._settled = True
         # Of the batch with the most samples, a graph shows the most.
         largest, batch = max(every, key=_size)
@@ -153,7 +158,7 @@ class LossMeaning:
         everyone = self._of_two_samples(self._exchange("loss", mine), largest.weight, batch, looks)
         found = [f for f in everyone if f.samples]
         if not found:
-            return
+            return None
         if batch.listed is not None and any(f.unit == "samples" for f in found):
             self._by_samples = True  # ranks with one sample cannot tell its objects from samples
         otherwise = None if self._by_samples or self.finder.given is not None else units_differ(everyone)
@@ -172,6 +177,7 @@ class LossMeaning:
         problem = problem or not_seen(found, self.is_sum)  # which is less than what later batches may show
         if problem is not None and self._rendezvous.group.rank == 0:
             warnings.warn(problem, AutoparWarning, stacklevel=4)
+        return None
 
     def _exchange(self, topic: str, mine: Finding) -> list[Finding]:
         theirs = self._rendezvous.exchange(topic, json.dumps(asdict(mine)))
@@ -229,7 +235,11 @@ class LossMeaning:
         """Warns, on whichever rank sees it, where the loss of a batch is not what it counts as."""
         if not self._fits(weight):
             return  # said as it is weighed
-        problem = misfit([self.finder.find(weight, batch)], self.is_sum, self.finder.given is not None)
+        problem = None
+        for twice in (False, True):  # a loss that is another one each time is no misfit
+            problem = misfit([self.finder.find(weight, batch, twice)], self.is_sum, self.finder.given is not None)
+            if problem is None:
+                break
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=6)

@@ -101,11 +101,12 @@ class PartLosses:
         return _near(self.whole, other, self.parts, self.tolerance) if math.isfinite(other) else None
 
 
-def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> PartLosses | str:
+def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0, twice: bool = True) -> PartLosses | str:
     """Runs the model and its loss on a batch and on two parts of it, each time from the same state, without gradients,
     dropout and batch statistics, and leaves modes, buffers, attributes and random generators as they were. Returns, in
     words, why it cannot be told where that is so. Tensors whose dimension 0 is the number of samples are taken apart;
-    others stay whole. With `dim` 1, as of sequences that lie side by side in that dimension, all are taken apart."""
+    others stay whole. With `dim` 1, as of sequences that lie side by side in that dimension, all are taken apart.
+    `twice`: whether the whole batch is run once more, to see whether it loses the same."""
     size = _size(batch, dim)
     if size is None or size < 2:
         return FEW
@@ -123,7 +124,7 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> P
     found: PartLosses | str = ""
     for everything in (False, True):
         try:
-            found = _losses(model, loss_fn, batch, splits, everything)
+            found = _losses(model, loss_fn, batch, splits, everything, twice)
         except Exception as e:
             return f"{NOT_ON_PARTS}: {type(e).__name__}"
         if found != _DRAWS:
@@ -131,7 +132,9 @@ def part_losses(model: nn.Module, loss_fn: Any, batch: Batch, dim: int = 0) -> P
     return found
 
 
-def _losses(model: nn.Module, loss_fn: Any, batch: Batch, splits: list[Split], everything: bool) -> PartLosses | str:
+def _losses(
+    model: nn.Module, loss_fn: Any, batch: Batch, splits: list[Split], everything: bool, twice: bool
+) -> PartLosses | str:
     """Of the first of these splits whose parts both lose something; of the last one, where none does."""
     modules = list(owners_of(model, loss_fn).values())
     drawn = False
@@ -144,7 +147,8 @@ def _losses(model: nn.Module, loss_fn: Any, batch: Batch, splits: list[Split], e
             drawn |= not same_generators(before, generators())
         return loss
 
-    one, again = (run(batch.rebuild(batch.copied())) for _ in range(2))
+    one = run(batch.rebuild(batch.copied()))
+    again = run(batch.rebuild(batch.copied())) if twice else one
     if drawn:
         return _DRAWS
     whole = float(one)

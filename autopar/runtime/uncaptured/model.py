@@ -113,6 +113,7 @@ class EagerModel:
         self._asked_before: Anywhere | None = None
         """The answers about the step before, where this rank has not waited for them."""
         self._unused: frozenset[str] = frozenset()
+        self._meanwhile: Callable[[], None] | None = None
 
     def begin(self, goes_on: bool = False) -> None:
         """Begins a step, of one or several micro-batches. `goes_on`: whether forward passes before are part of it."""
@@ -286,8 +287,18 @@ class EagerModel:
         if self._alone is not None:
             self.buffers.written()
 
+    def do_meanwhile(self, do: Callable[[], None]) -> None:
+        """Has something done in the next step while its last gradients are on their way, before parameters change."""
+        self._meanwhile = do
+
     def end_passes(self) -> None:
         """Behind the last backward pass of a step: begins to ask which parameters and buffers others have used."""
+        self._tell_passes()
+        do, self._meanwhile = self._meanwhile, None
+        if do is not None:
+            do()
+
+    def _tell_passes(self) -> None:
         names = list(self.parameters)
         if self._alone is not None:
             return self._alone(frozenset(names) - self._reached, self.buffers.written())
