@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import autopar
 
@@ -217,6 +218,33 @@ def grown(
     return [str(w.message) for w in said if str(w.message).startswith("the loss")]
 
 
+def looked_at(rank: int) -> list[str]:
+    """What an eager model does in its eighth step: `forward`, or `gradients`, or `other values` where a forward pass
+    has others than the step's first one."""
+    mine, done, values = model(), list[str](), list[torch.Tensor]()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+
+    def forward(module: torch.nn.Module, _: Any) -> None:
+        if module is mine:
+            values.append(torch.cat([p.detach().flatten() for p in mine.parameters()]))
+            done.append("forward" if torch.equal(values[0], values[-1]) else "other values")
+
+    def gradient(_: torch.Tensor) -> None:
+        if done[-1] != "gradients":
+            done.append("gradients")
+
+    program = autopar.optimize(
+        mine, example_inputs=batch(rank, 6), loss_fn=entropy, strategy="ddp", optimizer=optimizer, capture="never"
+    )
+    for _ in range(7):
+        program.step(batch(rank, 6))
+    for p in mine.parameters():
+        p.register_hook(gradient)
+    with register_module_forward_pre_hook(forward):  # not the model's, which is as before behind a look
+        program.step(batch(rank, 6))
+    return done
+
+
 def nothing_counts_in_16_bits(rank: int) -> bool:
     """Whether all parameters are finite after a step in bfloat16 to which one rank has nothing to add."""
     mine = model().bfloat16()
@@ -240,6 +268,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "module": [drop_in_module(rank, torch.float64), drop_in_module(rank, torch.bfloat16)],
         "grown": [grown(rank, *of) for of in (("sharded", "auto", 0), ("sharded", "auto", 5), ("ddp", "never", 5))],
         "grown, of one sample each": grown(rank, "ddp", "never", 5, (1, 1)),
+        "looked at": looked_at(rank),
         "16 bits": nothing_counts_in_16_bits(rank),
         "switched": [switched(rank, (0,), (6, 6)), switched(rank, (0, 1), (6, 6)), switched(rank, (0, 1), (0, 6))],
     }

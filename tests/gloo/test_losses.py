@@ -59,6 +59,11 @@ def test_a_term_across_samples_is_seen_whenever_it_comes(ranks: list[dict[str, A
     assert all(len(found["grown, of one sample each"]) == 1 for found in ranks)
 
 
+def test_an_eager_models_loss_is_looked_at_while_its_gradients_are_on_their_way(ranks: list[dict[str, Any]]) -> None:
+    expected = ["forward", "gradients", *(3 * ["forward"])]
+    assert [found["looked at"] for found in ranks] == [expected, expected]
+
+
 def test_micro_batches_are_as_one_batch(ranks: list[dict[str, Any]]) -> None:
     assert all(max(found["micro-batches"]) <= 1e-12 for found in ranks)
 
