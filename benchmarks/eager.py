@@ -39,7 +39,7 @@ CLUSTERS = {"2x1g": even(2, 1000), "3x200m": even(3, 200)}
 PEER = "ddp_buckets"
 WORST, MEAN = 1.00, 0.90
 """Of the best DDP's time: at most, in each model over its clusters, and in the geometric mean."""
-EFFORT = Effort(rounds=8, slow_rounds=8, rounds_s=20.0, block_s=1.0, block_steps=4, search_time_s=3.0)
+EFFORT = Effort(rounds=12, slow_rounds=12, rounds_s=40.0, block_s=1.5, block_steps=10, search_time_s=3.0)
 NOTES = (
     "Ratios are medians (quartiles) over rounds in which both take a block of steps in turn, in the same processes, "
     "one thread each; below 1 autopar is faster. DDP is the fastest of its bucket sizes, with gradients as views of "

@@ -30,7 +30,7 @@ from benchmarks.harness import Report, Target, options, publish
 from benchmarks.suite.clusters import even
 from benchmarks.zoo.unseen import UNSEEN
 
-JOURNAL = Path("out/real_compute.jsonl")
+JOURNAL = Path("benchmarks/results/real-compute.jsonl")
 NAMES = ("ddp", "all_reduce_one_bucket", "all_reduce_1MiB", "zero1", "sharded", "PSLoadBalancing_fused", "")
 """Builders, and what the search finds; each exact, and rounded to 16 bits on the wire."""
 BLOCKS, STEPS = 5, 4

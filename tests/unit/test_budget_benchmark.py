@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.budget import table
+from benchmarks.budget.hindsight import Best, best, speeds
 from benchmarks.budget.methods import METHODS
 from benchmarks.budget.outcome import Journal, Outcome
 from benchmarks.budget.task import Task
@@ -72,3 +73,23 @@ def test_the_table_says_who_diverged_and_how_many_small_tasks_lost_too_much() ->
     small = replace(OUTCOME, task="planted_sgd", lost=0.03)
     rows = table.report([OUTCOME, replace(OUTCOME, seed=1, lost=None), small]).rows
     assert [list(row) for row in rows] == [["top_k 1%", "diverged", "1 of 1, 3.0 (planted_sgd)"]]
+
+
+def test_the_best_in_hindsight_is_the_fastest_that_kept_the_budget() -> None:
+    of = speeds("waves", "50 Mbit/s")
+    assert of.by_method["exact"] == 1.0 < of.by_method["bf16"] < of.by_method["quantized 4"]
+    assert 0.5 < of.exposed < 1
+
+    def lost(method: str, *each: float | None) -> list[Outcome]:
+        return [replace(OUTCOME, method=method, seed=i, lost=one) for i, one in enumerate(each)]
+
+    trained = [
+        *lost("exact", 0.0),
+        *lost("bf16", 0.001, 0.001),
+        *lost("quantized 4", 0.0, 0.012),
+        *lost("delayed", None),
+    ]
+    assert best("waves", "50 Mbit/s", 0.01, lost("exact", 0.0)) is None
+    assert best("waves", "50 Mbit/s", 0.01, trained) == Best("quantized 4", of.by_method["quantized 4"])
+    assert best("waves", "50 Mbit/s", 0.005, trained) == Best("bf16", of.by_method["bf16"])
+    assert best("waves", "50 Mbit/s", 0.0, trained) == Best("exact", 1.0)
