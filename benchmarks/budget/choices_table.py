@@ -126,10 +126,8 @@ def _in_hindsight(beside: list[Beside]) -> str:
         f"{len(worth)} cells in which it gains {WORTH_IT} or more."
     )
     if exposed := [b for b in beside if b.exposed > 0.5]:
-        gain, most = (
-            statistics.geometric_mean(of(b) / b.rounded_speed for b in exposed)
-            for of in (lambda b: b.speed, lambda b: b.hindsight_speed)
-        )
+        gain = statistics.geometric_mean(b.speed / b.rounded_speed for b in exposed)
+        most = statistics.geometric_mean(b.hindsight_speed / b.rounded_speed for b in exposed)
         words += (
             f" Where more than half of the rounded plan's step is exposed ({len(exposed)} cells), choices gain "
             f"{gain:.2f} times over it, the best in hindsight {most:.2f} times."

@@ -43,7 +43,8 @@ def gradients(task: Task, model: nn.Module, seed: int, steps: Sequence[int]) -> 
     model = copy.deepcopy(model)
     for step in steps:
         inputs, target = task.rank_batch(seed, step, 0)
-        task.loss_fn(model(*inputs) if isinstance(inputs, tuple) else model(inputs), target).backward()
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        task.loss_fn(output, target).backward()  # type: ignore[no-untyped-call]
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
