@@ -55,13 +55,15 @@ def may_fail() -> Iterator[None]:
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over ranks, in place."""
     assert x.is_contiguous(), _STRIDED
-    return _functional.all_reduce_(x, "sum", group)  # type: ignore[no-any-return]
+    with _below_autograd():
+        return _functional.all_reduce_.default(x, "sum", group)  # type: ignore[no-any-return]
 
 
 @may_fail()
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Blocks until the collective that writes `x` is complete."""
-    return _functional.wait_tensor(x)  # type: ignore[no-any-return]
+    with _below_autograd():
+        return _functional.wait_tensor.default(x)  # type: ignore[no-any-return]
 
 
 @may_fail()
@@ -69,6 +71,14 @@ def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """The sum over ranks, in place, valid on rank `owner` of the group."""
     backend, pg = _library(x, group)
     return registered(*backend.reduce(x, owner, pg))
+
+
+def _below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Around functional collectives, whose formulas of gradients run in Python, also where no gradient is asked for:
+    they took 25 of an all-reduce's 40 us."""
+    if torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:

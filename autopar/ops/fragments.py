@@ -162,8 +162,11 @@ def _slice(tensor: torch.Tensor, piece: ParameterSlice) -> torch.Tensor:
 
 def views_of(parts: Sequence[Fragment], flat: torch.Tensor) -> list[torch.Tensor]:
     """Each fragment's elements of a flat value that consists of them, in the fragment's shape."""
-    pieces = flat.split_with_sizes([f.tensor.numel() for f in parts])
-    return [x.view(f.tensor.shape) for f, x in zip(parts, pieces, strict=True)]
+    tensors = [f.tensor for f in parts]
+    if tensors and all(map(torch.Tensor.numel, tensors)):  # it forgets the shape of what has no elements
+        return list(torch._C._nn.unflatten_dense_tensors(flat, tensors))  # a third of the time of views from Python
+    pieces = flat.split_with_sizes([t.numel() for t in tensors])
+    return [x.view(t.shape) for t, x in zip(tensors, pieces, strict=True)]
 
 
 def pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:

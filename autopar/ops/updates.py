@@ -168,7 +168,8 @@ class Step(nn.Module):
         if self.may_skip and clip is not None and not clip.isfinite():
             views = []
         elif isinstance(gradients, torch.Tensor):
-            views = [v.to(f.tensor.dtype) for f, v in zip(parts, views_of(parts, gradients), strict=True)]
+            of, dtype = views_of(parts, gradients), gradients.dtype
+            views = [v if f.tensor.dtype is dtype else v.to(f.tensor.dtype) for f, v in zip(parts, of, strict=True)]
         else:
             views = of_fragments(parts, gradients)
         if self.unclipped is not None:

@@ -371,10 +371,10 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Where the user left the implementation open, PyTorch's fused one serves the CPU too, several times faster."""
     return (
         type(optimizer) in _FUSED_ON_CPU
-        # In 16 bits the fused one keeps squares that the others round to nothing: other numbers than the user's own.
-        and all(p.dtype.itemsize >= EXACT_BYTES for p in group["params"])
         and group.get("fused") is None
         and group.get("foreach") is None
+        # In 16 bits the fused one keeps squares that the others round to nothing: other numbers than the user's own.
+        and all(p.dtype.itemsize >= EXACT_BYTES for p in group["params"])
         and not group.get("differentiable", False)
         and not group.get("capturable", False)
         and not isinstance(group.get("lr"), torch.Tensor)

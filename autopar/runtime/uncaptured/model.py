@@ -265,7 +265,9 @@ class EagerModel:
         if gradient is None:
             return None
         self._reached.add(name)
-        return gradient.to_dense() if gradient.is_sparse else gradient.detach()
+        if gradient.is_sparse:
+            return gradient.to_dense()
+        return gradient.detach() if gradient.requires_grad else gradient
 
     def _complete(self, name: str, *_: Any) -> None:
         take = self._take
