@@ -94,13 +94,11 @@ def _beside_rivals(cells: list[Cell], rivals: list[RivalOutcome]) -> list[str]:
                 kept.append(lost <= cell.budget)
                 if cell.lost is not None and cell.lost <= max(lost, 0.0):
                     times.append(statistics.geometric_mean(r.speeds[cell.network] for r in each) / cell.speed)
-        beside = (
-            f"; choices that lose no more take {statistics.geometric_mean(times):.2f} of its time in " if times else ""
-        )
-        notes.append(
-            f"{name} keeps the budget in {sum(kept)} of {len(kept)} cells"
-            + (f"{beside}the geometric mean over {len(times)} cells." if times else ".")
-        )
+        words = f"{name} keeps the budget in {sum(kept)} of {len(kept)} cells"
+        if times:
+            mean = statistics.geometric_mean(times)
+            words += f"; in {len(times)} of them choices lose no more, and take {mean:.2f} of its time"
+        notes.append(words + ".")
     return notes
 
 

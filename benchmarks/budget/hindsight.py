@@ -28,6 +28,8 @@ from benchmarks.budget.methods import EXACT, METHODS
 from benchmarks.budget.outcome import Outcome
 from benchmarks.budget.tasks import TASKS
 
+LEAST = 8
+"""Lossy methods among which one can be said to be the best."""
 SEARCH_S = 10.0
 """More than these models need."""
 
@@ -54,14 +56,14 @@ class Best:
 
 
 def best(task: str, network: str, budget: float, outcomes: Iterable[Outcome]) -> Best | None:
-    """The best of a cell; `None` where not one lossy method was trained to its end on the task. `outcomes`: of other
+    """The best of a cell; `None` where fewer than `LEAST` lossy methods were trained on the task. `outcomes`: of other
     seeds than the choice's. Exact training is one of the methods; the fastest plan that rounds loses what `bf16`
     loses."""
     lost: dict[str, list[float | None]] = {}
     for one in outcomes:
         if one.task == task:
             lost.setdefault(one.method, []).append(one.lost)
-    if not lost.keys() - {EXACT.name}:
+    if len(lost.keys() - {EXACT.name}) < LEAST:
         return None
     kept = [m for m, each in lost.items() if not METHODS[m].own_momentum and mean_of(each) <= budget]
     found = speeds(task, network).by_method

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -61,9 +62,11 @@ def decided(rival: Rival, task: Task, model: nn.Module, at: tuple[int, int, int]
     this process's rank."""
     seed, step, rank = at
     now = gradients(task, model, seed, range(max(step - LOOKED_AT, 0), step)) if rank == 0 else None
-    told = [{} if now is None else rival.decide(now, before, step / task.steps)]
-    dist.broadcast_object_list(told, 0)
-    return Decision(told[0], now)
+    rates = {} if now is None else rival.decide(now, before, step / task.steps)
+    names = [n for n, _ in model.named_parameters()]
+    told = torch.tensor([rates.get(n, math.nan) for n in names], dtype=torch.float64)
+    dist.broadcast(told, 0)
+    return Decision({n: r for n, r in zip(names, told.tolist(), strict=True) if not math.isnan(r)}, now)
 
 
 def train(task: Task, rival: Rival, seed: int, rank: int, ranks: int) -> tuple[Trained, list[Plan]]:

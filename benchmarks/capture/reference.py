@@ -38,14 +38,14 @@ class Trained:
     eps: float = EXACT
     """Of the loss's dtype, in which the mean over the ranks is taken, but at least `EXACT`."""
 
-    def digest(self) -> str:
-        """Of every bit of it."""
+    def digest(self) -> bytes:
+        """Of every bit of it, 32 bytes."""
         found = hashlib.sha256(repr(self.losses).encode())
         for update in self.updates:
             for name, values in update.items():
                 found.update(name.encode())
                 found.update(values.reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        return found.digest()
 
     def seen(self, see: See) -> Trained:
         """With the losses that `see` makes of all ranks'."""

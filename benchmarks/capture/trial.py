@@ -85,7 +85,7 @@ def _judge(entry: Entry, group: Group) -> Judge:
     try:
         judge = _referred(entry, group.world_size)
     finally:
-        alike = _alike("" if judge is None else judge.expected.digest(), group)
+        alike = _alike(bytes(32) if judge is None else judge.expected.digest(), group)
     if not all(u.isfinite().all() for tree in judge.expected.updates for u in tree.values()):
         raise ValueError("plain training leads to numbers that are not finite")
     _, where = (0.0, "") if alike else judge.worst(train(entry, judge.model, group.world_size, judge.dtype))
@@ -104,13 +104,14 @@ def _referred(entry: Entry, world_size: int) -> Judge:
         return Judge(entry, model, world_size, torch.float32, train(entry, model, world_size, torch.float32))
 
 
-def _alike(digest: str, group: Group) -> bool:
+def _alike(digest: bytes, group: Group) -> bool:
     """Whether several ranks have trained, each by itself, and all have the same to the last bit."""
     if group.pg is None:
         return False
-    digests: list[Any] = [None] * group.world_size
-    dist.all_gather_object(digests, digest, group.pg)
-    return len(set(digests)) == 1
+    own = torch.tensor(list(digest), dtype=torch.uint8)
+    every = [torch.empty_like(own) for _ in range(group.world_size)]
+    dist.all_gather(every, own, group.pg)
+    return all(torch.equal(one, own) for one in every)
 
 
 def _runs(judge: Judge, group: Group) -> Iterator[tuple[Run, str]]:

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from benchmarks.budget import table
+from benchmarks.budget.choices import NETWORKS, Cell
+from benchmarks.budget.choices_table import choices_report
 from benchmarks.budget.hindsight import Best, best, speeds
 from benchmarks.budget.methods import METHODS
 from benchmarks.budget.outcome import Journal, Outcome
+from benchmarks.budget.rival_trainings import RivalOutcome
 from benchmarks.budget.task import Task
 from benchmarks.budget.tasks import JUDGED, LEARNED, TASKS
 from benchmarks.budget.training import Trained, outcome
@@ -83,13 +86,24 @@ def test_the_best_in_hindsight_is_the_fastest_that_kept_the_budget() -> None:
     def lost(method: str, *each: float | None) -> list[Outcome]:
         return [replace(OUTCOME, method=method, seed=i, lost=one) for i, one in enumerate(each)]
 
-    trained = [
-        *lost("exact", 0.0),
-        *lost("bf16", 0.001, 0.001),
-        *lost("quantized 4", 0.0, 0.012),
-        *lost("delayed", None),
-    ]
-    assert best("waves", "50 Mbit/s", 0.01, lost("exact", 0.0)) is None
+    kept = [*lost("exact", 0.0), *lost("bf16", 0.001, 0.001), *lost("quantized 4", 0.0, 0.012)]
+    others = [one for m in ("top_k 1%", "top_k 10%", "scaled_sign", "terngrad", "qsgd 4") for one in lost(m, 0.5)]
+    trained = [*kept, *others, *lost("delayed", None)]
+    assert best("waves", "50 Mbit/s", 0.01, kept) is None
     assert best("waves", "50 Mbit/s", 0.01, trained) == Best("quantized 4", of.by_method["quantized 4"])
     assert best("waves", "50 Mbit/s", 0.005, trained) == Best("bf16", of.by_method["bf16"])
     assert best("waves", "50 Mbit/s", 0.0, trained) == Best("exact", 1.0)
+
+
+def test_choices_are_shown_beside_the_best_in_hindsight_and_rivals() -> None:
+    of = speeds("waves", "50 Mbit/s")
+    cell = Cell("waves", "50 Mbit/s", 0.01, 0, "rounded", 1.8, 1.8, 0.0, 0.004, 0.001, 0.001, "")
+    methods = {"quantized 4": 0.002} | dict.fromkeys(list(METHODS)[-10:], 0.5)
+    trained = [replace(OUTCOME, method=m, seed=seed, lost=lost) for seed in (0, 1) for m, lost in methods.items()]
+    rival = RivalOutcome("waves", "L-GreCo", 1, 0.02, 0.001, dict.fromkeys(NETWORKS, 3.6))
+    assert choices_report([cell], trained[: len(methods)]).rows[0][-2] == ""  # of the same seed
+    report = choices_report([cell], trained, [rival])
+    assert report.rows[0][-2] == f"{of.by_method['quantized 4']:.2f}, quantized 4"
+    words = " ".join(report.notes)
+    assert f"choices reach {1.8 / of.by_method['quantized 4']:.2f} of its speed" in words
+    assert "L-GreCo keeps the budget in 0 of 1 cells; in 1 of them choices lose no more, and take 2.00 of" in words
