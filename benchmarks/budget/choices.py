@@ -21,6 +21,7 @@ from autopar.quality.candidates import predicted_s
 from autopar.quality.program import BudgetedProgram
 from autopar.spec.cluster import ClusterSpec
 from benchmarks.budget.methods import EXACT
+from benchmarks.budget.outcome import records
 from benchmarks.budget.task import Task
 from benchmarks.budget.tasks import TASKS
 from benchmarks.budget.training import Trained, finished, lost_by, train
@@ -60,14 +61,7 @@ class Cell:
 
 def read(path: Path) -> dict[tuple[str, str, float, int], Cell]:
     """All cells of a journal that can be read."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            cell = Cell(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        found[cell.key] = cell
-    return found
+    return {cell.key: cell for cell in records(path, Cell)}
 
 
 def cluster_of(ranks: int, network: str) -> ClusterSpec:

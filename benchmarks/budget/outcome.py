@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Key = tuple[str, str, int]
 """Task, method, seed."""
@@ -34,6 +36,16 @@ class Outcome:
     @property
     def key(self) -> Key:
         return self.task, self.method, self.seed
+
+
+T = TypeVar("T")
+
+
+def records(path: Path, kind: Callable[..., T]) -> Iterator[T]:
+    """What `kind` makes of each line of a journal; a line that was cut off, or is of another kind, is left out."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, TypeError):
+            yield kind(**json.loads(line))
 
 
 class Journal:

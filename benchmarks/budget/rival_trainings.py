@@ -12,7 +12,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from autopar.spec.plan import Plan
 from benchmarks.budget.choices import NETWORKS
 from benchmarks.budget.hindsight import built, speed_of
 from benchmarks.budget.methods import EXACT
+from benchmarks.budget.outcome import records
 from benchmarks.budget.rivals import RIVALS, Gradients, Rival, with_rates
 from benchmarks.budget.task import Task
 from benchmarks.budget.tasks import TASKS
@@ -49,24 +50,18 @@ def gradients(task: Task, model: nn.Module, seed: int, steps: Sequence[int]) -> 
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Of rank 0; the others know its rates alone."""
-
-    rates: Mapping[str, float]
-    gradients: Gradients | None
-
-
-def decided(rival: Rival, task: Task, model: nn.Module, at: tuple[int, int, int], before: Gradients | None) -> Decision:
-    """What a rival decides behind a part of the training; by all ranks together. `at`: the seed, the next step, and
-    this process's rank."""
+def decided(
+    rival: Rival, task: Task, model: nn.Module, at: tuple[int, int, int], before: Gradients | None
+) -> tuple[dict[str, float], Gradients | None]:
+    """The rates that a rival decides behind a part of the training, and on rank 0, which decides, the gradients that
+    they rest on. By all ranks together. `at`: the seed, the next step, and this process's rank."""
     seed, step, rank = at
     now = gradients(task, model, seed, range(max(step - LOOKED_AT, 0), step)) if rank == 0 else None
     rates = {} if now is None else rival.decide(now, before, step / task.steps)
     names = [n for n, _ in model.named_parameters()]
     told = torch.tensor([rates.get(n, math.nan) for n in names], dtype=torch.float64)
     dist.broadcast(told, 0)
-    return Decision({n: r for n, r in zip(names, told.tolist(), strict=True) if not math.isnan(r)}, now)
+    return {n: r for n, r in zip(names, told.tolist(), strict=True) if not math.isnan(r)}, now
 
 
 def train(task: Task, rival: Rival, seed: int, rank: int, ranks: int) -> tuple[Trained, list[Plan]]:
@@ -88,14 +83,13 @@ def train(task: Task, rival: Rival, seed: int, rank: int, ranks: int) -> tuple[T
             plan=plan,
         )
 
-    program, decision, plans, losses = program_of(built(task.name, "ddp")), None, list[Plan](), list[float]()
+    program, plans, losses = program_of(built(task.name, "ddp")), list[Plan](), list[float]()
+    looked_at: Gradients | None = None
     bounds = [round(i * task.steps / PARTS) for i in range(PARTS + 1)]
     for begin, end in itertools.pairwise(bounds):
         if begin:
-            decision = decided(
-                rival, task, model, (seed, begin, rank), None if decision is None else decision.gradients
-            )
-            plan = with_rates(uniform, rival.option, decision.rates)
+            rates, looked_at = decided(rival, task, model, (seed, begin, rank), looked_at)
+            plan = with_rates(uniform, rival.option, rates)
             if plan.groups != program.plan.groups:
                 state = program.state_dict()
                 program = program_of(plan)
@@ -125,14 +119,7 @@ class RivalOutcome:
 
 def read(path: Path) -> dict[tuple[str, str, int], RivalOutcome]:
     """All that can be read of a journal."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            outcome = RivalOutcome(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        found[outcome.task, outcome.rival, outcome.seed] = outcome
-    return found
+    return {(one.task, one.rival, one.seed): one for one in records(path, RivalOutcome)}
 
 
 def run(rank: int, ranks: int, name: str, rivals: Sequence[str], seed: int, journal: str) -> None:

@@ -20,9 +20,12 @@ import torch
 from autopar.spec.plan import Plan, SyncGroup
 
 UNIFORM_RANK, LOW_RANK = 4, 1
+"""PowerSGD's ranks: the one that L-GreCo begins from and Accordion takes where gradients change; and Accordion's other
+one."""
 BUCKETS = 10_000
 """Into which L-GreCo's knapsack divides the error that is allowed."""
 CHANGE = 0.5
+"""Relative change of a gradient's norm from which Accordion takes the larger rank."""
 SMALL = 10_000
 """Elements of a layer that LEGACY's code counts as small below."""
 DENSITIES = {"early": (0.2, 0.02), "late": (0.1, 0.01)}
@@ -38,11 +41,12 @@ class Rival:
 
     name: str
     strategy: str
-    """Whose rates they are, as a plan's name."""
+    """The name of the plan whose groups get these rates."""
     option: str
+    """The option of its strategy that is the rate."""
     decide: Callable[[Gradients, Gradients | None, float], dict[str, float]]
-    """The option of each parameter, from the gradients now and at the decision before, and from which part of the
-    training is over. Parameters that are left out keep the strategy's own."""
+    """The rate of each parameter, from the gradients now, those at the decision before, and the part of the training
+    that is over, from 0 to 1. Parameters that are left out keep the plan's own rate."""
 
 
 def l_greco(now: Gradients, before: Gradients | None, done: float) -> dict[str, float]:

@@ -235,14 +235,16 @@ class LossMeaning:
         """Warns, on whichever rank sees it, where the loss of a batch is not what it counts as."""
         if not self._fits(weight):
             return  # said as it is weighed
-        problem = None
-        for twice in (False, True):  # a loss that is another one each time is no misfit
-            problem = misfit([self.finder.find(weight, batch, twice)], self.is_sum, self.finder.given is not None)
-            if problem is None:
-                break
+        problem = self._misfit(weight, batch, twice=False)
+        if problem is not None:  # unless the same batch loses something else each time, which only a second run shows
+            problem = self._misfit(weight, batch, twice=True)
         if problem is not None:
             self._said = True
             warnings.warn(problem, AutoparWarning, stacklevel=6)
+
+    def _misfit(self, weight: BatchWeight, batch: Batch, twice: bool) -> str | None:
+        """What a look at a batch shows that its loss is not what it counts as; `twice` as in `Finder.find`."""
+        return misfit([self.finder.find(weight, batch, twice)], self.is_sum, self.finder.given is not None)
 
     def _as_agreed(self, weight: BatchWeight, batch: Batch, count: torch.Tensor) -> torch.Tensor:
         """How much a batch counts, of which a graph has shown `count`: where it has shown too little, as the batches
