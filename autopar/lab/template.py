@@ -1,8 +1,8 @@
 """The process that ranks of a job are forked from; started by `autopar.lab.forks`.
 
 It imports the module that ranks run once, however many they are: PyTorch with TorchDynamo takes seconds of a core. Then
-it forks a process for each rank, and says on what was its standard output which it has forked and how each has ended,
-in lines of JSON.
+it forks a process for each rank. On what was its standard output each says which process it is, and the template how
+each has ended, in lines of JSON.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def main() -> None:
     for rank, fork in enumerate(forks):
         pid = os.fork()
         if pid == 0:
+            os.setsid()  # a session of its own, as of one that was started by itself
+            _say(pipe, {"rank": rank, "pid": os.getpid()})  # itself: before it can answer anything
             os.close(pipe)
             _become(fork, forks)
             sys.argv = sys.argv[1:]
             module.main()
             return
         ranks[pid] = rank
-        _say(pipe, {"rank": rank, "pid": pid})
     for fork in forks:
         os.close(fork.stdin)
         os.close(fork.answers)
@@ -71,8 +72,7 @@ def _say(pipe: int, value: dict[str, int]) -> None:
 
 
 def _become(fork: Fork, all_forks: Sequence[Fork]) -> None:
-    """Makes this process a rank: in a session of its own, as one that was started by itself."""
-    os.setsid()
+    """Makes this process a rank: with files, an environment, a network and cores of its own."""
     for path, to in ((fork.stdout, _STDOUT), (fork.stderr, _STDERR)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, to)
