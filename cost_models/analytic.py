@@ -102,13 +102,13 @@ class StepPricer:
         self.topology = topology
         self.optimizer = optimizer
         self.network = network or Network(topology)
-        rounds = self.network.backend.rounds
+        rounds, sums = self.network.backend.rounds, self.network.backend.sums
         self._graphs = graphs_for(graph, [place.device.batch for place in topology.ranks])
         """By rank: the graph for its batch."""
-        models = {id(g): MemoryModel(g, rounds=rounds) for g in {id(g): g for g in [graph, *self._graphs]}.values()}
+        models = {id(g): MemoryModel(g, rounds, sums) for g in {id(g): g for g in [graph, *self._graphs]}.values()}
         self.memory = models[id(graph)]
         self._memories = [models[id(g)] for g in self._graphs]
-        self._setting = Setting(topology.world_size, optimizer.moved_tensors, rounds)
+        self._setting = Setting(topology.world_size, optimizer.moved_tensors, rounds, sums)
         devices = list(dict.fromkeys(place.device for place in topology.ranks))
         dtype = compute_dtype(graph)
         measured = {rates.kind: rates for rates in device_rates}

@@ -90,9 +90,9 @@ class Course:
 class MemoryModel:
     """Peak memory of programs for one graph; what depends on no plan is computed once."""
 
-    def __init__(self, graph: TrainingGraph, rounds: bool = False) -> None:
-        """`rounds`: whether the backend leaves large exchanges to the runtime's own rounds, as gloo does on CPUs."""
-        self.rounds = rounds
+    def __init__(self, graph: TrainingGraph, rounds: bool = False, sums: bool = False) -> None:
+        """`rounds` and `sums`: what the backend does, as `Setting` has it."""
+        self.rounds, self.sums = rounds, sums
         parameters = sum(p.numel * DTYPE_BYTES.get(p.dtype, 4) for p in graph.model.parameters)
         self.parameter_bytes = parameters
         self.fixed_bytes = parameters + graph.buffer_bytes + graph.input_bytes
@@ -182,7 +182,7 @@ class MemoryModel:
         taker, keeps_rows = own[taken_by], any(c.op.keeps_shards for c in own)
         size = np.array([c.bytes for c in own])
         held = [c.held_bytes(n) for c in own]
-        setting = Setting(n, rounds=self.rounds)
+        setting = Setting(n, rounds=self.rounds, sums=self.sums)
         made, columns = Buffers.of(buffers(own, setting, measured), n), n if n <= FEW else 1
         return _OfGroup(
             buffers=replace(made, sizes=_wide(made.sizes, columns)),

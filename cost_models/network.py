@@ -100,6 +100,10 @@ class Network:
     def chains(self) -> bool:
         return self.backend.chains
 
+    @property
+    def sums(self) -> bool:
+        return self.backend.sums
+
     def ring(self, subgroups: Subgroups, sent: Vector) -> Vector:
         return self._ways.ring(subgroups)(sent)
 

@@ -37,6 +37,9 @@ class Backend:
     """The fraction of an accelerator, 0 to 1, that a collective takes from the compute beside it."""
     chains: bool = False
     """Whether reduce and broadcast pass the message along a chain in pieces, so that all its links work at once."""
+    sums: bool = False
+    """Whether its own reduce-scatter adds up equal parts on their way around a ring, but for narrow numbers, which
+    would be rounded each time."""
     host_bytes_per_s: float = float("inf")
     """Bytes a second, sent and received together, that one processor core moves."""
     host_lead: dict[str, float] = field(default_factory=dict)

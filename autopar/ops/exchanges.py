@@ -36,9 +36,6 @@ class _Exchange(Collective):
         sizes = self.sizes_of(call)
         return [[sizes[r] for r in s] for s in all_subgroups(self.subgroups, world_size)]
 
-    def _is_ring(self, call: Call, links: Links) -> bool:
-        return not links.chains and self.in_rounds(call) and self.goes_around(call, links.world_size)
-
     def _rest_and_share(self, call: Call, subgroup: tuple[int, ...]) -> tuple[list[int], list[int]]:
         sizes, width = self.sizes_of(call), DTYPE_BYTES[call.dtype]
         rest = [call.bytes - sizes[r] * width for r in subgroup]
@@ -71,17 +68,26 @@ class ReduceScatter(_Exchange):
         """They add up on their way, so that narrow numbers would be rounded each time."""
         return DTYPE_BYTES[call.dtype] >= EXACT_BYTES and _Exchange.goes_around(self, call, world_size)
 
+    def _adds(self, call: Call, world_size: int, rounds: bool, sums: bool) -> int:
+        """Parts of a rank's size that it takes to add up on the way around a ring: of the backend's own ring (`sums`),
+        one; in rounds of ours, one for each rank that a sum comes by; 0 where each rank's part is sent as it is."""
+        if sums and DTYPE_BYTES[call.dtype] >= EXACT_BYTES:
+            return int(all(len(set(each)) == 1 for each in self._parts(call, world_size)))
+        if not (rounds and self.in_rounds(call) and self.goes_around(call, world_size)):
+            return 0
+        return len(all_subgroups(self.subgroups, world_size)[0]) - 1
+
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        """Bytes of a part of every rank; around a ring, of one part for each rank that a sum comes by."""
-        size = len(all_subgroups(self.subgroups, setting.world_size)[0])
-        around = setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
-        return call.held_bytes(setting.world_size) * (size - 1 if around else size)
+        """Bytes of a part of every rank, or of as many as it takes to add up on the way."""
+        n = setting.world_size
+        adds = self._adds(call, n, setting.rounds, setting.sums)
+        return call.held_bytes(n) * (adds or len(all_subgroups(self.subgroups, n)[0]))
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         return self._rest_and_share(call, subgroup)
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
-        if self._is_ring(call, links):
+        if self._adds(call, links.world_size, not links.chains, links.sums):
             return self._around(call, links)
         held: Vector = np.array(self.sizes, float) * DTYPE_BYTES[call.dtype]
         return [(self.name, links.to_each(self.subgroups, held))]
@@ -96,7 +102,9 @@ class ReduceScatter(_Exchange):
         return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site, call)))
 
     def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
-        """Adds up the parts that came from all ranks."""
+        """Adds up the parts that came from all ranks, unless they were on their way."""
+        if setting.sums and self._came_summed(wait, setting):
+            return NO_WORK
         parts = len(subgroup_of(rank, self.subgroups, setting.world_size))
         width = parts * DTYPE_BYTES[wait.dtype] + DTYPE_BYTES[wait.owner_group.dtype]
         return copied(wait.held_elements(rank) * width)
@@ -122,8 +130,7 @@ class ReduceScatter(_Exchange):
 
     def _came_summed(self, wait: Call, setting: Setting) -> bool:
         """Whether it went around a ring, and was added up there."""
-        call = wait.inputs[0]
-        return setting.rounds and self.in_rounds(call) and self.goes_around(call, setting.world_size)
+        return self._adds(wait.inputs[0], setting.world_size, setting.rounds, setting.sums) > 0
 
     def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
         return site.sum_parts(wait, value, getattr(torch, self._sum_dtype(wait, sent)))

@@ -25,6 +25,11 @@ class Links(Protocol):
         """Whether reduce and broadcast pass the message along a chain in pieces, so that all its links work at once."""
         ...
 
+    @property
+    def sums(self) -> bool:
+        """Whether a reduce-scatter adds up equal parts on their way around a ring, but for narrow numbers."""
+        ...
+
     def ring(self, subgroups: Subgroups, sent: Vector) -> Vector:
         """Each rank sends so much on to the next one of its subgroup."""
         ...

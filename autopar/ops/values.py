@@ -51,3 +51,5 @@ class Setting:
     """Tensors of a parameter's size that the optimizer reads and writes for each tensor that it updates."""
     rounds: bool = False
     """Whether the backend leaves large exchanges to rounds of our own, as gloo does on CPUs."""
+    sums: bool = False
+    """Whether its own reduce-scatter adds up equal parts on their way, as NCCL's does."""

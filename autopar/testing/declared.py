@@ -34,7 +34,7 @@ WARM = 2
 class CountedLinks:
     """Links of a network in which each rank has one out and one in; hosts that serve are numbered behind the ranks."""
 
-    chains = False
+    chains = sums = False
 
     def __init__(self, world_size: int, servers: int) -> None:
         self.world_size = world_size

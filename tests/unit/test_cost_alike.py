@@ -69,7 +69,8 @@ def test_every_call_costs_each_rank_what_it_does_there(name: str, clips: bool) -
     graph, n = training_graph(ODD, rows=["table"]), cluster.world_size
     context = Context(n, clips=clips).on(cluster)
     pricer = AnalyticCostModel().pricer(graph, Topology(cluster))
-    setting = Setting(n, pricer.optimizer.moved_tensors, pricer.network.backend.rounds)
+    backend = pricer.network.backend
+    setting = Setting(n, pricer.optimizer.moved_tensors, backend.rounds, backend.sums)
     seen = 0
     for builder in BUILDERS:
         try:

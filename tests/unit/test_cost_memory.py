@@ -26,6 +26,7 @@ def peaks(
     optimizer: str = "AdamW",
     live_bytes: int = 0,
     rounds: bool = False,
+    sums: bool = False,
     **options: OptionValue,
 ) -> tuple[int, ...]:
     """Of a model of four equal weights, each in a group of its own."""
@@ -35,7 +36,7 @@ def peaks(
         for name, _ in reversed(LAYERS)
     ]
     program = lower_plan(groups, graph, Context(n, late_parameters=True))
-    return MemoryModel(graph, rounds).peaks(program, optimizer_cost(optimizer))
+    return MemoryModel(graph, rounds, sums).peaks(program, optimizer_cost(optimizer))
 
 
 def test_without_groups_there_is_what_the_graph_holds() -> None:
@@ -69,6 +70,15 @@ def test_sums_that_grow_on_their_way_take_one_part_less() -> None:
     assert 2 * WEIGHT <= at_once - around <= 3 * WEIGHT
     at_once, around = (peaks(strategy, n=2, rounds=r, wire="bfloat16")[0] for r in (False, True))
     assert at_once == around
+
+
+def test_a_backend_that_sums_leaves_a_rank_its_own_part() -> None:
+    """Of four ranks' parts of each of four weights that are sent at once; not of numbers that would be rounded."""
+    strategy = "partitioned_parameter_server"
+    theirs, own = (peaks(strategy, sums=s)[0] for s in (False, True))
+    assert theirs - own == pytest.approx((4 - 1) * WEIGHT, rel=0.01)
+    theirs, own = (peaks(strategy, sums=s, wire="bfloat16")[0] for s in (False, True))
+    assert theirs == own
 
 
 def test_what_gloo_receives_into_is_there_until_a_gather_is_complete() -> None:

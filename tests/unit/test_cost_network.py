@@ -152,6 +152,19 @@ def test_nccl_passes_a_broadcast_along_a_chain() -> None:
         assert seconds == pytest.approx(unit / NCCL.fraction[kind], rel=0.01)
 
 
+def test_nccl_adds_up_equal_parts_around_a_ring() -> None:
+    """Among eight devices a host, whose card each to each would cross seven times as often. Narrow numbers would be
+    rounded on their way, and unequal parts it cannot have: these go from each to each."""
+    n, size = 32, 256 * MIB
+    network = Network(Topology(cpu_hosts(4, "400 Gbit/s", "8 x H100-80GB")))
+    ring, narrow = (collective("reduce_scatter", size, n, dtype=d) for d in ("float32", "bfloat16"))
+    uneven = collective("reduce_scatter", size, n, sizes=(size // 4 // n + 1, size // 4 // n - 1) * (n // 2))
+    seconds = network.transfer(ring).seconds
+    assert seconds == pytest.approx(network.transfer(collective("all_gather", size, n)).seconds, rel=1e-6)
+    assert network.transfer(narrow).seconds > 2 * seconds
+    assert network.transfer(uneven).seconds > 5 * seconds
+
+
 def test_small_messages_cost_their_rounds() -> None:
     few, many = (Network(Topology(cpu_hosts(n))).transfer(collective("all_reduce", 4, n)).seconds for n in (2, 8))
     assert 5e-5 < few < many < 2e-3
