@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
 from autopar.lab import Job, Lab, unavailable_reason
 from autopar.lab.pool import Pool
 from autopar.lab.trial import RealCompute, TrialSpec
+from autopar.runtime.operator_times import VARIABLE
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from benchmarks.harness import Report, Target, options, publish
@@ -118,7 +120,8 @@ def measure(place: Place, models: Sequence[str], journal: Path) -> None:
             found, drift = list[Measured](), math.inf
             for _ in range(ATTEMPTS):
                 click.echo(f"{place.name}: planning {model}", err=True)
-                with Job(lab.ranks, WORKER) as job:
+                # What operators took is kept for later plans: that of another place or attempt is of no use here.
+                with TemporaryDirectory() as times, Job(lab.ranks, WORKER, {VARIABLE: times}) as job:
                     texts = job.ask({**request, "workload": model}, TIMEOUT_S)[0]["plans"]
                 click.echo(f"{place.name}: training {model}", err=True)
                 with Pool(lab) as pool:
