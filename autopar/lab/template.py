@@ -40,7 +40,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             os.setsid()  # a session of its own, as of one that was started by itself
-            _say(pipe, {"rank": rank, "pid": os.getpid()})  # itself: before it can answer anything
+            _say(pipe, {"rank": rank, "pid": os.getpid()})  # the rank says so itself, before it can answer
             os.close(pipe)
             _become(fork, forks)
             sys.argv = sys.argv[1:]

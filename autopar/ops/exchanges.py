@@ -68,26 +68,27 @@ class ReduceScatter(_Exchange):
         """They add up on their way, so that narrow numbers would be rounded each time."""
         return DTYPE_BYTES[call.dtype] >= EXACT_BYTES and _Exchange.goes_around(self, call, world_size)
 
-    def _adds(self, call: Call, world_size: int, rounds: bool, sums: bool) -> int:
-        """Parts of a rank's size that it takes to add up on the way around a ring: of the backend's own ring (`sums`),
-        one; in rounds of ours, one for each rank that a sum comes by; 0 where each rank's part is sent as it is."""
-        if sums and DTYPE_BYTES[call.dtype] >= EXACT_BYTES:
-            return int(all(len(set(each)) == 1 for each in self._parts(call, world_size)))
-        if not (rounds and self.in_rounds(call) and self.goes_around(call, world_size)):
-            return 0
-        return len(all_subgroups(self.subgroups, world_size)[0]) - 1
+    def _adds_on_its_way(self, call: Call, world_size: int, rounds: bool, sums: bool) -> bool:
+        """Whether parts are added up on their way around a ring: the backend's own (`sums`), or one in rounds of
+        ours."""
+        if sums:
+            equal = all(len(set(each)) == 1 for each in self._parts(call, world_size))
+            return equal and DTYPE_BYTES[call.dtype] >= EXACT_BYTES
+        return rounds and self.in_rounds(call) and self.goes_around(call, world_size)
 
     def allocates(self, call: Call, setting: Setting) -> Bytes | None:
-        """Bytes of a part of every rank, or of as many as it takes to add up on the way."""
-        n = setting.world_size
-        adds = self._adds(call, n, setting.rounds, setting.sums)
-        return call.held_bytes(n) * (adds or len(all_subgroups(self.subgroups, n)[0]))
+        """Bytes of a part of every rank; around a ring of ours, of one part for each rank that a sum comes by; around
+        the backend's own, of this rank's part alone."""
+        parts = len(all_subgroups(self.subgroups, setting.world_size)[0])
+        if self._adds_on_its_way(call, setting.world_size, setting.rounds, setting.sums):
+            parts = 1 if setting.sums else parts - 1
+        return call.held_bytes(setting.world_size) * parts
 
     def rank_bytes(self, call: Call, subgroup: tuple[int, ...]) -> RankBytes:
         return self._rest_and_share(call, subgroup)
 
     def phases(self, call: Call, links: Links) -> list[Phase]:
-        if self._adds(call, links.world_size, not links.chains, links.sums):
+        if self._adds_on_its_way(call, links.world_size, not links.chains, links.sums):
             return self._around(call, links)
         held: Vector = np.array(self.sizes, float) * DTYPE_BYTES[call.dtype]
         return [(self.name, links.to_each(self.subgroups, held))]
@@ -102,7 +103,7 @@ class ReduceScatter(_Exchange):
         return site.call(collectives.reduce_scatter, (value, sizes, place, self.channel(site, call)))
 
     def finish_work(self, wait: Call, rank: int, setting: Setting) -> Work:
-        """Adds up the parts that came from all ranks, unless they were on their way."""
+        """Adds up the parts that came from all ranks, unless the backend itself did so on their way."""
         if setting.sums and self._came_summed(wait, setting):
             return NO_WORK
         parts = len(subgroup_of(rank, self.subgroups, setting.world_size))
@@ -130,7 +131,7 @@ class ReduceScatter(_Exchange):
 
     def _came_summed(self, wait: Call, setting: Setting) -> bool:
         """Whether it went around a ring, and was added up there."""
-        return self._adds(wait.inputs[0], setting.world_size, setting.rounds, setting.sums) > 0
+        return self._adds_on_its_way(wait.inputs[0], setting.world_size, setting.rounds, setting.sums)
 
     def finish(self, site: Site, wait: Call, value: Any, sent: bool) -> Any:
         return site.sum_parts(wait, value, getattr(torch, self._sum_dtype(wait, sent)))

@@ -153,8 +153,8 @@ def test_nccl_passes_a_broadcast_along_a_chain() -> None:
 
 
 def test_nccl_adds_up_equal_parts_around_a_ring() -> None:
-    """Among eight devices a host, whose card each to each would cross seven times as often. Narrow numbers would be
-    rounded on their way, and unequal parts it cannot have: these go from each to each."""
+    """Where hosts have eight devices, an exchange of each with each sends more than five times as much through a
+    host's card. It remains for narrow numbers, which a ring would round each time, and for unequal parts."""
     n, size = 32, 256 * MIB
     network = Network(Topology(cpu_hosts(4, "400 Gbit/s", "8 x H100-80GB")))
     ring, narrow = (collective("reduce_scatter", size, n, dtype=d) for d in ("float32", "bfloat16"))
