@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import platform
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import TypeVar
@@ -35,6 +37,10 @@ LEAST, MOST = 3, 15
 """Repeats of each size."""
 BESIDE_BYTES = 4 << 20
 LINK_BYTES = 8 << 20
+CORE_WAIT_BYTES = 256 << 10
+"""Of a collective among ranks that compute: little for a network, but large enough to go as those of plans do."""
+ALONE_S, ALONE_RANKS = 0.3, 8
+"""So long, many turns of the processes' scheduler, a rank computes while the others wait; and so many ranks do."""
 COLLECTIVES_SHARE = 0.8
 """Of the time budget."""
 KINDS: tuple[Collective, ...] = (
@@ -89,7 +95,7 @@ class _Bench:
         devices = self.devices()
         found: list[CollectiveTimes] = []
         links: tuple[LinkTimes, ...] = ()
-        two_at_once = compute_beside = None
+        two_at_once = compute_beside = compute_at_once = None
         if self.world_size > 1:
             wanted = self.wanted()
             for kind, teams in wanted:
@@ -99,6 +105,9 @@ class _Bench:
             links = tuple(self.links())
             self._say("two all-reduces at once, compute beside one")
             two_at_once, compute_beside = self.at_once()
+            if self.device.type == "cpu":
+                self._say("compute of one rank, and of all at once")
+                compute_at_once = self.compute_at_once()
         calibration = Calibration(
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
             hardware=f"{platform.system()} {platform.release()}, {self.topology.ranks[0].device.kind}",
@@ -110,6 +119,7 @@ class _Bench:
             devices=devices,
             two_at_once=two_at_once,
             compute_beside=compute_beside,
+            compute_at_once=compute_at_once,
             took_s=round(time.monotonic() - start, 1),
         )
         text = Rendezvous(self.group).from_rank_0("calibration", calibration.model_dump_json)
@@ -141,7 +151,23 @@ class _Bench:
             seconds, processor_s = self._repeated(issue, max(LEAST, min(MOST, int(budget_s / 16 / first_s))))
             rows.append((size_bytes, seconds, processor_s))
         sizes, times, processor = zip(*rows, strict=True)
-        return CollectiveTimes(kind=kind, teams=teams, size_bytes=sizes, seconds=times, processor_s=processor)
+        return CollectiveTimes(
+            kind=kind,
+            teams=teams,
+            size_bytes=sizes,
+            seconds=times,
+            processor_s=processor,
+            core_wait_s=self.core_wait_s(kind, teams, budget_s) if self.device.type == "cpu" else 0.0,
+        )
+
+    def core_wait_s(self, kind: Collective, teams: Subgroups, budget_s: float) -> float:
+        """Seconds that a collective takes longer while all ranks compute."""
+        issue, _ = self._issue(kind, teams, CORE_WAIT_BYTES)
+        first_s = self._ends(issue, 1)[0]
+        count = max(LEAST, min(MOST, int(budget_s / 16 / first_s)))
+        alone_s = median(self._ends(issue, count))
+        with _computing(self.device):
+            return max(0.0, fmean(self._ends(issue, count)) - alone_s)
 
     def _issue(self, kind: Collective, teams: Subgroups, size_bytes: int) -> tuple[Issue, int]:
         """What issues a collective of zeros, and how many bytes it has: as many as can be shared evenly, twice."""
@@ -163,12 +189,12 @@ class _Bench:
 
     def _repeated(self, issue: Issue, count: int) -> tuple[float, float]:
         """Seconds until the last rank had its result, the median; processor seconds of a rank, on average."""
-        mine = [self._once(issue) for _ in range(count)]
-        ranks = self._told(mine)
-        return (
-            median(max(rank[i][0] for rank in ranks) for i in range(count)),
-            fmean(processor_s for rank in ranks for _, processor_s in rank),
-        )
+        ranks = self._told([self._once(issue) for _ in range(count)])
+        return median(_last(ranks)), fmean(processor_s for rank in ranks for _, processor_s in rank)
+
+    def _ends(self, issue: Issue, count: int) -> list[float]:
+        """Of each repeat, the seconds until the last rank had its result."""
+        return _last(self._told([self._once(issue) for _ in range(count)]))
 
     def _once(self, issue: Issue) -> tuple[float, float]:
         self._meet()
@@ -234,6 +260,23 @@ class _Bench:
         beside = median(median(with_s / alone_s for with_s, alone_s in rank) for rank in self._told(pairs))
         return two_s / one_s, beside
 
+    def compute_at_once(self) -> float:
+        """A rank's compute while all compute, in multiples of its time while the others wait, over several ranks."""
+        _, product = self._product(torch.float32)
+
+        def product_s(computes: bool) -> float:
+            self._meet()
+            start, count = time.perf_counter(), 0
+            while computes and time.perf_counter() < start + ALONE_S:
+                product()
+                count += 1
+            return (time.perf_counter() - start) / max(1, count)
+
+        ranks = range(0, self.world_size, max(1, self.world_size // ALONE_RANKS))[:ALONE_RANKS]
+        alone_s = {r: product_s(self.rank == r) for r in ranks}
+        speeds = self._told(alone_s.get(self.rank, 0.0) / product_s(True))
+        return 1 / fmean(speeds[r] for r in ranks)
+
     def devices(self) -> tuple[DeviceRates, ...]:
         """Of each kind of device: what a rank reaches while all others do the same, the median over ranks."""
         self._say("devices")
@@ -295,6 +338,29 @@ class _Bench:
 
 def _among(teams: Subgroups) -> str:
     return f" among {len(teams)} x {len(teams[0])} ranks" if teams else ""
+
+
+def _last(ranks: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """The slowest rank's seconds, by repeat, of what each rank has measured of each repeat."""
+    return [max(seconds for seconds, _ in repeat) for repeat in zip(*ranks, strict=True)]
+
+
+@contextmanager
+def _computing(device: torch.device) -> Iterator[None]:
+    """Keeps a processor computing in a thread beside this one, as a backward pass does."""
+    values, done = torch.ones(256, 256, device=device), threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            values @ values
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _middle(rates: list[DeviceRates]) -> DeviceRates:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from autopar.ops.collectives import collective_of, wire_bytes
 from autopar.ops.measured import collective_named
 from autopar.ops.subgroups import Subgroups
 from autopar.spec.calibration import Calibration, CollectiveTimes
+
+T = TypeVar("T")
 
 SLOPES = (0.5, 3.0)
 """Between these lies how much longer than computed a further byte takes: two times that were measured may be off."""
@@ -47,16 +50,21 @@ class _Table:
 
     @classmethod
     def of(
-        cls, sizes: Sequence[int], measured_s: Sequence[float], computed_s: Sequence[float], least: float = SLOPES[0]
+        cls,
+        sizes: Sequence[int],
+        measured_s: Sequence[float],
+        computed_s: Sequence[float],
+        slopes: tuple[float, float] = SLOPES,
     ) -> _Table:
-        slope = 1.0
+        """`slopes`: those between which that of larger messages lies."""
+        slope, (least, most) = 1.0, slopes
         if len(sizes) > 1:
             slope = (measured_s[-1] - measured_s[-2]) / max(computed_s[-1] - computed_s[-2], 1e-12)
         return cls(
             tuple(math.log(size) for size in sizes),
             tuple(math.log(m / c) for m, c in zip(measured_s, computed_s, strict=True)),
             (measured_s[-1], computed_s[-1]),
-            min(max(slope, least), SLOPES[1]),
+            min(max(slope, least), most),
         )
 
     def seconds(self, size_bytes: int, computed_s: float) -> float:
@@ -93,16 +101,23 @@ class Calibrated:
         """By how much some link is faster than the figures say."""
         self._tables: dict[tuple[str, Subgroups], _Table] = {}
         self._processor: dict[tuple[str, Subgroups], _Table] = {}
+        self._core_wait_s: dict[tuple[str, Subgroups], float] = {
+            (times.kind, times.teams): times.core_wait_s for times in calibration.collectives
+        }
         least = SLOPES[0]
         for times in sorted(calibration.collectives, key=lambda t: (t.kind != "all_reduce", bool(t.teams))):
             found = [computed_s(measured(times, size, world_size)) for size in times.size_bytes]
             computed, processor_s = zip(*found, strict=True)
-            table = _Table.of(times.size_bytes, times.seconds, computed, least)
+            table = _Table.of(times.size_bytes, times.seconds, computed, (least, SLOPES[1]))
             if (times.kind, times.teams) == ("all_reduce", ()):
                 least = FASTER * table.slope
             self._tables[times.kind, times.teams] = table
             if all(processor_s) and all(times.processor_s):
-                self._processor[times.kind, times.teams] = _Table.of(times.size_bytes, times.processor_s, processor_s)
+                # The difference of two processor times is too unsteady to go on with: what is larger is as the largest.
+                as_largest = times.processor_s[-1] / processor_s[-1]
+                self._processor[times.kind, times.teams] = _Table.of(
+                    times.size_bytes, times.processor_s, processor_s, (as_largest, as_largest)
+                )
 
     def seconds(self, call: Call, computed_s: float, wire_s: float) -> float:
         """Of a collective that would take `computed_s`, of which its bytes take `wire_s` on the fullest link: what was
@@ -121,6 +136,10 @@ class Calibrated:
             return 1.0
         return table.seconds(self._size_bytes(call), computed_s) / computed_s
 
+    def core_wait_s(self, call: Call) -> float:
+        """Seconds that a collective takes longer where it begins while ranks compute."""
+        return _nearest(self._core_wait_s, call) or 0.0
+
     def _size_bytes(self, call: Call) -> int:
         return collective_of(call).size_bytes(call, self._world_size)
 
@@ -134,8 +153,8 @@ class Calibrated:
         return np.append(np.where(reached > 0, filled, computed[:links]), computed[links:])
 
 
-def _nearest(tables: Mapping[tuple[str, Subgroups], _Table], call: Call) -> _Table | None:
-    """The table of a collective among its subgroups; else among all ranks; else that of an all-reduce."""
+def _nearest(tables: Mapping[tuple[str, Subgroups], T], call: Call) -> T | None:
+    """What is known of a collective among its subgroups; else among all ranks; else that of an all-reduce."""
     op = collective_of(call)
     keys = ((op.name, op.subgroups), (op.name, ()), ("all_reduce", ()))
     return next((tables[key] for key in keys if key in tables), None)

@@ -105,8 +105,8 @@ class Channels:
             self.step()
         return self._busy_s + (max(0.0, until_s - self.now_s) if self._active else 0.0)
 
-    def step(self) -> None:
-        """Evolves to the next event; there must be one."""
+    def step(self, computing: bool = False) -> None:
+        """Evolves to the next event; there must be one. `computing`: whether ranks compute until then."""
         now, active = self.next_s, self._active
         passed = now - self.now_s
         assert now < _NEVER, "nothing in flight, and nothing to wait for"
@@ -136,6 +136,8 @@ class Channels:
             for job in self._next:
                 if job.ready_s <= now:
                     job.start_s = now
+                    if computing:
+                        job.left_s += job.transfer.core_wait_s
                     active.append(job)
                 else:
                     waiting.append(job)

@@ -86,8 +86,12 @@ class Network:
             (link.provenance for link in self.links), key=PROVENANCES.index, default="measured"
         )
         self._calibration = calibration
+        self._crowded = 1.0
+        """How much longer compute takes on a core that other ranks' compute keeps busy, too. What a transfer takes of
+        such a core was measured while they waited, and takes as much longer beside them."""
         if calibration is not None:
             self.provenance = "measured"
+            self._crowded = max(1.0, calibration.compute_at_once or 1.0)
 
     def _with_cores(self) -> tuple[Host, ...]:
         ranks: dict[str, list[int]] = {}
@@ -145,7 +149,9 @@ class Network:
         seconds = self._calibrated.seconds(call, computed.seconds, wire_s)
         loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
         times = self._calibrated.processor_times(call, float(processor_s.mean()))
-        return replace(computed, seconds=seconds, loads=loads, taken=self._taken(times * processor_s, seconds))
+        taken = self._taken(self._crowded * times * processor_s, seconds)
+        core_wait_s = self._calibrated.core_wait_s(call)
+        return replace(computed, seconds=seconds, loads=loads, taken=taken, core_wait_s=core_wait_s)
 
     @cached_property
     def _calibrated(self) -> Calibrated | None:

@@ -32,6 +32,8 @@ class Transfer:
     """Such transfers that a channel runs at the same time; those of another number have channels of their own."""
     in_turn: bool = False
     """Whether its messages wait for those that other ranks have sent before, as around a ring of three and more."""
+    core_wait_s: float = 0.0
+    """Seconds that it takes longer where it begins while ranks compute."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,5 +55,10 @@ class Price:
         """The mean price of a call that runs in this part of the steps, 0 to 1."""
         t = self.transfer
         if t is not None:
-            t = replace(t, seconds=share * t.seconds, bytes=np.rint(share * t.bytes).astype(np.int64))
+            t = replace(
+                t,
+                seconds=share * t.seconds,
+                core_wait_s=share * t.core_wait_s,
+                bytes=np.rint(share * t.bytes).astype(np.int64),
+            )
         return Price(share * self.device_s, t, self.uniform)

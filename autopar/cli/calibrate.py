@@ -162,3 +162,8 @@ def _show(found: Calibration) -> None:
         result("")
         result(f"two all-reduces at once take {found.two_at_once:.2f} times as long as one")
         result(f"compute beside an all-reduce takes {found.compute_beside:.2f} times as long as alone")
+        waits = next((t.core_wait_s for t in found.collectives if t.kind == "all_reduce"), 0.0)
+        if waits:
+            result(f"an all-reduce beside compute of all ranks takes {duration(waits)} longer than alone")
+    if found.compute_at_once is not None:
+        result(f"a rank's compute takes {found.compute_at_once:.2f} times as long while all compute as alone")

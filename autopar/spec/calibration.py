@@ -39,6 +39,9 @@ class CollectiveTimes(Record):
     """By size, the median of the seconds until the last rank had its result."""
     processor_s: tuple[Annotated[float, Field(ge=0, le=1e9)], ...]
     """By size, the processor time in seconds that a rank's process spent on the collective, on average."""
+    core_wait_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Seconds that a collective of any size takes longer while all ranks compute, on average: where ranks share cores,
+    its threads wait for one that is busy."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> CollectiveTimes:
@@ -104,6 +107,9 @@ class Calibration(JsonFile):
     """Time of two large all-reduces of one process group at the same time, in multiples of the time of one."""
     compute_beside: Times | None = None
     """Time of compute beside a large all-reduce, in multiples of its time alone."""
+    compute_at_once: Times | None = None
+    """Time of a rank's compute while all ranks compute, in multiples of its time while the others wait: 1 where no two
+    ranks share cores; `None` where ranks compute on devices of their own."""
     took_s: float = 0.0
 
     def check(self) -> None:

@@ -52,6 +52,8 @@ def test_everything_is_measured(found: Calibration) -> None:
     assert device.kind == "cpu"
     assert device.flops_per_s.keys() == {"float32", "bfloat16"}
     assert found.two_at_once is not None and found.compute_beside is not None
+    assert found.compute_at_once is not None
+    assert any(times.core_wait_s for times in found.collectives)
     assert "gloo" in found.backend and found.took_s > 0
 
 

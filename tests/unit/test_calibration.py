@@ -78,6 +78,34 @@ def test_what_was_measured_to_keep_a_processor_is_what_compute_beside_it_loses()
         assert transfer.taken[0] * transfer.seconds == pytest.approx(3 * alone_s, rel=0.05)
 
 
+def test_cores_that_ranks_share_lose_more_to_a_transfer_and_let_it_wait() -> None:
+    """Collectives that were not measured wait as an all-reduce does."""
+    given = calibration()
+    waiting = given.collectives[0].model_copy(update={"core_wait_s": 0.05})
+    shared = given.model_copy(update={"compute_at_once": 1.5, "collectives": (waiting,)})
+    own, known = (Network(Topology(CLUSTER), calibration=c) for c in (given, shared))
+    for kind in ("all_reduce", "broadcast"):
+        call = collective_named(kind, 1 << 20, 4)
+        before, after = own.transfer(call), known.transfer(call)
+        assert after.taken == pytest.approx([1.5 * part for part in before.taken])
+        assert (before.core_wait_s, after.core_wait_s) == (0.0, 0.05)
+        assert after.seconds == before.seconds
+
+
+def test_processor_time_of_a_larger_message_grows_as_with_the_largest() -> None:
+    """Not as between the last two sizes, one of which may have been disturbed."""
+    given = calibration()
+    plain = Network(Topology(CLUSTER))
+    draft = given.collectives[0]
+    cores = plain.hosts[0].bytes_per_s / plain.backend.host_bytes_per_s
+    seconds = [cores * t.taken[0] * t.seconds for t in (plain.transfer(measured(draft, s, 4)) for s in SIZES)]
+    disturbed = draft.model_copy(update={"processor_s": (*seconds[:2], 0.9 * seconds[3], seconds[3])})
+    known = Network(Topology(CLUSTER), calibration=given.model_copy(update={"collectives": (disturbed,)}))
+    call = collective_named("all_reduce", 64 << 20, 4)
+    large, alone = known.transfer(call), plain.transfer(call)
+    assert large.taken[0] * large.seconds == pytest.approx(alone.taken[0] * alone.seconds, rel=0.2)
+
+
 def test_bytes_take_their_time_on_a_link_whatever_was_slow_where_it_was_measured() -> None:
     """Half of what the figures say may be true of what a processor held up; of what a link does only if links are as
     much faster."""

@@ -51,8 +51,8 @@ def local(seconds: float) -> Price:
     return Price(np.full(2, seconds))
 
 
-def transfer(seconds: float, taken: float = 0.0) -> Price:
-    return Price(np.zeros(2), Transfer(seconds, (taken, taken) if taken else ()))
+def transfer(seconds: float, taken: float = 0.0, core_wait_s: float = 0.0) -> Price:
+    return Price(np.zeros(2), Transfer(seconds, (taken, taken) if taken else (), core_wait_s=core_wait_s))
 
 
 NOTHING = local(0.0)
@@ -98,6 +98,19 @@ def test_compute_beside_a_transfer_runs_slower() -> None:
 def test_a_transfer_that_takes_all_leaves_no_overlap() -> None:
     outcome = run(program((ALL_REDUCE, 1), (WAIT, 3)), [transfer(3.0, taken=1.0), NOTHING])
     assert outcome.step_time_s == pytest.approx(4.0 + 3.0)
+
+
+@pytest.mark.parametrize("timeline", [False, True])
+def test_a_transfer_that_begins_beside_compute_waits_for_a_core(timeline: bool) -> None:
+    """Of two that follow one another, the first begins at 1 s, and the second at 3.5 s, while ranks compute until 4 s.
+    The third begins when they wait."""
+    step = program(
+        (ALL_REDUCE, 0), (ALL_REDUCE, 1), (ALL_REDUCE, 3), (WAIT, 3), (WAIT, 3), (WAIT, 3), inputs={3: 0, 4: 1, 5: 2}
+    )
+    prices = [transfer(2.0, core_wait_s=0.5)] * 3 + [NOTHING] * 3
+    outcome = simulate(step, prices, Streams([SECOND], [0, 0], 2), "gloo", timeline=timeline)
+    assert outcome.step_time_s == pytest.approx(1 + 2.5 + 2.5 + 2)
+    assert outcome.compute_s == pytest.approx(4.0)
 
 
 def test_spans_of_a_lane_do_not_overlap_and_end_with_the_step() -> None:
@@ -147,7 +160,10 @@ def test_many_ranks_at_once_are_simulated_as_one_after_the_other(seed: int) -> N
     prices = [Price(row, uniform=False) for row in own_s]
     transfers = [
         Transfer(
-            float(draw.random()), tuple(draw.choice([0.0, 0.3, 1.0], ranks).tolist()), channel=int(draw.integers(2))
+            float(draw.random()),
+            tuple(draw.choice([0.0, 0.3, 1.0], ranks).tolist()),
+            channel=int(draw.integers(2)),
+            core_wait_s=float(draw.choice([0.0, 0.2])),
         )
         for _ in range(calls)
     ]
