@@ -155,7 +155,11 @@ def _trained(pool: Pool, place: Place, model: str, plans: dict[tuple[str, str], 
         of = (place.name, model, name or "search", fidelity, said.step_time_s, said.relative_error)
         found.append(Measured(*of, result.step_time_s, result.noise))
     alone = found.pop()
-    drift = alone.step_s / alone.said_s - 1
+    steps = results[f"{ALONE[0]}, {ALONE[1]}"].step_s
+    # Ranks that do not wait for one another may have unequal parts of the cores, and end a block's steps as unevenly;
+    # a block ends with the last of them, so that its mean holds the work of all.
+    blocks = [statistics.fmean(steps[i : i + STEPS]) for i in range(0, len(steps), STEPS)]
+    drift = statistics.median(blocks) / alone.said_s - 1
     return [replace(m, drift=drift) for m in found], drift
 
 

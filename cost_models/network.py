@@ -150,7 +150,7 @@ class Network:
         loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
         times = self._calibrated.processor_times(call, float(processor_s.mean()))
         taken = self._taken(self._crowded * times * processor_s, seconds)
-        core_wait_s = self._calibrated.core_wait_s(call)
+        core_wait_s = self._calibrated.core_wait_s(call) if self._cores.any() else 0.0
         return replace(computed, seconds=seconds, loads=loads, taken=taken, core_wait_s=core_wait_s)
 
     @cached_property

@@ -137,7 +137,13 @@ def _sent_s(program: StepProgram, pricer: StepPricer) -> float:
 def slower(calibration: Calibration, times: float) -> Calibration:
     """Of a cluster that does everything in so many times the time."""
     collectives = (
-        c.model_copy(update={"seconds": tuple(times * s for s in c.seconds), "processor_s": (0.0,) * len(c.seconds)})
+        c.model_copy(
+            update={
+                "seconds": tuple(times * s for s in c.seconds),
+                "processor_s": (0.0,) * len(c.seconds),
+                "core_wait_s": 0.0,
+            }
+        )
         for c in calibration.collectives
     )
     links = (a.model_copy(update={"bytes_per_s": a.bytes_per_s / times}) for a in calibration.links)
