@@ -87,12 +87,15 @@ class _Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.width = 512 if self.device.type == "cpu" else 4096
         """Of the matrices that are multiplied."""
+        self.on_processors = False
+        """Whether all ranks compute on processors."""
         self.time_budget_s = time_budget_s
         self._say = progress if group.rank == 0 else lambda said: None
 
     def run(self) -> Calibration:
         start = time.monotonic()
         devices = self.devices()
+        self.on_processors = set(self._told(self.device.type)) == {"cpu"}
         found: list[CollectiveTimes] = []
         links: tuple[LinkTimes, ...] = ()
         two_at_once = compute_beside = compute_at_once = None
@@ -105,7 +108,7 @@ class _Bench:
             links = tuple(self.links())
             self._say("two all-reduces at once, compute beside one")
             two_at_once, compute_beside = self.at_once()
-            if self.device.type == "cpu":
+            if self.on_processors:
                 self._say("compute of one rank, and of all at once")
                 compute_at_once = self.compute_at_once()
         calibration = Calibration(
@@ -157,7 +160,7 @@ class _Bench:
             size_bytes=sizes,
             seconds=times,
             processor_s=processor,
-            core_wait_s=self.core_wait_s(kind, teams, budget_s) if self.device.type == "cpu" else 0.0,
+            core_wait_s=self.core_wait_s(kind, teams, budget_s) if self.on_processors else 0.0,
         )
 
     def core_wait_s(self, kind: Collective, teams: Subgroups, budget_s: float) -> float:

@@ -137,7 +137,7 @@ class Calibrated:
         return table.seconds(self._size_bytes(call), computed_s) / computed_s
 
     def core_wait_s(self, call: Call) -> float:
-        """Seconds that a collective takes longer where it begins while ranks compute."""
+        """Seconds that a collective takes longer where ranks compute all the while."""
         return _nearest(self._core_wait_s, call) or 0.0
 
     def _size_bytes(self, call: Call) -> int:

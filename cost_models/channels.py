@@ -37,7 +37,7 @@ class Job:
     """The time, in seconds, at which the last rank has issued the transfer."""
     transfer: Transfer
     left_s: float = 0.0
-    """Seconds of the transfer that are left, as if it were alone on the network."""
+    """Seconds of the transfer that are left, as if it were alone on the network, and ranks went on as they do."""
     start_s: float | None = None
 
 
@@ -67,6 +67,7 @@ class Channels:
         self.slowed: list[tuple[float, float, Sequence[float]]] = []
         """Stretches before the last event in which compute is slowed down: start, end, and the part taken, by rank."""
         self._busy_s = 0.0
+        self._computes = True
         self._channels: dict[Hashable, _Channel] = {}
         self._next: list[Job] = []
         """Those whose turn it is in their channels, and that are not ready yet."""
@@ -105,11 +106,29 @@ class Channels:
             self.step()
         return self._busy_s + (max(0.0, until_s - self.now_s) if self._active else 0.0)
 
-    def step(self, computing: bool = False) -> None:
-        """Evolves to the next event; there must be one. `computing`: whether ranks compute until then."""
-        now, active = self.next_s, self._active
+    def compute(self, computes: bool, from_s: float) -> None:
+        """Evolves to a time from which ranks compute, as they do at first, or all wait: where transfers wait for cores
+        that compute, those in flight are slower until ranks wait, and faster from then on."""
+        if computes == self._computes:
+            return
+        while self.next_s <= from_s:
+            self.step()
+        self._evolve(max(self.now_s, from_s))
+        self._computes = computes
+        for job in self._active:
+            beside = 1 + job.transfer.core_wait_s / job.transfer.seconds
+            job.left_s = job.left_s * beside if computes else job.left_s / beside
+        self._evolve(self.now_s)
+
+    def step(self) -> None:
+        """Evolves to the next event; there must be one."""
+        assert self.next_s < _NEVER, "nothing in flight, and nothing to wait for"
+        self._evolve(self.next_s)
+
+    def _evolve(self, now: float) -> None:
+        """Evolves to a time before which there is no event, and finds the next one."""
+        active = self._active
         passed = now - self.now_s
-        assert now < _NEVER, "nothing in flight, and nothing to wait for"
         if active:
             self._busy_s += passed
             if self.taken and passed > 0.0:
@@ -136,7 +155,7 @@ class Channels:
             for job in self._next:
                 if job.ready_s <= now:
                     job.start_s = now
-                    if computing:
+                    if self._computes:
                         job.left_s += job.transfer.core_wait_s
                     active.append(job)
                 else:

@@ -138,7 +138,7 @@ class Few(Clocks):
                 speed = 1.0 - channels.taken[rank] if channels.taken else 1.0
                 if speed > 0.0 and now + seconds / speed <= channels.next_s:
                     return now + seconds / speed
-            channels.step(computing=True)
+            channels.step()
 
 
 class Many(Clocks):
@@ -217,7 +217,7 @@ class Many(Clocks):
                 done(left & (now < channels.next_s) & (speed > 0.0) & (now + seconds / speed <= channels.next_s), speed)
             if not left.any():
                 return ends
-            channels.step(computing=True)
+            channels.step()
 
     def _speed(self, taken: Sequence[float]) -> Floats:
         """By rank: what transfers leave of its compute."""

@@ -149,8 +149,8 @@ class Network:
         seconds = self._calibrated.seconds(call, computed.seconds, wire_s)
         loads = self._calibrated.loads(computed.loads, seconds / computed.seconds)
         times = self._calibrated.processor_times(call, float(processor_s.mean()))
-        taken = self._taken(self._crowded * times * processor_s, seconds)
         core_wait_s = self._calibrated.core_wait_s(call) if self._cores.any() else 0.0
+        taken = self._taken(self._crowded * times * processor_s, seconds + core_wait_s)
         return replace(computed, seconds=seconds, loads=loads, taken=taken, core_wait_s=core_wait_s)
 
     @cached_property

@@ -33,7 +33,7 @@ class Transfer:
     in_turn: bool = False
     """Whether its messages wait for those that other ranks have sent before, as around a ring of three and more."""
     core_wait_s: float = 0.0
-    """Seconds that it takes longer where it begins while ranks compute."""
+    """Seconds that it takes longer where ranks compute all the while."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

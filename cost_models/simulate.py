@@ -4,9 +4,9 @@ What is modelled: each rank runs its part of the program in order on one compute
 last rank has issued it and its channel is free, for a backend begins the collectives of one process group in the
 order of submission, and runs one of them, or as many as it has threads; those of other groups run beside it and share
 the links with it; a wait blocks the compute stream. While a collective runs, compute beside it may be slowed down,
-since the backend takes processor time from it; and it takes longer itself where its threads wait for cores that
-compute. The slowest rank decides the step. Where a step leaves transfers to the next one, several are run, and the
-last is taken.
+since the backend takes processor time from it; and the collective itself is slower where its threads wait for cores
+that compute, until all ranks wait. The slowest rank decides the step. Where a step leaves transfers to the next one,
+several are run, and the last is taken.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _State:
         self.clocks = clocks_of(ranks, streams, prices, self.channels)
         self.labels: dict[int, str] = {}
         self.waits_for_cores = any(p.transfer.core_wait_s for p in prices if p.transfer)
-        """Whether it matters to some transfer what ranks compute when it begins."""
+        """Whether some transfer is slower while ranks compute."""
 
     def begin_step(self) -> None:
         """The next step; what is late of the one before is still in flight."""
@@ -177,12 +177,17 @@ class _State:
         transfer has ended that a call has begun `steps_ago` steps ago; does nothing where there was no such step."""
         if steps_ago > self.step:
             return
+        number = self.number(call, steps_ago)
         if self.waits_for_cores:
             self.clocks.run(nodes, placed)
-        end = self.channels.end_of(self.number(call, steps_ago))
+            if number not in self.channels.ends:
+                self.channels.compute(False, self.clocks.latest_s)
+        end = self.channels.end_of(number)
         if self.clocks.earliest_s < end:
             self.clocks.run(nodes, placed)
             self.clocks.wait(end)
+        if self.waits_for_cores:
+            self.channels.compute(True, end)
 
 
 def label(call: Call) -> str:

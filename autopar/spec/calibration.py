@@ -40,8 +40,8 @@ class CollectiveTimes(Record):
     processor_s: tuple[Annotated[float, Field(ge=0, le=1e9)], ...]
     """By size, the processor time in seconds that a rank's process spent on the collective, on average."""
     core_wait_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Seconds that a collective of any size takes longer while all ranks compute, on average: where ranks share cores,
-    its threads wait for one that is busy."""
+    """Seconds that a collective of any size takes longer where all ranks compute all the while, on average: its threads
+    wait for cores that are busy."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> CollectiveTimes:

@@ -101,16 +101,26 @@ def test_a_transfer_that_takes_all_leaves_no_overlap() -> None:
 
 
 @pytest.mark.parametrize("timeline", [False, True])
-def test_a_transfer_that_begins_beside_compute_waits_for_a_core(timeline: bool) -> None:
-    """Of two that follow one another, the first begins at 1 s, and the second at 3.5 s, while ranks compute until 4 s.
-    The third begins when they wait."""
+def test_a_transfer_waits_for_cores_as_long_as_ranks_compute(timeline: bool) -> None:
+    """The first, from 1 s, takes 2.5 s; of the second a fifth has gone by 4 s, when ranks have computed all; then there
+    are 1.6 s left of it, and 2 s of the third."""
     step = program(
         (ALL_REDUCE, 0), (ALL_REDUCE, 1), (ALL_REDUCE, 3), (WAIT, 3), (WAIT, 3), (WAIT, 3), inputs={3: 0, 4: 1, 5: 2}
     )
     prices = [transfer(2.0, core_wait_s=0.5)] * 3 + [NOTHING] * 3
     outcome = simulate(step, prices, Streams([SECOND], [0, 0], 2), "gloo", timeline=timeline)
-    assert outcome.step_time_s == pytest.approx(1 + 2.5 + 2.5 + 2)
+    assert outcome.step_time_s == pytest.approx(4 + 1.6 + 2)
     assert outcome.compute_s == pytest.approx(4.0)
+
+
+def test_a_transfer_waits_for_cores_again_where_ranks_compute_again() -> None:
+    """Ranks compute until 2 s, wait for the first transfer until 3 s, compute until 4 s, and wait for the second."""
+    first = Price(np.zeros(2), Transfer(2.0, channel=0))
+    second = Price(np.zeros(2), Transfer(4.0, channel=1, core_wait_s=4.0))
+    step = program((ALL_REDUCE, 0), (ALL_REDUCE, 0), (WAIT, 1), (WAIT, 2), inputs={2: 0, 3: 1})
+    outcome = simulate(step, [first, second, NOTHING, NOTHING], Streams([SECOND], [0, 0], 2), "gloo")
+    # Of the second, an eighth has gone by 2 s, another quarter by 3 s, another eighth by 4 s; the rest takes 2 s.
+    assert outcome.step_time_s == pytest.approx(4 + 2 + 1)
 
 
 def test_spans_of_a_lane_do_not_overlap_and_end_with_the_step() -> None:
