@@ -28,7 +28,7 @@ from autopar.runtime.drop_in.gradient_program import GradientProgram
 from autopar.runtime.drop_in.module import SyncedModule
 from autopar.runtime.gathering import gathering, sizes_of
 from autopar.runtime.job.process_group import Group, join, take_from_rank_0
-from autopar.runtime.job.same_call import check_same_call, job_cluster, plan_on_rank_0
+from autopar.runtime.job.same_call import check_same_call, job_cluster
 from autopar.runtime.loss_scale import LossScaling, scaler_of
 from autopar.runtime.model.eager import owners_of
 from autopar.runtime.model.frequencies import say_frequencies
@@ -366,10 +366,6 @@ def optimize(
     _make_equal(model, loss_fn, group)
     say_frequencies(model, loss_fn, group)
     is_joined = synchronize_batch_norm(model, group, sync_batch_norm)
-    if is_joined and measure_compute:
-        raise SpecError(
-            "batch normalization over all ranks cannot be timed on one rank alone: leave measure_compute out"
-        )
     sizes = sizes_of(training.batch.size, group, next(iter(parameters.values())).device)
     with gathering(group, sizes):
         training.settle(group)
@@ -378,7 +374,7 @@ def optimize(
         if budget is not None:
             plan = choose_for(training, planner, job_cluster(cluster_spec, group), group, budget)
         if plan is None:
-            plan = plan_on_rank_0(group, lambda: planner.plan(training, job_cluster(cluster_spec, group)))
+            plan = planner.plan_on_rank_0(training, lambda: job_cluster(cluster_spec, group))
             graph = training.graph(plan.recompute)
         context = training.context(group.world_size, late_parameters)
         of_all = sizes if graph.joint is not None and graph.joint.gathers else ()

@@ -1,17 +1,15 @@
 """Measures what a cluster does: every collective that plans are made of, its links and its devices.
 
-All ranks of a job call `calibrate`, and get the same `Calibration`. Collectives are those of `autopar.runtime`, issued
-as a training step issues them.
+All ranks of a job call `calibrate`, and get the same `Calibration`. Collectives are begun by what begins those of a
+training step.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import TypeVar
@@ -37,8 +35,9 @@ LEAST, MOST = 3, 15
 """Repeats of each size."""
 BESIDE_BYTES = 4 << 20
 LINK_BYTES = 8 << 20
-CORE_WAIT_BYTES = 256 << 10
-"""Of a collective among ranks that compute: little for a network, but large enough to go as those of plans do."""
+CORE_WAIT_BYTES, CORE_WAIT_WIDTH = 256 << 10, 256
+"""Of a collective among ranks that compute: little for a network, but large enough to go as those of plans do. And of
+the matrices that they multiply: a millisecond's work, behind which each looks whether the collective has ended."""
 ALONE_S, ALONE_RANKS = 0.3, 8
 """So long, many turns of the processes' scheduler, a rank computes while the others wait; and so many ranks do."""
 COLLECTIVES_SHARE = 0.8
@@ -54,7 +53,7 @@ KINDS: tuple[Collective, ...] = (
 DTYPES = ("float32", "bfloat16")
 
 T = TypeVar("T")
-Issue = Callable[[], torch.Tensor]
+Issue = Callable[[], dist.Work]
 Progress = Callable[[str], None]
 
 
@@ -166,43 +165,59 @@ class _Bench:
     def core_wait_s(self, kind: Collective, teams: Subgroups, budget_s: float) -> float:
         """Seconds that a collective takes longer while all ranks compute."""
         issue, _ = self._issue(kind, teams, CORE_WAIT_BYTES)
-        first_s = self._ends(issue, 1)[0]
-        count = max(LEAST, min(MOST, int(budget_s / 16 / first_s)))
-        alone_s = median(self._ends(issue, count))
-        with _computing(self.device):
-            return max(0.0, fmean(self._ends(issue, count)) - alone_s)
+        product = self._product(torch.float32, CORE_WAIT_WIDTH)
+
+        def beside() -> float:
+            self._meet()
+            start, work = time.perf_counter(), issue()
+            while not work.is_completed():
+                product()
+            seconds = time.perf_counter() - start
+            work.wait()
+            return seconds
+
+        first_s = max(self._told(beside()))
+        count = max(2 * LEAST, min(MOST, int(budget_s / 16 / first_s)))  # they vary much
+        alone = self._told([self._once(issue)[0] for _ in range(count)])
+        computing = self._told([beside() for _ in range(count)])
+        return max(0.0, fmean(_last(computing)) - median(_last(alone)))
 
     def _issue(self, kind: Collective, teams: Subgroups, size_bytes: int) -> tuple[Issue, int]:
-        """What issues a collective of zeros, and how many bytes it has: as many as can be shared evenly, twice."""
+        """What begins a collective of zeros, and how many bytes it has: as many as can be shared evenly, twice."""
         team = subgroup_of(self.rank, teams, self.world_size)
         n, place = len(team), team.index(self.rank)
         name = self.group.channel(teams, 0)
         assert name is not None
         part = size_bytes // 4 // (n * n) * n
         whole, mine = (torch.zeros(elements, device=self.device) for elements in (n * part, part))
-        issue: dict[str, Issue] = {
-            "all_reduce": lambda: collectives.all_reduce(whole, name),
-            "reduce": lambda: collectives.reduce(whole, 0, name),
-            "broadcast": lambda: collectives.broadcast(whole, 0, name),
-            "reduce_scatter": lambda: collectives.reduce_scatter_equal(whole, n, place, name),
-            "all_gather": lambda: collectives.all_gather_equal(mine, n, name),
-            "all_to_all": lambda: collectives.all_to_all(mine, [part // n] * n, [part // n] * n, name),
+        by, pg = collectives.library(whole, name)
+        each, of_each = [part] * n, [part // n] * n
+        begin: dict[str, Callable[[], tuple[torch.Tensor, dist.Work | None]]] = {
+            "all_reduce": lambda: (whole, dist.all_reduce(whole, group=pg, async_op=True)),
+            "reduce": lambda: by.reduce(whole, 0, pg),
+            "broadcast": lambda: by.broadcast(whole, 0, pg),
+            "reduce_scatter": lambda: by.reduce_scatter(whole, each, place, pg),
+            "all_gather": lambda: by.all_gather(mine, each, place, pg),
+            "all_to_all": lambda: by.all_to_all(mine, of_each, of_each, pg),
         }
-        return issue[kind], 4 * n * part
+
+        def issue() -> dist.Work:
+            _, work = begin[kind]()
+            assert work is not None, "an asynchronous collective returns its work"
+            return work
+
+        return issue, 4 * n * part
 
     def _repeated(self, issue: Issue, count: int) -> tuple[float, float]:
         """Seconds until the last rank had its result, the median; processor seconds of a rank, on average."""
         ranks = self._told([self._once(issue) for _ in range(count)])
-        return median(_last(ranks)), fmean(processor_s for rank in ranks for _, processor_s in rank)
-
-    def _ends(self, issue: Issue, count: int) -> list[float]:
-        """Of each repeat, the seconds until the last rank had its result."""
-        return _last(self._told([self._once(issue) for _ in range(count)]))
+        seconds = _last([[seconds for seconds, _ in rank] for rank in ranks])
+        return median(seconds), fmean(processor_s for rank in ranks for _, processor_s in rank)
 
     def _once(self, issue: Issue) -> tuple[float, float]:
         self._meet()
         processor_s, start = time.process_time(), time.perf_counter()
-        collectives.wait(issue())
+        issue().wait()
         self._synchronize()
         return time.perf_counter() - start, time.process_time() - processor_s
 
@@ -238,13 +253,14 @@ class _Bench:
         """Two all-reduces in multiples of one, and compute beside one in multiples of its time alone."""
         issue, other = (self._issue("all_reduce", (), BESIDE_BYTES)[0] for _ in range(2))
 
-        def both() -> torch.Tensor:
+        def both() -> dist.Work:
             first, second = issue(), other()
-            collectives.wait(first)
+            first.wait()
             return second
 
         one_s, two_s = (self._repeated(what, LEAST + 2)[0] for what in (issue, both))
-        product_s, product = self._product(torch.float32)
+        product = self._product(torch.float32)
+        product_s = self._timed(product)
         count = max(1, int(0.5 * one_s / product_s))
 
         def compute(beside: bool) -> float:
@@ -256,7 +272,7 @@ class _Bench:
             self._synchronize()
             seconds = time.perf_counter() - start
             if sent is not None:
-                collectives.wait(sent)
+                sent.wait()
             return seconds
 
         pairs = [(compute(True), compute(False)) for _ in range(LEAST + 2)]
@@ -265,7 +281,7 @@ class _Bench:
 
     def compute_at_once(self) -> float:
         """A rank's compute while all compute, in multiples of its time while the others wait, over several ranks."""
-        _, product = self._product(torch.float32)
+        product = self._product(torch.float32)
 
         def product_s(computes: bool) -> float:
             self._meet()
@@ -284,7 +300,7 @@ class _Bench:
         """Of each kind of device: what a rank reaches while all others do the same, the median over ranks."""
         self._say("devices")
         large = 32 << 20 if self.device.type == "cpu" else 512 << 20
-        flops = {dtype: 2 * self.width**3 / self._product(getattr(torch, dtype))[0] for dtype in DTYPES}
+        flops = {dtype: 2 * self.width**3 / self._timed(self._product(getattr(torch, dtype))) for dtype in DTYPES}
         source, target = (torch.zeros(large // 4, device=self.device) for _ in range(2))
         copied_s = self._timed(lambda: target.copy_(source))
         parameter = torch.nn.Parameter(torch.zeros(large // 8, device=self.device))
@@ -308,10 +324,11 @@ class _Bench:
         found = [DeviceRates.model_validate_json(text) for text in self._told(mine.model_dump_json())]
         return tuple(_middle([f for f in found if f.kind == kind]) for kind in dict.fromkeys(f.kind for f in found))
 
-    def _product(self, dtype: torch.dtype) -> tuple[float, Callable[[], torch.Tensor]]:
-        """Seconds of a product of two square matrices, and what computes it."""
-        a, b = (torch.ones(self.width, self.width, dtype=dtype, device=self.device) for _ in range(2))
-        return self._timed(lambda: a @ b), lambda: a @ b
+    def _product(self, dtype: torch.dtype, width: int | None = None) -> Callable[[], torch.Tensor]:
+        """What computes a product of two square matrices."""
+        n = width or self.width
+        a, b = (torch.ones(n, n, dtype=dtype, device=self.device) for _ in range(2))
+        return lambda: a @ b
 
     def _timed(self, work: Callable[[], object]) -> float:
         """Seconds, the median; the ranks do it at the same time."""
@@ -343,27 +360,9 @@ def _among(teams: Subgroups) -> str:
     return f" among {len(teams)} x {len(teams[0])} ranks" if teams else ""
 
 
-def _last(ranks: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
-    """The slowest rank's seconds, by repeat, of what each rank has measured of each repeat."""
-    return [max(seconds for seconds, _ in repeat) for repeat in zip(*ranks, strict=True)]
-
-
-@contextmanager
-def _computing(device: torch.device) -> Iterator[None]:
-    """Keeps a processor computing in a thread beside this one, as a backward pass does."""
-    values, done = torch.ones(256, 256, device=device), threading.Event()
-
-    def compute() -> None:
-        while not done.is_set():
-            values @ values
-
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _last(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """The slowest rank's seconds of each repeat."""
+    return [max(repeat) for repeat in zip(*ranks, strict=True)]
 
 
 def _middle(rates: list[DeviceRates]) -> DeviceRates:

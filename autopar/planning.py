@@ -14,7 +14,6 @@ from autopar.errors import AutoparWarning, SpecError, did_you_mean
 from autopar.formatting import size
 from autopar.ir.build import Unused
 from autopar.ir.capture import Mode
-from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.runtime.compiled import Capture, Check
@@ -105,6 +104,11 @@ class Planner:
             _say_batches(training.graph(plan.recompute), cluster)
         return plan
 
+    def plan_on_rank_0(self, training: Training, cluster: Callable[[], ClusterSpec]) -> Plan:
+        """The same by all ranks of a job, with rank 0's cluster."""
+        text = training.timing.lead(lambda: self.plan(training, cluster()).model_dump_json())
+        return Plan.loads(text, "rank 0's plan")
+
     def _shared_out(self, training: Training, cluster: ClusterSpec, samples: int) -> ClusterSpec:
         """The cluster with a batch on each device, `samples` together."""
         from autopar.search import with_shares
@@ -158,9 +162,8 @@ class Planner:
         """What strategies may depend on, and what prices plans for the graph."""
         late = self.given is not None and any(g.options.get("late") for g in self.given.groups)
         context = training.context(cluster.world_size, self.late_parameters or late)
-        timed = self.measure_compute or isinstance(graph.joint, Outline)
-        nodes = training.seconds(graph) if timed else None
-        return context, training.cost_model(cluster, self.calibration, nodes, self._taught(cluster))
+        taught = self._taught(cluster)
+        return context, training.cost_model(cluster, self.calibration, graph, self.measure_compute, taught)
 
     def _taught(self, cluster: ClusterSpec) -> Callable[[str], list[Lesson]] | None:
         """What trials of the cluster have taught, from what prices rest on; `None` where there are to be none."""

@@ -24,13 +24,12 @@ from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import example_of
 from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.optimizer import Scope, context_for, optimizer_scope, updated_by
-from autopar.runtime.optimizers.update_rate import update_s_per_byte
-from autopar.runtime.profile import node_seconds
 from autopar.runtime.uncaptured.look import settled
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Recompute
 from autopar.spec.topology import topology_of
+from autopar.timing import Timing
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel
@@ -81,7 +80,7 @@ class Training:
         self._outline: TrainingGraph | None = None
         self._traced: JointGraph | None = None
         self._rows_said = False
-        self._seconds: dict[int, dict[str, float]] = {}
+        self.timing = Timing(model, self.batch, settings, self._largest_optimizer, self.graph)
 
     @property
     def without_values(self) -> str:
@@ -95,11 +94,10 @@ class Training:
 
     def settle(self, group: Group | None = None) -> None:
         """Decides whether the model is captured or runs eagerly, as `settings.capture` has it; on several ranks, by all
-        together, for they must do the same. Warns, on rank 0, where the graph cannot be had. Raises `CaptureError`
-        where it must be, or where the model cannot be trained eagerly either."""
-        self._outline = settled(
-            self.model, self.batch, self.settings, self.mode, self.optimizer, self.graph, group or Group(0, 1)
-        )
+        together, for they must do the same, and time at once what they time. Warns, on rank 0, where the graph cannot
+        be had. Raises `CaptureError` where it must be, or where the model cannot be trained eagerly either."""
+        ranks = self.timing.group = group or Group(0, 1)
+        self._outline = settled(self.model, self.batch, self.settings, self.mode, self.optimizer, self.graph, ranks)
         if self._outline is not None:
             self.settings = replace(self.settings, capture="never")
 
@@ -130,26 +128,11 @@ class Training:
             self._say_rows(self._graphs[recompute])
         return self._graphs[recompute]
 
-    def seconds(self, graph: TrainingGraph) -> dict[str, float]:
-        """Of each node of one of its graphs, as it takes here: timed once. Of a model that is outlined, what its layers
-        took as it was."""
-        if isinstance(graph.joint, Outline):
-            return graph.joint.seconds
-        if id(graph) not in self._seconds:
-            settings = self.settings
-            self._seconds[id(graph)] = node_seconds(graph, self.model, self.batch, settings.loss_fn, settings.compiler)
-        return self._seconds[id(graph)]
-
     @cached_property
     def _largest_optimizer(self) -> Optimizer | None:
         """The one that updates most elements, of several."""
         each = () if self.optimizer is None else each_of(self.optimizer)
         return max(each, key=_elements, default=None)
-
-    @cached_property
-    def _update_s(self) -> float | None:
-        """Seconds that its updates take here for each byte of parameters, where that can be measured."""
-        return None if self._largest_optimizer is None else update_s_per_byte(self._largest_optimizer)
 
     def _say_rows(self, graph: TrainingGraph) -> None:
         """Warns, once, where a batch without values leaves open how many rows of a table it names."""
@@ -175,12 +158,13 @@ class Training:
         self,
         cluster: ClusterSpec,
         calibration: Calibration | None,
-        nodes: dict[str, float] | None = None,
+        graph: TrainingGraph,
+        measures: bool = False,
         trials: Callable[[str], list[Lesson]] | None = None,
     ) -> CostModel:
-        """`nodes`: seconds of the graph's nodes, as measured here, on a device of rank 0's kind. `trials`: what was
-        learned on the cluster, as in `cost_model_for`. Raises `SpecError`
-        where the calibration is of another cluster."""
+        """`measures`: whether the nodes of `graph`, one of its own, are timed here, on a device of rank 0's kind, as is
+        the optimizer; those of a model that runs eagerly always are. `trials`: what was learned on the cluster, as in
+        `cost_model_for`. Raises `SpecError` where the calibration is of another cluster."""
         from autopar.cost_models import ADAMW, cost_model_for, optimizer_cost
 
         if calibration is not None:
@@ -188,10 +172,14 @@ class Training:
         of = self._largest_optimizer
         updates = ADAMW if of is None else optimizer_cost(type(of).__name__, of.param_groups[0])
         kind = topology_of(cluster).ranks[0].device.kind
-        measured_s = None if nodes is None else {kind: nodes}
-        if nodes is not None:
-            updates = updates.measured(kind, self._update_s)
-        return cost_model_for(updates, measured_s, calibration, trials)
+        if not measures and not isinstance(graph.joint, Outline):
+            return cost_model_for(updates, None, calibration, trials)
+        seconds, update_s = self.timing.seconds(graph), self.timing.update_s()
+        if self.timing.group.world_size == 1 and calibration is not None:  # the cluster's ranks compute all at once
+            longer = max(1.0, calibration.compute_at_once or 1.0)
+            seconds = {name: longer * node_s for name, node_s in seconds.items()}
+            update_s = None if update_s is None else longer * update_s
+        return cost_model_for(updates.measured(kind, update_s), {kind: seconds}, calibration, trials)
 
 
 def _elements(optimizer: Optimizer) -> int:

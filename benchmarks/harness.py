@@ -6,13 +6,16 @@ short last. `options` gives every benchmark the same command line: `--check`, `-
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +53,18 @@ class Spread:
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.lower:{spec}} to {self.upper:{spec}})"
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While it is open, no other benchmark of this machine can open it: each would measure what the other leaves.
+    Raises `ClickException` where one has."""
+    with (Path(tempfile.gettempdir()) / "autopar-benchmark.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise click.ClickException("another benchmark is measuring here, and both would be wrong: wait") from None
+        yield
 
 
 def ratio(seconds: Mapping[int, float], baseline: Mapping[int, float]) -> Spread:

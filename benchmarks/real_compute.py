@@ -2,9 +2,9 @@
 
     python -m benchmarks.real_compute [--model NAME] [--place NAME] [--check] [--save]
 
-Ranks calibrate the lab, measure a model's compute on their own hosts, all at once, and predict the steps of plans,
-exact and in 16 bits. Then the lab trains the model with each plan, in turns, and beside them without any
-synchronization: where that is not what was measured before, the machine's speed has changed, and the model is
+Ranks calibrate the lab, measure a model's compute on their own hosts, as `autopar.optimize` does, and predict the
+steps of plans, exact and in 16 bits. Then the lab trains the model with each plan, in turns, and beside them without
+any synchronization: where that is not what was measured before, the machine's speed has changed, and the model is
 measured and trained again.
 """
 
@@ -28,7 +28,7 @@ from autopar.lab.trial import RealCompute, TrialSpec
 from autopar.runtime.operator_times import VARIABLE
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
-from benchmarks.harness import Report, Target, options, publish
+from benchmarks.harness import Report, Target, alone, options, publish
 from benchmarks.suite.clusters import even
 from benchmarks.zoo.unseen import UNSEEN
 
@@ -241,10 +241,11 @@ def main(
     if reason is not None:
         raise click.ClickException(f"no lab here: {reason}")
     journal.parent.mkdir(parents=True, exist_ok=True)
-    for place in map(PLACES.__getitem__, places or PLACES):
-        known = {m.model for m in read(journal) if m.place == place.name}
-        if missing := [m for m in models or UNSEEN if m not in known]:
-            measure(place, missing, journal)
+    with alone():
+        for place in map(PLACES.__getitem__, places or PLACES):
+            known = {m.model for m in read(journal) if m.place == place.name}
+            if missing := [m for m in models or UNSEEN if m not in known]:
+                measure(place, missing, journal)
     found = [m for m in read(journal) if m.place in (places or PLACES) and m.model in (models or UNSEEN)]
     report = report_of(sorted(found, key=lambda m: (list(PLACES).index(m.place), m.model, m.fidelity)))
     asked = [*(f'--place "{p}"' for p in places), *(f"--model {m}" for m in models)]

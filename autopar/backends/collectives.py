@@ -69,7 +69,7 @@ def wait(x: torch.Tensor) -> torch.Tensor:
 @may_fail()
 def reduce(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """The sum over ranks, in place, valid on rank `owner` of the group."""
-    backend, pg = _library(x, group)
+    backend, pg = library(x, group)
     return registered(*backend.reduce(x, owner, pg))
 
 
@@ -81,7 +81,7 @@ def all_reduce_copy(x: torch.Tensor, group: str) -> torch.Tensor:
 @may_fail()
 def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
     """Rank `owner`'s value, in place."""
-    backend, pg = _library(x, group)
+    backend, pg = library(x, group)
     return registered(*backend.broadcast(x, owner, pg))
 
 
@@ -89,7 +89,7 @@ def broadcast(x: torch.Tensor, owner: int, group: str) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) -> torch.Tensor:
     """Sends part r of `x` to rank r. The result, once waited for, is what `sum_parts` takes: what came from each rank,
     [ranks, elements], or its sum, where it was added up on its way."""
-    backend, pg = _library(x, group)
+    backend, pg = library(x, group)
     return registered(*backend.reduce_scatter(x, splits, rank, pg))
 
 
@@ -108,7 +108,7 @@ def all_gather(x: torch.Tensor, splits: Sequence[int], rank: int, group: str) ->
     """Every rank's part, one after the other."""
     if not any(splits):
         return x
-    backend, pg = _library(x.reshape(-1), group)
+    backend, pg = library(x.reshape(-1), group)
     return registered(*backend.all_gather(x.reshape(-1), splits, rank, pg))
 
 
@@ -121,7 +121,7 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
 @may_fail()
 def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
     """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long."""
-    backend, pg = _library(x, group)
+    backend, pg = library(x, group)
     return registered(*backend.all_to_all(x, sent, received, pg))
 
 
@@ -132,7 +132,7 @@ def server_reduce(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.T
     return registered(x, ServerSum(x, adds_up, mesh_named(mesh), mesh).begin())
 
 
-def _library(x: torch.Tensor, group: str) -> tuple[Backend, Any]:
+def library(x: torch.Tensor, group: str) -> tuple[Backend, Any]:
     """What carries a value of this device in a process group, and the group."""
     assert x.is_contiguous(), _STRIDED
     pg = _resolve_process_group(group)  # type: ignore[arg-type]

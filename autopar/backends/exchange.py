@@ -62,6 +62,10 @@ class Exchange(dist.Work):
         _Worker.idle().runs.put(self._run)
         return self
 
+    def is_completed(self) -> bool:
+        """Whether all was sent and received, or it has failed."""
+        return self._ended.is_set()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until all was sent and received; the process group's timeout holds for each message."""
         self._ended.wait()

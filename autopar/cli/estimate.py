@@ -43,17 +43,14 @@ class Fitted:
         from autopar.spec.topology import topology_of
 
         cluster = self.plan.cluster.cluster
-        model = self.training.cost_model(cluster, calibration)
+        model = self.training.cost_model(cluster, calibration, self.graph)
         return predict_steps(model, self.plan.groups, self.graph, self.context, topology_of(cluster), timeline=True)
 
     def what_if(self, calibration: Calibration | None = None, told: Callable[[str], None] | None = None) -> Sensitivity:
         """The plan under changed circumstances. Raises `SpecError` where the calibration is of another cluster."""
-        from autopar.ir.outline import Outline
         from autopar.search.sensitivity import sensitivity
 
-        joint = self.graph.joint
-        nodes = joint.seconds if isinstance(joint, Outline) else None
-        model = self.training.cost_model(self.plan.cluster.cluster, calibration, nodes)
+        model = self.training.cost_model(self.plan.cluster.cluster, calibration, self.graph)
         return sensitivity(self.plan, self.graph, self.context, cost_model=model, progress=told)
 
 

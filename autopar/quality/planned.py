@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from autopar.cost_models import CostModel
 from autopar.errors import SpecError
 from autopar.ops.context import Context
 from autopar.planning import Planner
@@ -46,7 +47,14 @@ def choose_for(training: Training, planner: Planner, cluster: ClusterSpec, group
     graph = training.graph()
     context: Context = training.context(cluster.world_size, planner.late_parameters)
     job = Job(training.model, training.optimizer, training.settings, graph, context, group)
-    _, cost_model = planner.setting(training, cluster, graph) if group.rank == 0 else (context, None)
+    priced: list[CostModel] = []
+
+    def price() -> str:
+        priced.append(planner.setting(training, cluster, graph)[1])
+        return "priced"
+
+    training.timing.lead(price)
+    cost_model = priced[0] if priced else None
     limits = planner.constraints
     plans = Plans.of(
         graph,

@@ -1,7 +1,8 @@
 """What operators take on the device at hand, each measured once and kept.
 
 In `~/.cache/autopar` (`$XDG_CACHE_HOME/autopar`, or `$AUTOPAR_CACHE` where that is set), one file for each device,
-number of threads and version of torch. Remove it to have everything measured again.
+number of threads, version of torch and, on processors, number of ranks that computed at once. Remove it to have
+everything measured again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from types import FunctionType
 from typing import Any, ClassVar, Final, Literal
 
@@ -36,19 +37,19 @@ class OperatorTimes(JsonFile):
     schema_version: Literal[1] = SCHEMA_VERSION
     device: str
     seconds: dict[str, float]
-    """By `operator_key`; the median where a graph had several that are alike."""
+    """By `operator_key`; the mean where a graph had several that are alike, so that its sum is kept."""
 
     @classmethod
-    def of(cls, device: torch.device) -> OperatorTimes:
-        """What is known of a device; nothing where no file can be read."""
-        name = device_name(device)
+    def of(cls, device: torch.device, ranks: int = 1) -> OperatorTimes:
+        """What is known of a device while so many ranks compute at once; nothing where no file can be read."""
+        name = device_name(device, ranks)
         with suppress(SpecError):
             return cls.load(_path(name))
         return cls(device=name, seconds={})
 
     def add(self, seconds: Mapping[str, list[float]]) -> None:
         """Keeps what was not known; where no file can be written, it is measured again the next time."""
-        known = self.model_copy(update={"seconds": {k: median(v) for k, v in seconds.items()} | self.seconds})
+        known = self.model_copy(update={"seconds": {k: fmean(v) for k, v in seconds.items()} | self.seconds})
         path = _path(self.device)
         with suppress(OSError, SpecError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +58,13 @@ class OperatorTimes(JsonFile):
 
 def operator_key(node: torch.fx.Node) -> str:
     """An operator with everything that its time depends on but the values: shapes, number formats, other arguments."""
+    args = node.args
+    if getattr(node.target, "namespace", "") == "autopar":  # among ranks, whose group has another name in each program
+        args = tuple(a for a in args if not isinstance(a, str))
     named = [f"{key}={_described(value)}" for key, value in node.kwargs.items()]
     # A function of autopar's own goes by its name: its address is another one in each process.
     target = node.target.__name__ if isinstance(node.target, FunctionType) else node.target
-    return f"{target}({', '.join([_described(a) for a in node.args] + named)})"
+    return f"{target}({', '.join([_described(a) for a in args] + named)})"
 
 
 def _described(argument: Any) -> str:
@@ -75,11 +79,12 @@ def _described(argument: Any) -> str:
     return str(argument)
 
 
-def device_name(device: torch.device) -> str:
-    """The device, with what else decides how fast it is."""
+def device_name(device: torch.device, ranks: int = 1) -> str:
+    """The device, with what else decides how fast it is: processors may be shared by ranks that compute at once."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    at_once = f", {ranks} ranks at once" if ranks > 1 else ""
+    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}{at_once}"
 
 
 def _path(device: str) -> Path:

@@ -24,19 +24,36 @@ from autopar.runtime.model.eager import owners_of
 from autopar.runtime.operator_times import OperatorTimes, operator_key
 from autopar.runtime.replay import as_captured
 
-REPEATS = 3
-"""Behind one that warms up."""
+REPEATS, REPEATS_AT_ONCE = 3, 8
+"""Behind one that warms up; and on several ranks at once, which may share cores, and then vary more."""
+
+
+def known_seconds(graph: TrainingGraph, device: torch.device, ranks: int = 1) -> dict[str, float] | None:
+    """Seconds of each of `graph.compute`, by name, where all its operators were measured before, on as many ranks at
+    once; else `None`."""
+    known = OperatorTimes.of(device, ranks).seconds
+    keys, constants = _keys(graph)
+    if any(key not in known for key in keys.values()):
+        return None
+    return {name: known[key] for name, key in keys.items()} | constants
 
 
 def node_seconds(
-    graph: TrainingGraph, model: nn.Module, batch: Batch, loss_fn: Any = None, compiler: Compiler | None = None
+    graph: TrainingGraph,
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Any = None,
+    compiler: Compiler | None = None,
+    *,
+    ranks: int = 1,
+    meet: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds of each of `graph.compute`, by name: medians. Runs the forward and backward pass a few times on `batch`,
-    unless all operators were measured before; changes neither parameters nor buffers. The model lies on the device that
-    is meant.
+    """Seconds of each of `graph.compute`, by name: medians. Runs the forward and backward pass a few times on `batch`;
+    changes neither parameters nor buffers. The model lies on the device that is meant. `ranks`: how many do so at once;
+    `meet` waits for them, before each pass.
 
     With a `compiler`, the pass is compiled, too, and a region's time is shared out among its operators as they take
-    when they run one by one; it is measured each time.
+    when they run one by one.
     """
     joint = graph.joint
     assert joint is not None, "a graph that was captured in this process"
@@ -44,13 +61,6 @@ def node_seconds(
     buffers = {start + n: b for start, owner in owners for n, b in owner.named_buffers(remove_duplicate=False)}
     parameters = named_parameters(model, loss_fn)
     device = next(iter(parameters.values())).device
-    known = OperatorTimes.of(device)
-    key_of = {node.name: operator_key(node) for node in joint.module.graph.nodes if node.op == "call_function"}
-    keys = {n.name: key_of[n.name] for n in graph.compute if n.name in key_of}
-    constants = {n.name: 0.0 for n in graph.compute if n.name not in key_of}  # are there already
-    is_known = all(key in known.seconds for key in keys.values())
-    if is_known and compiler is None:
-        return {name: known.seconds[key] for name, key in keys.items()} | constants
     arguments: list[torch.Tensor] = []
     for (kind, key), node in zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True):
         if kind == "batch":
@@ -60,32 +70,49 @@ def node_seconds(
             arguments.append(torch.ones(tuple(like.shape), dtype=like.dtype, device=device))
         else:
             arguments.append((parameters if kind == "parameter" else buffers)[str(key)].detach().clone())
-    clock = Clock(device)
-    scaled = {name: known.seconds[key] for name, key in keys.items()} if is_known else {}
-    if not is_known:
-        found = _seconds(joint.module, arguments, clock)
-        scaled = {n.name: found.get(n.name, 0.0) for n in graph.compute}
-        alike: dict[str, list[float]] = {}
-        for name, key in keys.items():
-            alike.setdefault(key, []).append(scaled[name])
-        known.add(alike)
+    clock, repeats = Clock(device), REPEATS if ranks == 1 else REPEATS_AT_ONCE
+    found = _seconds(joint.module, arguments, clock, repeats, meet)
+    scaled = {n.name: found.get(n.name, 0.0) for n in graph.compute}
+    keys, constants = _keys(graph)
+    alike: dict[str, list[float]] = {}
+    for name, key in keys.items():
+        alike.setdefault(key, []).append(scaled[name])
+    OperatorTimes.of(device, ranks).add(alike)
     if compiler is not None:
         module = compiler.compiled(torch.fx.GraphModule(joint.module, copy.deepcopy(joint.module.graph)))
-        scaled = _shared_out(module, _seconds(module, arguments, clock), scaled)
+        scaled = _shared_out(module, _seconds(module, arguments, clock, repeats, meet), scaled)
     return scaled | constants
 
 
-def _seconds(module: torch.fx.GraphModule, arguments: Sequence[torch.Tensor], clock: Clock) -> dict[str, float]:
+def _keys(graph: TrainingGraph) -> tuple[dict[str, str], dict[str, float]]:
+    """The key of each operator of `graph.compute`, by name; and no seconds of what is there already."""
+    assert graph.joint is not None, "a graph that was captured in this process"
+    calls = {node.name: node for node in graph.joint.module.graph.nodes if node.op == "call_function"}
+    keys = {n.name: operator_key(calls[n.name]) for n in graph.compute if n.name in calls}
+    return keys, {n.name: 0.0 for n in graph.compute if n.name not in calls}
+
+
+def _seconds(
+    module: torch.fx.GraphModule,
+    arguments: Sequence[torch.Tensor],
+    clock: Clock,
+    repeats: int,
+    meet: Callable[[], None],
+) -> dict[str, float]:
     """Of each call in a graph, by its node's name; as much together as the graph takes as a whole."""
     rows = []
     with as_captured():
-        for _ in range(1 + REPEATS):
+        for _ in range(1 + repeats):
             nodes = _Nodes(module, clock)
+            meet()
             nodes.run(*arguments)
             rows.append(nodes.seconds)
-        whole_s = median(clock.of(lambda: module(*arguments)) for _ in range(1 + REPEATS))
+        whole = []
+        for _ in range(1 + repeats):
+            meet()
+            whole.append(clock.of(lambda: module(*arguments)))
     found = {name: median(row.get(name, 0.0) for row in rows[1:]) for name in rows[0]}
-    scale = whole_s / max(sum(found.values()), 1e-9)
+    scale = median(whole[1:]) / max(sum(found.values()), 1e-9)
     return {name: seconds * scale for name, seconds in found.items()}
 
 

@@ -14,9 +14,11 @@ import autopar
 from autopar import ClusterSpec
 from autopar.ir.batch import flatten
 from autopar.ir.build import training_graph
+from autopar.runtime.compiled import Settings
 from autopar.runtime.compiling.compute import Compiler
 from autopar.runtime.operator_times import VARIABLE, OperatorTimes
-from autopar.runtime.profile import node_seconds
+from autopar.runtime.profile import known_seconds, node_seconds
+from autopar.timing import Timing
 from tests.unit.test_compute import one_by_one
 
 CLUSTER = ClusterSpec.loads("hosts: [{name: host, count: 2, devices: 1 x cpu}]\nnetwork: {bandwidth: 1 Gbit/s}")
@@ -79,7 +81,8 @@ def test_an_operator_is_measured_once(nothing_known: Path) -> None:
     def measured(width: int) -> dict[str, float]:
         made = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
         batch = flatten((torch.ones(8, 64), torch.zeros(8, 64)))
-        return node_seconds(training_graph(made, batch, nn.functional.mse_loss), made, batch, nn.functional.mse_loss)
+        graph = training_graph(made, batch, nn.functional.mse_loss)
+        return Timing(made, batch, Settings(nn.functional.mse_loss), None, lambda _: graph).seconds(graph)
 
     measured(32)
     (table,) = nothing_known.iterdir()
@@ -92,6 +95,41 @@ def test_an_operator_is_measured_once(nothing_known: Path) -> None:
     table.write_text("{")
     assert sum(measured(32).values()) > 0, "a table that cannot be read is measured anew"
     assert OperatorTimes.load(table).seconds.keys() == kept.seconds.keys()
+
+
+def test_what_more_ranks_take_at_once_is_kept_apart(nothing_known: Path) -> None:
+    made, batch = model(), flatten(BATCH)
+    graph = training_graph(made, batch, nn.functional.mse_loss)
+    met: list[str] = []
+    found = node_seconds(
+        graph, made, batch, nn.functional.mse_loss, ranks=3, meet=lambda: met.append("all ranks, before a pass")
+    )
+    assert len(met) == 18
+    cpu = torch.device("cpu")
+    assert known_seconds(graph, cpu) is None
+    known = known_seconds(graph, cpu, 3)
+    assert known is not None and known.keys() == found.keys()
+    (table,) = nothing_known.iterdir()
+    assert OperatorTimes.load(table).device.endswith(", 3 ranks at once")
+
+
+def test_ranks_that_share_cores_take_longer_than_one_that_measures_alone() -> None:
+    """By as much as the cluster's calibration says."""
+    found = []
+    for at_once in (None, 2.5):
+        calibration = _of(CLUSTER).model_copy(update={"compute_at_once": at_once})
+        plan = autopar.plan(
+            model(),
+            CLUSTER,
+            example_inputs=torch.ones(1024, 256),
+            mode="module",
+            strategy="ddp",
+            calibration=calibration,
+            measure_compute=True,
+        )
+        assert plan.prediction is not None
+        found.append(plan.prediction.compute_s)
+    assert found[1] == pytest.approx(2.5 * found[0], rel=0.1), "all but the copies into buckets"
 
 
 def test_compiled_regions_are_timed_as_a_whole(nothing_known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +150,7 @@ def test_compiled_regions_are_timed_as_a_whole(nothing_known: Path, monkeypatch:
         ratios = [compiled[n] / alone[n] for n in alone if compiled[n]]
         assert len(ratios) > len(alone) / 2
         assert max(ratios) == pytest.approx(min(ratios)), "shared out as operators take alone"
-    assert table.read_text() == before
+    assert table.read_text() == before, "what is known already is kept"
 
 
 def test_a_plan_may_rest_on_it() -> None:

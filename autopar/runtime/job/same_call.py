@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from autopar.errors import PlanMismatchError
 from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import ModelFingerprint, Plan
+
+_PLAN, _DO = "plan text", "do "
+"""What rank 0 is waited for, and what comes before that where the others are to do something with it."""
 
 
 def check_same_call(model: ModelFingerprint, group: Group, settings: str, plan: Plan | None) -> None:
@@ -18,10 +22,27 @@ def check_same_call(model: ModelFingerprint, group: Group, settings: str, plan: 
     rendezvous.agree("plan", "none, so one is searched for" if plan is None else f"'{plan.name}' ({plan.digest})")
 
 
-def plan_on_rank_0(group: Group, make: Callable[[], Plan]) -> Plan:
-    """Searches on one rank alone: a search under a time budget need not end alike on two machines."""
-    text = Rendezvous(group).from_rank_0("plan text", lambda: make().model_dump_json())
-    return Plan.loads(text, "rank 0's plan")
+def led_by_rank_0(group: Group, make: Callable[[Callable[[str], None]], str], do: Callable[[str], None]) -> str:
+    """What `make` returns on rank 0, on every rank: a search under a time budget need not end alike on two machines.
+
+    `make` is given a function that has all ranks do a thing at once, as `do` does what it is named: until it returns,
+    the others wait for that. Where `make` fails, it fails on all ranks.
+    """
+
+    def ask(what: str) -> None:
+        Rendezvous(group).from_rank_0(_PLAN, lambda: f"{_DO}{what}")
+        do(what)
+
+    if group.rank:
+        while (text := Rendezvous(group).from_rank_0(_PLAN, str)).startswith(_DO):
+            do(text.removeprefix(_DO))
+        return text
+    made = Future[str]()
+    try:
+        made.set_result(make(ask))
+    except Exception as e:
+        made.set_exception(e)
+    return Rendezvous(group).from_rank_0(_PLAN, made.result)
 
 
 def job_cluster(given: ClusterSpec | None, group: Group) -> ClusterSpec:
