@@ -24,12 +24,12 @@ from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import example_of
 from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.optimizer import Scope, context_for, optimizer_scope, updated_by
+from autopar.runtime.timing import Timing
 from autopar.runtime.uncaptured.look import settled
 from autopar.spec.calibration import Calibration
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Recompute
 from autopar.spec.topology import topology_of
-from autopar.timing import Timing
 
 if TYPE_CHECKING:
     from autopar.cost_models import CostModel

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import timing
 from autopar.cost_models.analytic import AnalyticCostModel, StepPricer
 from autopar.errors import SpecError
 from autopar.ir.training_graph import TrainingGraph
+from autopar.runtime import timing
 from autopar.runtime.operator_times import VARIABLE
 from autopar.runtime.profile import node_seconds
 from autopar.search import SearchOptions, with_shares

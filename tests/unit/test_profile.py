@@ -18,7 +18,7 @@ from autopar.runtime.compiled import Settings
 from autopar.runtime.compiling.compute import Compiler
 from autopar.runtime.operator_times import VARIABLE, OperatorTimes
 from autopar.runtime.profile import known_seconds, node_seconds
-from autopar.timing import Timing
+from autopar.runtime.timing import Timing
 from tests.unit.test_compute import one_by_one
 
 CLUSTER = ClusterSpec.loads("hosts: [{name: host, count: 2, devices: 1 x cpu}]\nnetwork: {bandwidth: 1 Gbit/s}")

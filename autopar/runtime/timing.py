@@ -9,15 +9,17 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.backends.collectives import may_fail
 from autopar.ir.batch import Batch
 from autopar.ir.build import named_parameters
 from autopar.ir.outline import Outline
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
-from autopar.runtime.job.process_group import Group, average
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.job.same_call import led_by_rank_0
 from autopar.runtime.optimizers.update_rate import update_s_per_byte
 from autopar.runtime.profile import known_seconds, node_seconds
@@ -45,7 +47,6 @@ class Timing:
         self._model, self._batch, self._optimizer = model, batch, optimizer
         self._loss_fn, self._compiler = settings.loss_fn, settings.compiler
         self._graph_of = graph_of
-        self._device = next(iter(named_parameters(model, settings.loss_fn).values())).device
         self._seconds: dict[Recompute, dict[str, float]] = {}
         self._update_s: float | None = None
         self._updates_are_timed = False
@@ -93,7 +94,12 @@ class Timing:
             of = (self._graph_of(level), self._model, self._batch, self._loss_fn, self._compiler)
             self._seconds[level] = node_seconds(*of, ranks=self.group.world_size, meet=self._meet)
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(named_parameters(self._model, self._loss_fn).values())).device
+
     def _meet(self) -> None:
         """Waits for all ranks."""
         if self.group.pg is not None:
-            average(torch.zeros(1, device=self._device), self.group)
+            with may_fail():
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self.group.pg)
