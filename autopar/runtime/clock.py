@@ -12,6 +12,7 @@ class Clock:
     """Wall time until a device is done."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._asynchronous = device.type == "cuda"
 
     def now(self) -> float:

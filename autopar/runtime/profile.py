@@ -49,8 +49,8 @@ def node_seconds(
     meet: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Seconds of each of `graph.compute`, by name: medians. Runs the forward and backward pass a few times on `batch`;
-    changes neither parameters nor buffers. The model lies on the device that is meant. `ranks`: how many do so at once;
-    `meet` waits for them, before each pass.
+    changes neither parameters nor buffers, nor the state of random numbers. The model lies on the device that is meant.
+    `ranks`: how many do so at once; `meet` waits for them, before each pass.
 
     With a `compiler`, the pass is compiled, too, and a region's time is shared out among its operators as they take
     when they run one by one.
@@ -101,7 +101,7 @@ def _seconds(
 ) -> dict[str, float]:
     """Of each call in a graph, by its node's name; as much together as the graph takes as a whole."""
     rows = []
-    with as_captured():
+    with as_captured(), torch.random.fork_rng([clock.device] if clock.device.type == "cuda" else []):
         for _ in range(1 + repeats):
             nodes = _Nodes(module, clock)
             meet()

@@ -42,10 +42,12 @@ def test_every_node_is_timed_and_nothing_is_changed() -> None:
     made = model()
     before = {name: value.clone() for name, value in made.state_dict().items()}
     graph = training_graph(made, flatten(BATCH), nn.functional.mse_loss)
+    random = torch.get_rng_state()
     start = time.perf_counter()
     seconds = node_seconds(graph, made, flatten(BATCH), nn.functional.mse_loss)
     elapsed_s = time.perf_counter() - start
     assert set(seconds) == {n.name for n in graph.compute}
+    assert torch.equal(torch.get_rng_state(), random), "what users draw does not depend on what is known already"
     assert 0 < sum(seconds.values()) < elapsed_s
     products = [n.name for n in graph.compute if n.op.startswith(("mm", "addmm"))]
     assert sum(seconds[n] for n in products) > 0.2 * sum(seconds.values()), "the work is in the matrix products"
