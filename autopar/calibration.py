@@ -1,7 +1,7 @@
 """Measures what a cluster does: every collective that plans are made of, its links and its devices.
 
-All ranks of a job call `calibrate`, and get the same `Calibration`. Collectives are begun by what begins those of a
-training step.
+All ranks of a job call `calibrate`, and get the same `Calibration`. The functions that begin collectives
+here are those that a training step calls.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ LEAST, MOST = 3, 15
 BESIDE_BYTES = 4 << 20
 LINK_BYTES = 8 << 20
 CORE_WAIT_BYTES, CORE_WAIT_WIDTH = 256 << 10, 256
-"""Of a collective among ranks that compute: little for a network, but large enough to go as those of plans do. And of
-the matrices that they multiply: a millisecond's work, behind which each looks whether the collective has ended."""
+"""Bytes of a collective that is timed while ranks compute: few for a network, but enough to go as those of plans do.
+Rows of the matrices that ranks multiply meanwhile: after each product, a millisecond's work, a rank looks whether the
+collective has ended."""
 ALONE_S, ALONE_RANKS = 0.3, 8
 """So long, many turns of the processes' scheduler, a rank computes while the others wait; and so many ranks do."""
 COLLECTIVES_SHARE = 0.8
@@ -173,7 +174,7 @@ class _Bench:
             while not work.is_completed():
                 product()
             seconds = time.perf_counter() - start
-            work.wait()
+            _wait(work)
             return seconds
 
         first_s = max(self._told(beside()))
@@ -201,6 +202,7 @@ class _Bench:
             "all_to_all": lambda: by.all_to_all(mine, of_each, of_each, pg),
         }
 
+        @collectives.may_fail()
         def issue() -> dist.Work:
             _, work = begin[kind]()
             assert work is not None, "an asynchronous collective returns its work"
@@ -217,7 +219,7 @@ class _Bench:
     def _once(self, issue: Issue) -> tuple[float, float]:
         self._meet()
         processor_s, start = time.process_time(), time.perf_counter()
-        issue().wait()
+        _wait(issue())
         self._synchronize()
         return time.perf_counter() - start, time.process_time() - processor_s
 
@@ -239,14 +241,15 @@ class _Bench:
         for _ in range(LEAST + 1):
             self._meet()
             start = time.perf_counter()
-            if self.rank == sender:
-                dist.send(x, group=self.group.pg, group_dst=receiver)
-                dist.recv(word, group=self.group.pg, group_src=receiver)
-                self._synchronize()
-                times.append(time.perf_counter() - start)
-            elif self.rank == receiver:
-                dist.recv(x, group=self.group.pg, group_src=sender)
-                dist.send(word, group=self.group.pg, group_dst=sender)
+            with collectives.may_fail():
+                if self.rank == sender:
+                    dist.send(x, group=self.group.pg, group_dst=receiver)
+                    dist.recv(word, group=self.group.pg, group_src=receiver)
+                    self._synchronize()
+                    times.append(time.perf_counter() - start)
+                elif self.rank == receiver:
+                    dist.recv(x, group=self.group.pg, group_src=sender)
+                    dist.send(word, group=self.group.pg, group_dst=sender)
         return median(self._told(times)[sender][1:])
 
     def at_once(self) -> tuple[float, float]:
@@ -255,7 +258,7 @@ class _Bench:
 
         def both() -> dist.Work:
             first, second = issue(), other()
-            first.wait()
+            _wait(first)
             return second
 
         one_s, two_s = (self._repeated(what, LEAST + 2)[0] for what in (issue, both))
@@ -272,7 +275,7 @@ class _Bench:
             self._synchronize()
             seconds = time.perf_counter() - start
             if sent is not None:
-                sent.wait()
+                _wait(sent)
             return seconds
 
         pairs = [(compute(True), compute(False)) for _ in range(LEAST + 2)]
@@ -354,6 +357,12 @@ class _Bench:
     def _told(self, mine: T) -> list[T]:
         """Every rank's, by rank."""
         return Rendezvous(self.group).exchange_as("measurement", json.dumps(mine), json.loads)
+
+
+@collectives.may_fail()
+def _wait(work: dist.Work) -> None:
+    """Blocks until a collective is complete."""
+    work.wait()
 
 
 def _among(teams: Subgroups) -> str:

@@ -30,7 +30,7 @@ _UPDATES = "updates"
 
 
 class Timing:
-    """Of one model and optimizer, by this rank alone or by all ranks of a job at once; everything is timed once."""
+    """Times one model and one optimizer, by this rank alone or by all ranks of a job at once; each thing once."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class Timing:
         return self._update_s
 
     def lead(self, make: Callable[[], str]) -> str:
-        """What `make` returns on rank 0, on every rank; what it has timed, all ranks run at once."""
+        """What `make` returns on rank 0, on every rank. Rank 0 alone calls `make`; passes and updates that `make` wants
+        timed are run by all ranks at once."""
 
         def led(ask: Callable[[str], None]) -> str:
             self._ask = ask

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import Calibration, ClusterSpec
-from autopar.calibration import KINDS, calibrate
+from autopar.calibration import KINDS, _Bench, calibrate
 from autopar.cost_models.calibrated import measured
 from autopar.cost_models.network import Network
 from autopar.spec.topology import Topology
@@ -29,6 +29,22 @@ fastest link that it knows of, and would then not believe those that nothing has
 
 def calibrated(rank: int, world_size: int) -> str:
     return calibrate(ClusterSpec.loads(TWO_HOSTS), time_budget_s=1.0).model_dump_json()
+
+
+def left_alone(rank: int, world_size: int) -> str:
+    """What a rank hears where rank 1 ends between two collectives that the ranks measure."""
+
+    def ends(self: _Bench, issue: object) -> tuple[float, float]:
+        self._meet()
+        raise ValueError("a fault of rank 1's own")
+
+    if rank == 1:
+        _Bench._once = ends  # type: ignore[method-assign]
+    try:
+        calibrate(ClusterSpec.local(2), time_budget_s=1.0, timeout_s=10.0)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +94,12 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     assert "measuring links" in done.stderr and f"wrote {path}" in done.stderr
     assert Calibration.load(path).cluster == ClusterSpec.local(2).fingerprint
     assert json.loads(path.read_text())["schema_version"] == 1
+
+
+def test_a_rank_that_ends_is_named() -> None:
+    heard, fault = run_ranks(2, left_alone)
+    assert heard.startswith("CollectiveError: a calibration, rank 0: rank 1 has ")
+    assert fault == "ValueError: a fault of rank 1's own"
 
 
 def test_another_number_of_ranks_is_refused() -> None:

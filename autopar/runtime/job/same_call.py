@@ -11,7 +11,7 @@ from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import ModelFingerprint, Plan
 
 _PLAN, _DO = "plan text", "do "
-"""What rank 0 is waited for, and what comes before that where the others are to do something with it."""
+"""The topic under which the ranks wait for rank 0, and the word before something that they are to do with it."""
 
 
 def check_same_call(model: ModelFingerprint, group: Group, settings: str, plan: Plan | None) -> None:
@@ -25,8 +25,8 @@ def check_same_call(model: ModelFingerprint, group: Group, settings: str, plan: 
 def led_by_rank_0(group: Group, make: Callable[[Callable[[str], None]], str], do: Callable[[str], None]) -> str:
     """What `make` returns on rank 0, on every rank: a search under a time budget need not end alike on two machines.
 
-    `make` is given a function that has all ranks do a thing at once, as `do` does what it is named: until it returns,
-    the others wait for that. Where `make` fails, it fails on all ranks.
+    Rank 0 calls `make` with a function `ask`, and the other ranks wait. Where `make` calls `ask(what)`, every rank
+    calls `do(what)` at the same time. Where `make` fails, it fails on all ranks.
     """
 
     def ask(what: str) -> None:
