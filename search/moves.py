@@ -13,7 +13,7 @@ from autopar.ir.training_graph import Parameter
 from autopar.ops.group import Member
 from autopar.search.base import Problem
 from autopar.search.builders.common import fuse, issue_order, piece_bytes
-from autopar.spec.plan import OptionValue, SyncGroup
+from autopar.spec.plan import OptionValue, ParameterSlice, SyncGroup
 from autopar.strategies import STRATEGIES
 from autopar.strategies.base import Options
 
@@ -68,7 +68,11 @@ class Neighbourhood:
 
     def bytes_of(self, group: SyncGroup) -> int:
         """Bytes of the group's members, each in its own dtype."""
-        return sum(piece_bytes((m, self.table[m.name])) for m in group.members)
+        return sum(map(self.bytes_of_piece, group.members))
+
+    def bytes_of_piece(self, member: ParameterSlice) -> int:
+        """Bytes of a parameter, or of the slice of it."""
+        return piece_bytes((member, self.table[member.name]))
 
     def possible(self, choice: Choice, group: SyncGroup) -> bool:
         """Whether every member of the group can be synchronized this way."""
@@ -87,16 +91,18 @@ class Neighbourhood:
 
     def switch_all(self, groups: Groups, draw: random.Random) -> Groups | None:
         """One strategy for all groups that can use it."""
-        choice = self._draw_choice(draw)
-        return tuple(choice.of(g) if self.possible(choice, g) else g for g in groups)
+        return self.switched(groups, 0, len(groups), self._draw_choice(draw))
 
     def switch_run(self, groups: Groups, draw: random.Random) -> Groups | None:
         """One strategy for those of a stretch of groups that can use it: what comes first in the backward pass has
         more time than what comes last."""
         first, last = sorted(draw.choices(range(len(groups)), k=2))
-        choice = self._draw_choice(draw)
-        run = (choice.of(g) if self.possible(choice, g) else g for g in groups[first : last + 1])
-        return (*groups[:first], *run, *groups[last + 1 :])
+        return self.switched(groups, first, last + 1, self._draw_choice(draw))
+
+    def switched(self, groups: Groups, first: int, end: int, choice: Choice) -> Groups:
+        """The same choice for those of `groups[first:end]` that can use it."""
+        run = (choice.of(g) if self.possible(choice, g) else g for g in groups[first:end])
+        return (*groups[:first], *run, *groups[end:])
 
     def tune(self, groups: Groups, draw: random.Random) -> Groups | None:
         """Other options, for those of a stretch of groups that have the strategy of one of them."""
@@ -145,7 +151,10 @@ class Neighbourhood:
 
     def rebucket(self, groups: Groups, draw: random.Random) -> Groups | None:
         """All members divided anew into buckets of another size; each keeps its strategy and options."""
-        size = round(max(1, self.bytes_total) * MAX_BUCKETS ** -draw.random())
+        return self.rebucketed(groups, round(max(1, self.bytes_total) * MAX_BUCKETS ** -draw.random()))
+
+    def rebucketed(self, groups: Groups, size: int) -> Groups:
+        """All members in buckets of so many bytes or more."""
         single = [g.model_copy(update={"members": (m,)}) for g in groups for m in g.members]
         return fuse(single, self.parameters, size)
 

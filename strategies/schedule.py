@@ -59,7 +59,7 @@ class _Order:
         self.start = -1 if context.has_optimizer else graph.backward_start - 1
         """Behind this position, the first call may run."""
         self.several = context.world_size > 1
-        self.needed, self.due = _deadlines(calls)
+        self.needed, self.due = deadlines(calls)
         self.at: list[int | None] = [None] * len(calls)
         """By index: the position; `None` for calls not taken in yet."""
         self.turn = [0] * len(calls)
@@ -154,7 +154,7 @@ class _Order:
         return found
 
 
-def _deadlines(calls: Sequence[Call]) -> tuple[dict[int, int], dict[int, int]]:
+def deadlines(calls: Sequence[Call]) -> tuple[dict[int, int], dict[int, int]]:
     """By index: the position by which the graph reads a call's value; and its deadline, of its strategy's or of what is
     made of its value."""
     needed: dict[int, int] = {}

@@ -74,8 +74,8 @@ def _check_budget(
     "--searcher",
     metavar="NAME",
     callback=_searcher,
-    help="combined (default), local, dynamic, greedy, evolutionary, annealing, random, or exhaustive for up to 8 "
-    "parameters.",
+    help="combined (default), local, dynamic, stretches, greedy, evolutionary, annealing, random, or exhaustive for up "
+    "to 8 parameters.",
 )
 @click.option(
     "--time-budget",

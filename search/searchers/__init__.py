@@ -17,6 +17,7 @@ from autopar.search.searchers.exhaustive import Exhaustive
 from autopar.search.searchers.greedy import Greedy
 from autopar.search.searchers.local import LocalSearch
 from autopar.search.searchers.random_plans import RandomPlans
+from autopar.search.searchers.stretches import Stretches
 
 __all__ = ["DEFAULT", "SEARCHERS", "Combined", "LocalSearch", "Searcher", "searcher_named"]
 
@@ -26,6 +27,7 @@ SEARCHERS: dict[str, Callable[[], Searcher]] = {
     DEFAULT: Combined,
     "local": LocalSearch,
     "dynamic": DynamicProgramming,
+    "stretches": Stretches,
     "greedy": Greedy,
     "evolutionary": Evolutionary,
     "annealing": Annealing,

@@ -32,7 +32,7 @@ def problem(cluster: ClusterSpec) -> Problem:
 
 
 @pytest.mark.parametrize("cluster", [cpu_hosts(4), SLOW_HOST, cpu_hosts(2, devices="2 x cpu")], ids=str)
-@pytest.mark.parametrize("name", ["ddp", "PS", "zero1", "hierarchical"])
+@pytest.mark.parametrize("name", ["ddp", "PS", "zero1", "hierarchical", "sharded"])
 def test_no_step_is_shorter(cluster: ClusterSpec, name: str) -> None:
     of = problem(cluster)
     model = of.cost_model
@@ -45,6 +45,20 @@ def test_no_step_is_shorter(cluster: ClusterSpec, name: str) -> None:
         low_s = bound.of([rows])[0]
         assert 0 < low_s <= step_s * (1 + 1e-9)
         groups = near.neighbour(groups, draw) or groups
+
+
+@pytest.mark.parametrize("name", ["zero1", "all_reduce_one_bucket"])
+def test_what_is_sent_behind_the_backward_pass_comes_on_top_of_the_compute(name: str) -> None:
+    """Of a step that computes for 1.5 s and sends for 0.7 s, the busier one would be two thirds."""
+    cluster = cpu_hosts(2, "300 Mbit/s")
+    graph = training_graph(flops=10**10)
+    context = Context(2).on(cluster)
+    model = AnalyticCostModel()
+    bound = Bound(model.pricer(graph, Topology(cluster)))
+    groups = builder_named(name)(graph.parameters, context, cluster)
+    low_s = bound.of([[bound.add(lower_plan((g,), graph, context)) for g in groups]])[0]
+    step_s = model.predict(graph, lower_plan(groups, graph, context), Topology(cluster)).step_time_s
+    assert 0.95 * step_s <= low_s <= step_s
 
 
 def test_a_bound_of_many_is_that_of_each() -> None:

@@ -16,6 +16,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.search import SEARCHERS, Budget, Candidate, Evaluator, Problem, SearchResult, search_result, searcher_named
 from autopar.search.builders.common import issue_order, whole
 from autopar.search.moves import Neighbourhood
+from autopar.search.searchers import stretches
 from autopar.search.searchers.dynamic import Cuts
 from autopar.search.searchers.evolutionary import crossed
 from autopar.search.searchers.exhaustive import partitions
@@ -99,11 +100,40 @@ def test_an_exhaustive_search_that_is_cut_short_says_so() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["combined", "random", "annealing", "evolutionary"])
+@pytest.mark.parametrize("name", ["combined", "random", "annealing", "evolutionary", "stretches"])
 def test_a_searcher_stops_where_nothing_new_is_left(name: str) -> None:
     """One parameter on two ranks has some dozens of plans, and the budget is far larger."""
     result = found(name, (("a", (64, 64)),), cpu_hosts(2), evaluations=10**9)
     assert len(result.candidates) < 1000
+
+
+def test_stretches_find_in_few_plans_what_single_switches_need_many_for() -> None:
+    """Of 60 layers beside a slow host, nearly all groups have to change before the step becomes much shorter."""
+    layers = tuple((f"{i}.weight", (512, 512)) for i in range(60))
+    few = best(found("stretches", layers, SLOW_HOST, evaluations=60)).step_time_s
+    assert few <= best(found("random", layers, SLOW_HOST, evaluations=300)).step_time_s
+
+
+def test_a_stretch_parts_the_groups_of_its_kind_alone() -> None:
+    layers: tuple[Layer, ...] = (*((f"{i}.weight", (64, 64)) for i in range(40)), ("table", (1000, 64)))
+    graph = training_graph(layers, rows=["table"])
+    of = Problem(graph, SLOW_HOST, Topology(SLOW_HOST), Context(3).on(SLOW_HOST), AnalyticCostModel())
+    evaluate = Evaluator(of, Budget(time_s=1e9, evaluations=10**9))
+    over, draw = stretches._Over(evaluate, 1.0), random.Random(0)
+    for _ in range(50):
+        candidate = evaluate("drawn", drawn(over.near, draw))
+        if candidate is None:
+            continue
+        evaluate.best = candidate
+        kinds = {over._kind(group): group for group in candidate.groups}
+        for kind in kinds:
+            begin, end = sorted((draw.random(), draw.random()))
+            parts = over._parts(stretches._Stretch(kind, begin, end, ()))
+            assert [m for g, _ in parts for m in g.members] == [m for g in candidate.groups for m in g.members]
+            assert all(over._kind(g) == kind for g, inside in parts if inside)
+            whole_plan = over._parts(stretches._Stretch(kind, 0.0, 1.0, ()))
+            assert [g for g, _ in whole_plan] == list(candidate.groups)
+            assert [inside for _, inside in whole_plan] == [over._kind(g) == kind for g in candidate.groups]
 
 
 def test_exhaustive_search_trusts_no_bound_that_a_correction_undercuts() -> None:

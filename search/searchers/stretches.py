@@ -1,0 +1,167 @@
+"""Ever shorter stretches of the backward pass, each switched as a whole: from all of it down to sixteenths.
+
+Where groups are many, a single switch changes little, and the one that pays may need others beside it: parameters that
+are gathered in the forward pass pay where the backward pass is full. So the best plan is cut into buckets of several
+sizes; then all groups are synchronized alike, in every way that is not far slower by itself than another one; then each
+half, in those ways that did best for the whole; and so on (pattern search with halved steps, as Hooke and Jeeves,
+1961).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.search.base import SEARCHED, Candidate
+from autopar.search.builders.common import issue_order
+from autopar.search.evaluate import Evaluator
+from autopar.search.moves import Choice, Groups, Neighbourhood
+from autopar.search.searchers.base import Searcher
+from autopar.spec.plan import ParameterSlice, SyncGroup
+
+BUCKETS = (8, 16, 24, 32, 48, 64, 96)
+"""Into about so many, all parameters are put."""
+SHORTEST = 1 / 16
+"""Of the parameters, the part that the shortest stretches have."""
+SLOWER = 2.0
+"""Strategies are tried that take, alone, at most so many times as long as the fastest one for the same parameters."""
+BEST = 5
+"""Choices that go on from a stretch to its halves."""
+MOST_OPTIONS = 8
+"""Options of one strategy that are tried; where there are more, they are owners, which are nearly equal."""
+
+Kind = frozenset[str]
+"""Of a group, by its largest parameter: the strategies that apply, and the dtype. Tables have others than layers."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A part of the plan's groups of one kind, from 0 to 1, and what they may be switched to."""
+
+    kind: Kind
+    begin: float
+    end: float
+    choices: Sequence[Choice]
+
+    def halves(self, choices: Sequence[Choice]) -> list[_Stretch]:
+        """Both, with these choices; none where they would be too short."""
+        middle = (self.begin + self.end) / 2
+        if middle - self.begin < SHORTEST or not choices:
+            return []
+        return [_Stretch(self.kind, self.begin, middle, choices), _Stretch(self.kind, middle, self.end, choices)]
+
+
+class Stretches(Searcher):
+    """Improves the best plan of all that was found, again and again, until that helps no more."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = share
+        """Part of the budget that may be used up when it stops."""
+
+    def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
+        over = _Over(evaluate, self.share)
+        while (before := evaluate.best) is not None and not over.is_done:
+            over.bucket_sizes()
+            over.stretches()
+            if evaluate.best is before:
+                break
+
+
+class _Over:
+    """Goes over the best plan of an evaluator."""
+
+    def __init__(self, evaluate: Evaluator, share: float) -> None:
+        self.evaluate = evaluate
+        self.share = share
+        self.near = Neighbourhood(evaluate.problem)
+        self._kinds: dict[str, Kind] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return self.evaluate.used >= self.share
+
+    @property
+    def groups(self) -> Groups:
+        """Of the best plan."""
+        assert self.evaluate.best is not None
+        return self.evaluate.best.groups
+
+    def bucket_sizes(self) -> None:
+        """Prices the best plan with buckets of other sizes."""
+        for count in BUCKETS:
+            if self.is_done:
+                return
+            self.evaluate(SEARCHED, self.near.rebucketed(self.groups, max(1, self.near.bytes_total // count)))
+
+    def stretches(self) -> None:
+        """Switches stretches of the best plan, the longest first."""
+        kinds: dict[Kind, list[ParameterSlice]] = {}
+        for group in self.groups:
+            kinds.setdefault(self._kind(group), []).extend(group.members)
+        todo = deque(_Stretch(kind, 0.0, 1.0, self._promising(members)) for kind, members in kinds.items())
+        while todo and not self.is_done:
+            stretch = todo.popleft()
+            todo += stretch.halves(self._switched(stretch))
+
+    def _switched(self, stretch: _Stretch) -> list[Choice]:
+        """Prices a stretch under each of its choices; returns those that did best, one of each step time."""
+        parts = self._parts(stretch)
+        if not any(inside for _, inside in parts):
+            return []
+        found: dict[tuple[int, str], tuple[Candidate, Choice]] = {}
+        for choice in stretch.choices:
+            if self.is_done:
+                break
+            changed = (choice.of(g) if inside and self.near.possible(choice, g) else g for g, inside in parts)
+            candidate = self.evaluate(SEARCHED, issue_order(changed, self.near.parameters))
+            if candidate is not None:
+                found.setdefault((candidate.overflow_bytes, f"{candidate.step_time_s:.4g}"), (candidate, choice))
+        return [choice for _, choice in sorted(found.values(), key=lambda one: one[0].order)][:BEST]
+
+    def _parts(self, stretch: _Stretch) -> list[tuple[SyncGroup, bool]]:
+        """The groups, and whether each lies in the stretch. Where there are too few of them for short stretches, those
+        are parted in which the stretch begins and ends."""
+        mine = [self._kind(group) == stretch.kind for group in self.groups]
+        whole = sum(mine) >= 1 / SHORTEST
+        sizes = [(1 if whole else len(g.members)) if own else 0 for g, own in zip(self.groups, mine, strict=True)]
+        begin, end = round(stretch.begin * sum(sizes)), round(stretch.end * sum(sizes))
+        parts: list[tuple[SyncGroup, bool]] = []
+        at = 0
+        for group, size in zip(self.groups, sizes, strict=True):
+            cuts = [b - at for b in (begin, end) if 0 < b - at < size]
+            if cuts:
+                bounds = [0, *dict.fromkeys(cuts), size]
+                for low, high in itertools.pairwise(bounds):
+                    part = group.model_copy(update={"members": group.members[low:high]})
+                    parts.append((part, begin <= at + low < end))
+            else:
+                parts.append((group, size > 0 and begin <= at < end))
+            at += size
+        return parts
+
+    def _kind(self, group: SyncGroup) -> Kind:
+        largest = max(group.members, key=self.near.bytes_of_piece)
+        if largest.name not in self._kinds:
+            alone = SyncGroup(strategy="all_reduce", members=(largest,))
+            names = [name for name, options in self.near.choices.items() if self.near.possible(options[0], alone)]
+            self._kinds[largest.name] = frozenset([*names, self.near.table[largest.name].spec.dtype])
+        return self._kinds[largest.name]
+
+    def _promising(self, members: Sequence[ParameterSlice]) -> list[Choice]:
+        """What may be worth trying for parameters of one kind, judged by what the first option of each strategy takes
+        for all of them in one group."""
+        group = SyncGroup(strategy="all_reduce", members=tuple(members))
+        pricer = self.evaluate.problem.pricer
+        seconds: dict[str, float] = {}
+        for name, options in self.near.choices.items():
+            if self.is_done:
+                break
+            if not self.near.possible(options[0], group):
+                continue
+            alone = None if pricer is None else self.evaluate.problem.alone(options[0].of(group))
+            seconds[name] = 0.0 if pricer is None or alone is None else sum(pricer.alone_s(alone))
+        least = min(seconds.values(), default=0.0)
+        fast = [name for name, s in seconds.items() if s <= SLOWER * least]
+        return [choice for name in fast for choice in self.near.choices[name][:MOST_OPTIONS]]
