@@ -53,7 +53,8 @@ class _Row:
 
 
 class Bound:
-    """Lower bounds of step times, of plans for one graph on one topology."""
+    """Lower bounds of step times, of plans for one graph on one topology whose groups lie in the order in which their
+    gradients are complete."""
 
     def __init__(self, pricer: StepPricer) -> None:
         self.pricer = pricer
@@ -95,8 +96,7 @@ class Bound:
         return found
 
     def _sent(self, alone: StepProgram, transfers: Sequence[Transfer | None]) -> list[_Sent]:
-        """What a group sends. In a plan of several groups, it sends nothing sooner, for gradients may wait for each
-        other's turn; and it is read nowhere else."""
+        """What a group sends. Beside other groups it sends nothing sooner, and waits for nothing later."""
         due = deadlines(alone.calls)[1]
         last = len(self._borders) - 1
         found = []
