@@ -13,7 +13,8 @@ from autopar.spec.summary import BASELINE
 ALWAYS = (BASELINE, "sharded")
 """Seeds that are priced in any case: what plans are compared with, and what takes the least memory."""
 SEEDS_SHARE, SEEDS_LEAST_S = 0.6, 0.5
-"""Seeds may take this part of a search's time, and these seconds in any case."""
+"""Seeds may take this part of a search's time, and these seconds in any case; those of many groups, which take long,
+begin in the first half of both."""
 LEAN = ("sharded", "PartitionedPS", "zero1")
 """Seeds that take less memory with a group for each parameter, as less is gathered, or packed, at a time. Where nothing
 fits, they are tried in turn, until one spreads parameters over the ranks, or fits."""
@@ -39,7 +40,8 @@ def seeds_of(evaluate: Evaluator) -> tuple[dict[str, Candidate], list[Candidate]
     for place, name in enumerate(found):
         if place == len(ALWAYS):
             lean = _lean(evaluate)
-        used_up = evaluate.elapsed_s > max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
+        part = 0.5 if name.split("+")[0] in MANY_GROUPS else 1.0
+        used_up = evaluate.elapsed_s > part * max(SEEDS_SHARE * evaluate.budget.time_s, SEEDS_LEAST_S)
         if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set() or is_hopeless(evaluate)):
             left_out = found[place:]
             break
