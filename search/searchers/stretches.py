@@ -22,11 +22,12 @@ from autopar.search.searchers.base import Searcher
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
 BUCKETS = (8, 16, 24, 32, 48, 64, 96)
-"""Into about so many, all parameters are put."""
+"""Numbers of buckets, about, into which the parameters are cut."""
 SHORTEST = 1 / 16
-"""Of the parameters, the part that the shortest stretches have."""
+"""The shortest stretches hold this part of the groups, or of the parameters where groups are few."""
 SLOWER = 2.0
-"""Strategies are tried that take, alone, at most so many times as long as the fastest one for the same parameters."""
+"""A strategy is tried where it takes, alone, at most this many times as long as the fastest one for the same
+parameters."""
 BEST = 5
 """Choices that go on from a stretch to its halves."""
 MOST_OPTIONS = 8
@@ -150,8 +151,8 @@ class _Over:
         return self._kinds[largest.name]
 
     def _promising(self, members: Sequence[ParameterSlice]) -> list[Choice]:
-        """What may be worth trying for parameters of one kind, judged by what the first option of each strategy takes
-        for all of them in one group."""
+        """Choices that may be worth trying for parameters of one kind. A strategy is judged by the seconds that its
+        first option takes for all of them in one group."""
         group = SyncGroup(strategy="all_reduce", members=tuple(members))
         pricer = self.evaluate.problem.pricer
         seconds: dict[str, float] = {}
@@ -160,8 +161,9 @@ class _Over:
                 break
             if not self.near.possible(options[0], group):
                 continue
-            alone = None if pricer is None else self.evaluate.problem.alone(options[0].of(group))
-            seconds[name] = 0.0 if pricer is None or alone is None else sum(pricer.alone_s(alone))
+            alone = self.evaluate.problem.alone(options[0].of(group))
+            if alone is not None:
+                seconds[name] = 0.0 if pricer is None else sum(pricer.alone_s(alone))
         least = min(seconds.values(), default=0.0)
         fast = [name for name, s in seconds.items() if s <= SLOWER * least]
         return [choice for name in fast for choice in self.near.choices[name][:MOST_OPTIONS]]
