@@ -19,6 +19,9 @@ from autopar.strategies.base import Options
 
 Groups = tuple[SyncGroup, ...]
 
+Kind = frozenset[str]
+"""Of a group, by its largest parameter: the strategies that apply, and the dtype. Tables have others than layers."""
+
 MAX_BUCKETS = 256
 """Buckets of equal size that the move `rebucket` goes up to: with more, latency alone costs more than it can hide."""
 
@@ -48,6 +51,7 @@ class Neighbourhood:
         self.table = {p.name: p for p in self.parameters}
         self.choices = choices(problem)
         self.bytes_total = problem.graph.parameter_bytes
+        self._kinds: dict[str, Kind] = {}
         # The moves that change what is sent come as often as those that change how it is cut: on the networks that
         # were measured, the former mattered 2 to 175 times, the latter a few per cent.
         self.moves: tuple[Callable[[Groups, random.Random], Groups | None], ...] = (
@@ -73,6 +77,19 @@ class Neighbourhood:
     def bytes_of_piece(self, member: ParameterSlice) -> int:
         """Bytes of a parameter, or of the slice of it."""
         return piece_bytes((member, self.table[member.name]))
+
+    def place_of(self, member: ParameterSlice) -> tuple[int, int]:
+        """Where the member comes in the backward pass, by the completion of its gradient; slices by their rows."""
+        return self.table[member.name].ready, member.start or 0
+
+    def kind(self, group: SyncGroup) -> Kind:
+        """What the group can be synchronized by, judged by its largest parameter."""
+        largest = max(group.members, key=self.bytes_of_piece)
+        if largest.name not in self._kinds:
+            alone = SyncGroup(strategy="all_reduce", members=(largest,))
+            names = [name for name, options in self.choices.items() if self.possible(options[0], alone)]
+            self._kinds[largest.name] = frozenset([*names, self.table[largest.name].spec.dtype])
+        return self._kinds[largest.name]
 
     def possible(self, choice: Choice, group: SyncGroup) -> bool:
         """Whether every member of the group can be synchronized this way."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from autopar.errors import PlanError, among
 from autopar.search.searchers.annealing import Annealing
 from autopar.search.searchers.base import Searcher
+from autopar.search.searchers.borders import Borders
 from autopar.search.searchers.combined import Combined
 from autopar.search.searchers.dynamic import DynamicProgramming
 from autopar.search.searchers.evolutionary import Evolutionary
@@ -28,6 +29,7 @@ SEARCHERS: dict[str, Callable[[], Searcher]] = {
     "local": LocalSearch,
     "dynamic": DynamicProgramming,
     "stretches": Stretches,
+    "borders": Borders,
     "greedy": Greedy,
     "evolutionary": Evolutionary,
     "annealing": Annealing,

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from autopar.search.base import Candidate
 from autopar.search.evaluate import Evaluator
-from autopar.search.moves import Neighbourhood
 from autopar.search.searchers.base import Searcher
+from autopar.search.searchers.borders import Borders
 from autopar.search.searchers.dynamic import DynamicProgramming
 from autopar.search.searchers.evolutionary import Evolutionary
-from autopar.search.searchers.local import SIMPLIFY_SHARE, LocalSearch, simplify
+from autopar.search.searchers.local import SIMPLIFY_SHARE, LocalSearch
 from autopar.search.searchers.stretches import Stretches
 
-FIRST_SHARE, LOCAL_SHARE, AGAIN_SHARE = 0.4, 0.6, 0.75
+FIRST_SHARE, LOCAL_SHARE, BORDERS_SHARE, AGAIN_SHARE = 0.4, 0.5, 0.65, 0.75
 """Parts of what the seeds have left of the budget that are used up, at most, when stretches are left, when the local
-search is, and when stretches are left again; what remains is for crossing plans."""
+search is, when borders are, and when stretches are left again; what remains is for crossing plans."""
 IDLE_ROUNDS = 2
 """Rounds in a row that found nothing better, after which it stops."""
 
 
 class Combined(Searcher):
     """Switches ever shorter stretches of the best seed, and cuts the best seeds anew by dynamic programming; then, by
-    rounds, improves the best of all that was found step by step and crosses what came of it; at the end, merges groups
-    of the best for as long as that costs nothing."""
+    rounds, improves the best of all that was found step by step, moves its borders, and crosses what came of it; at the
+    end, merges groups of the best for as long as that costs nothing, and moves borders with what is left."""
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         begun = evaluate.used  # where time is short, seeds have taken some of it
@@ -37,9 +37,9 @@ class Combined(Searcher):
         while idle < IDLE_ROUNDS and evaluate.used < 1 - SIMPLIFY_SHARE:
             before, own = evaluate.best, seed + 7919 * number
             LocalSearch(simplify_share=1 - until(LOCAL_SHARE)).search(evaluate.candidates, evaluate, seed=own)
+            Borders(share=until(BORDERS_SHARE)).search(seeds, evaluate, seed=own)
             Stretches(until(AGAIN_SHARE)).search(seeds, evaluate, seed=own)
             Evolutionary(share=1 - SIMPLIFY_SHARE).search(seeds, evaluate, seed=own)
             idle = idle + 1 if evaluate.best is before else 0
             number += 1
-        if evaluate.best is not None:
-            simplify(evaluate.best, Neighbourhood(evaluate.problem), evaluate)
+        Borders().search(seeds, evaluate, seed=seed)

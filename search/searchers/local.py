@@ -63,15 +63,17 @@ class LocalSearch(Searcher):
         return [c if evaluate.spent else recombination.improve(c, draw) for c in starts]
 
 
-def simplify(best: Candidate, near: Neighbourhood, evaluate: Evaluator) -> None:
-    """Merges neighbours for as long as the plan stays within a tie of the best and no slower than the seeds."""
+def simplify(best: Candidate, near: Neighbourhood, evaluate: Evaluator, share: float = 1.0) -> Candidate:
+    """Merges neighbours for as long as the plan stays within a tie of the best and no slower than the seeds, and until
+    this share of the budget is used up; returns the simplest plan that came of it."""
     overflow, seed_s, _ = evaluate.best_seed.order if evaluate.best_seed else best.order
     limit = min(best.step_time_s * (1 + TIE), seed_s) if best.overflow_bytes <= overflow else best.step_time_s
     i = 0
-    while i < len(best.groups) - 1 and not evaluate.spent:
+    while i < len(best.groups) - 1 and evaluate.used < share:
         groups = merged(best.groups, i, near.table)
         candidate = None if groups is None else evaluate(SEARCHED, groups)
         if candidate and candidate.step_time_s <= limit and candidate.overflow_bytes <= best.overflow_bytes:
             best = candidate
         else:
             i += 1
+    return best

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from autopar.search.base import SEARCHED, Candidate
 from autopar.search.builders.common import issue_order
 from autopar.search.evaluate import Evaluator
-from autopar.search.moves import Choice, Groups, Neighbourhood
+from autopar.search.moves import Choice, Groups, Kind, Neighbourhood
 from autopar.search.searchers.base import Searcher
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
@@ -32,9 +32,6 @@ BEST = 5
 """Choices that go on from a stretch to its halves."""
 MOST_OPTIONS = 8
 """Options of one strategy that are tried; where there are more, they are owners, which are nearly equal."""
-
-Kind = frozenset[str]
-"""Of a group, by its largest parameter: the strategies that apply, and the dtype. Tables have others than layers."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,6 @@ class _Over:
         self.evaluate = evaluate
         self.share = share
         self.near = Neighbourhood(evaluate.problem)
-        self._kinds: dict[str, Kind] = {}
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +96,7 @@ class _Over:
         """Switches stretches of the best plan, the longest first."""
         kinds: dict[Kind, list[ParameterSlice]] = {}
         for group in self.groups:
-            kinds.setdefault(self._kind(group), []).extend(group.members)
+            kinds.setdefault(self.near.kind(group), []).extend(group.members)
         todo = deque(_Stretch(kind, 0.0, 1.0, self._promising(members)) for kind, members in kinds.items())
         while todo and not self.is_done:
             stretch = todo.popleft()
@@ -124,7 +120,7 @@ class _Over:
     def _parts(self, stretch: _Stretch) -> list[tuple[SyncGroup, bool]]:
         """The groups, and whether each lies in the stretch. Where there are too few of them for short stretches, those
         are parted in which the stretch begins and ends."""
-        mine = [self._kind(group) == stretch.kind for group in self.groups]
+        mine = [self.near.kind(group) == stretch.kind for group in self.groups]
         whole = sum(mine) >= 1 / SHORTEST
         sizes = [(1 if whole else len(g.members)) if own else 0 for g, own in zip(self.groups, mine, strict=True)]
         begin, end = round(stretch.begin * sum(sizes)), round(stretch.end * sum(sizes))
@@ -141,14 +137,6 @@ class _Over:
                 parts.append((group, size > 0 and begin <= at < end))
             at += size
         return parts
-
-    def _kind(self, group: SyncGroup) -> Kind:
-        largest = max(group.members, key=self.near.bytes_of_piece)
-        if largest.name not in self._kinds:
-            alone = SyncGroup(strategy="all_reduce", members=(largest,))
-            names = [name for name, options in self.near.choices.items() if self.near.possible(options[0], alone)]
-            self._kinds[largest.name] = frozenset([*names, self.near.table[largest.name].spec.dtype])
-        return self._kinds[largest.name]
 
     def _promising(self, members: Sequence[ParameterSlice]) -> list[Choice]:
         """Choices that may be worth trying for parameters of one kind. A strategy is judged by the seconds that its

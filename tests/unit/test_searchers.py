@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -17,6 +17,7 @@ from autopar.search import SEARCHERS, Budget, Candidate, Evaluator, Problem, Sea
 from autopar.search.builders.common import issue_order, whole
 from autopar.search.moves import Neighbourhood
 from autopar.search.searchers import stretches
+from autopar.search.searchers.borders import Borders, moved
 from autopar.search.searchers.dynamic import Cuts
 from autopar.search.searchers.evolutionary import crossed
 from autopar.search.searchers.exhaustive import partitions
@@ -125,15 +126,38 @@ def test_a_stretch_parts_the_groups_of_its_kind_alone() -> None:
         if candidate is None:
             continue
         evaluate.best = candidate
-        kinds = {over._kind(group): group for group in candidate.groups}
+        kinds = {over.near.kind(group): group for group in candidate.groups}
         for kind in kinds:
             begin, end = sorted((draw.random(), draw.random()))
             parts = over._parts(stretches._Stretch(kind, begin, end, ()))
             assert [m for g, _ in parts for m in g.members] == [m for g in candidate.groups for m in g.members]
-            assert all(over._kind(g) == kind for g, inside in parts if inside)
+            assert all(over.near.kind(g) == kind for g, inside in parts if inside)
             whole_plan = over._parts(stretches._Stretch(kind, 0.0, 1.0, ()))
             assert [g for g, _ in whole_plan] == list(candidate.groups)
-            assert [inside for _, inside in whole_plan] == [over._kind(g) == kind for g in candidate.groups]
+            assert [inside for _, inside in whole_plan] == [over.near.kind(g) == kind for g in candidate.groups]
+
+
+def test_borders_moved_together_find_what_single_ones_do_not() -> None:
+    """Buckets of 64 layers: each border is moved by itself until that helps no more, then all at once."""
+    of = problem(tuple((f"{i}.weight", (256, 256)) for i in range(64)), cpu_hosts(4))
+    evaluate = Evaluator(of, WITHOUT_END)
+    members = [whole(p)[0] for p in sorted(of.graph.parameters, key=lambda p: p.ready)]
+
+    def price(borders: tuple[int, ...]) -> float:
+        cuts = pairwise((0, *borders, len(members)))
+        groups = (SyncGroup(strategy="all_reduce", members=tuple(members[i:j])) for i, j in cuts)
+        candidate = evaluate("cut", issue_order(groups, of.graph.parameters))
+        assert candidate is not None
+        return candidate.step_time_s
+
+    borders: tuple[int, ...] = (16, 32, 48)
+    before = float("inf")
+    while price(borders) < before:
+        before = price(borders)
+        near = [sorted({*borders[:i], at, *borders[i + 1 :]}) for i in range(3) for at in range(1, len(members))]
+        borders = min((tuple(n) for n in near if len(n) == 3), key=price)
+    Borders().search((), evaluate)
+    assert evaluate.best is not None and evaluate.best.step_time_s < before
 
 
 def test_exhaustive_search_trusts_no_bound_that_a_correction_undercuts() -> None:
@@ -171,11 +195,12 @@ def test_an_unknown_searcher_is_named() -> None:
         searcher_named("gredy")
 
 
-def test_random_plans_and_children_hold_every_parameter_once() -> None:
+def test_random_plans_and_children_and_moved_borders_hold_every_parameter_once() -> None:
     of = problem(MLP)
     near, draw = Neighbourhood(of), random.Random(0)
     plans = [drawn(near, draw) for _ in range(20)]
     plans += [crossed(draw.choice(plans), draw.choice(plans), near, draw) for _ in range(20)]
+    plans += [moved(draw.choice(plans), 0.5, near, draw) for _ in range(20)]
     for groups in plans:
         assert partition_problems(groups, of.graph.model.parameters) == []
         lower_plan(groups, of.graph, of.context)
