@@ -61,7 +61,10 @@ def outcomes(names: Sequence[str], teams: int) -> Iterator[Outcome]:
 @click.option("--only", multiple=True, metavar="NAME", help="This model or family alone; may be repeated.")
 @click.option("--teams", default=max((os.cpu_count() or 1) // WORLD_SIZE, 1), help="Models that are tried at a time.")
 @click.option(
-    "--journal", default="out/capture.jsonl", type=click.Path(path_type=Path), help="Where outcomes are kept."
+    "--journal",
+    default="benchmarks/results/capture.jsonl",
+    type=click.Path(path_type=Path),
+    help="Where outcomes are kept.",
 )
 @click.option("--again", is_flag=True, help="Try again what the journal has.")
 @click.option("--any-revision", is_flag=True, help="Take outcomes of other revisions of autopar, too.")
@@ -95,7 +98,9 @@ def main(
         took = f"{time.monotonic() - start:5.0f} s"
         click.echo(f"[{took}, {len(found)}/{len(names)}] {outcome.name}: {words} ({outcome.seconds:.0f} s)", err=True)
     result = report(found, {} if only else REQUIRED, absent)
-    sys.exit(publish(result, command="python -m benchmarks.capture", check=check, json_file=json_file, save=save))
+    asked_for = [*(f"--only {word}" for word in only), *(["--any-revision"] if any_revision else [])]
+    command = " ".join(["python -m benchmarks.capture", *asked_for])
+    sys.exit(publish(result, command=command, check=check, json_file=json_file, save=save))
 
 
 if __name__ == "__main__":
