@@ -13,7 +13,7 @@ from autopar.search.searchers.evolutionary import Evolutionary
 from autopar.search.searchers.local import SIMPLIFY_SHARE, LocalSearch
 from autopar.search.searchers.stretches import Stretches
 
-FIRST_SHARE, LOCAL_SHARE, BORDERS_SHARE, AGAIN_SHARE = 0.4, 0.5, 0.65, 0.75
+FIRST_SHARE, LOCAL_SHARE, BORDERS_SHARE, AGAIN_SHARE = 0.3, 0.45, 0.55, 0.65
 """Parts of what the seeds have left of the budget that are used up, at most, when stretches are left, when the local
 search is, when borders are, and when stretches are left again; what remains is for crossing plans."""
 IDLE_ROUNDS = 2

@@ -21,14 +21,14 @@ from autopar.search.moves import Choice, Groups, Kind, Neighbourhood
 from autopar.search.searchers.base import Searcher
 from autopar.spec.plan import ParameterSlice, SyncGroup
 
-BUCKETS = (8, 16, 24, 32, 48, 64, 96)
+BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192)
 """Numbers of buckets, about, into which the parameters are cut."""
 SHORTEST = 1 / 16
 """The shortest stretches hold this part of the groups, or of the parameters where groups are few."""
 SLOWER = 2.0
 """A strategy is tried where it takes, alone, at most this many times as long as the fastest one for the same
 parameters."""
-BEST = 5
+BEST = 4
 """Choices that go on from a stretch to its halves."""
 MOST_OPTIONS = 8
 """Options of one strategy that are tried; where there are more, they are owners, which are nearly equal."""
