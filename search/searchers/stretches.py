@@ -23,6 +23,8 @@ from autopar.spec.plan import ParameterSlice, SyncGroup
 
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192)
 """Numbers of buckets, about, into which the parameters are cut."""
+WORSE = 2
+"""Sizes in a row that are no better than a larger one, after which no smaller ones are tried."""
 SHORTEST = 1 / 16
 """The shortest stretches hold this part of the groups, or of the parameters where groups are few."""
 SLOWER = 2.0
@@ -86,11 +88,18 @@ class _Over:
         return self.evaluate.best.groups
 
     def bucket_sizes(self) -> None:
-        """Prices the best plan with buckets of other sizes."""
+        """Prices the best plan with buckets of other sizes, the largest first, until smaller ones are no better."""
+        best: Candidate | None = None
+        worse = 0
         for count in BUCKETS:
-            if self.is_done:
+            if self.is_done or worse >= WORSE:
                 return
-            self.evaluate(SEARCHED, self.near.rebucketed(self.groups, max(1, self.near.bytes_total // count)))
+            size = max(1, self.near.bytes_total // count)
+            candidate = self.evaluate(SEARCHED, self.near.rebucketed(self.groups, size))
+            if candidate is not None and (best is None or candidate.order < best.order):
+                best, worse = candidate, 0
+            else:
+                worse += 1
 
     def stretches(self) -> None:
         """Switches stretches of the best plan, the longest first."""
