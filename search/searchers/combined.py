@@ -16,6 +16,9 @@ from autopar.search.searchers.stretches import Stretches
 FIRST_SHARE, LOCAL_SHARE, BORDERS_SHARE, AGAIN_SHARE = 0.3, 0.45, 0.55, 0.65
 """Parts of what the seeds have left of the budget that are used up, at most, when stretches are left, when the local
 search is, when borders are, and when stretches are left again; what remains is for crossing plans."""
+FIRST_PLANS, FIRST_MOST = 100, 0.6
+"""Plans that stretches price at first where time is short, until this part of it is used up: nothing else gains as much
+by as few."""
 IDLE_ROUNDS = 2
 """Rounds in a row that found nothing better, after which it stops."""
 
@@ -31,7 +34,7 @@ class Combined(Searcher):
         def until(share: float) -> float:
             return begun + share * (1 - begun)
 
-        Stretches(until(FIRST_SHARE)).search(seeds, evaluate, seed=seed)
+        Stretches(until(FIRST_SHARE), FIRST_PLANS, until(FIRST_MOST)).search(seeds, evaluate, seed=seed)
         DynamicProgramming().search(seeds, evaluate, seed=seed)
         idle = number = 0
         while idle < IDLE_ROUNDS and evaluate.used < 1 - SIMPLIFY_SHARE:

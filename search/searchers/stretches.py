@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.search.base import SEARCHED, Candidate
@@ -23,8 +23,8 @@ from autopar.spec.plan import ParameterSlice, SyncGroup
 
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192)
 """Numbers of buckets, about, into which the parameters are cut."""
-WORSE = 2
-"""Sizes in a row that are no better than a larger one, after which no smaller ones are tried."""
+THIRD = 3
+"""Of these, every third one is tried first."""
 SHORTEST = 1 / 16
 """The shortest stretches hold this part of the groups, or of the parameters where groups are few."""
 SLOWER = 2.0
@@ -56,13 +56,20 @@ class _Stretch:
 class Stretches(Searcher):
     """Improves the best plan of all that was found, again and again, until that helps no more."""
 
-    def __init__(self, share: float = 1.0) -> None:
+    def __init__(self, share: float = 1.0, at_least: int = 0, most: float = 1.0) -> None:
         self.share = share
         """Part of the budget that may be used up when it stops."""
+        self.at_least, self.most = at_least, most
+        """Plans that it prices in any case, until this part of the budget is used up."""
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
-        over = _Over(evaluate, self.share)
-        while (before := evaluate.best) is not None and not over.is_done:
+        until = evaluate.priced + self.at_least
+
+        def is_done() -> bool:
+            return evaluate.used >= (self.share if evaluate.priced >= until else max(self.share, self.most))
+
+        over = _Over(evaluate, is_done)
+        while (before := evaluate.best) is not None and not over.is_done():
             over.bucket_sizes()
             over.stretches()
             if evaluate.best is before:
@@ -72,14 +79,10 @@ class Stretches(Searcher):
 class _Over:
     """Goes over the best plan of an evaluator."""
 
-    def __init__(self, evaluate: Evaluator, share: float) -> None:
+    def __init__(self, evaluate: Evaluator, is_done: Callable[[], bool]) -> None:
         self.evaluate = evaluate
-        self.share = share
+        self.is_done = is_done
         self.near = Neighbourhood(evaluate.problem)
-
-    @property
-    def is_done(self) -> bool:
-        return self.evaluate.used >= self.share
 
     @property
     def groups(self) -> Groups:
@@ -88,18 +91,20 @@ class _Over:
         return self.evaluate.best.groups
 
     def bucket_sizes(self) -> None:
-        """Prices the best plan with buckets of other sizes, the largest first, until smaller ones are no better."""
-        best: Candidate | None = None
-        worse = 0
-        for count in BUCKETS:
-            if self.is_done or worse >= WORSE:
-                return
-            size = max(1, self.near.bytes_total // count)
+        """Prices the best plan with buckets of every third size; then with those next to the best of these."""
+        found: dict[int, Candidate] = {}
+        for at in range(0, len(BUCKETS), THIRD):
+            self._bucket_size(at, found)
+        if found:
+            best = min(found, key=lambda at: found[at].order)
+            for at in range(max(0, best - THIRD + 1), min(len(BUCKETS), best + THIRD)):
+                self._bucket_size(at, found)
+
+    def _bucket_size(self, at: int, found: dict[int, Candidate]) -> None:
+        if not self.is_done() and at not in found:
+            size = max(1, self.near.bytes_total // BUCKETS[at])
             candidate = self.evaluate(SEARCHED, self.near.rebucketed(self.groups, size))
-            if candidate is not None and (best is None or candidate.order < best.order):
-                best, worse = candidate, 0
-            else:
-                worse += 1
+            found |= {at: candidate} if candidate is not None else {}
 
     def stretches(self) -> None:
         """Switches stretches of the best plan, the longest first."""
@@ -107,7 +112,7 @@ class _Over:
         for group in self.groups:
             kinds.setdefault(self.near.kind(group), []).extend(group.members)
         todo = deque(_Stretch(kind, 0.0, 1.0, self._promising(members)) for kind, members in kinds.items())
-        while todo and not self.is_done:
+        while todo and not self.is_done():
             stretch = todo.popleft()
             todo += stretch.halves(self._switched(stretch))
 
@@ -118,7 +123,7 @@ class _Over:
             return []
         found: dict[tuple[int, str], tuple[Candidate, Choice]] = {}
         for choice in stretch.choices:
-            if self.is_done:
+            if self.is_done():
                 break
             changed = (choice.of(g) if inside and self.near.possible(choice, g) else g for g, inside in parts)
             candidate = self.evaluate(SEARCHED, issue_order(changed, self.near.parameters))
@@ -154,7 +159,7 @@ class _Over:
         pricer = self.evaluate.problem.pricer
         seconds: dict[str, float] = {}
         for name, options in self.near.choices.items():
-            if self.is_done:
+            if self.is_done():
                 break
             if not self.near.possible(options[0], group):
                 continue

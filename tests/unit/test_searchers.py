@@ -120,7 +120,7 @@ def test_a_stretch_parts_the_groups_of_its_kind_alone() -> None:
     graph = training_graph(layers, rows=["table"])
     of = Problem(graph, SLOW_HOST, Topology(SLOW_HOST), Context(3).on(SLOW_HOST), AnalyticCostModel())
     evaluate = Evaluator(of, Budget(time_s=1e9, evaluations=10**9))
-    over, draw = stretches._Over(evaluate, 1.0), random.Random(0)
+    over, draw = stretches._Over(evaluate, lambda: evaluate.spent), random.Random(0)
     for _ in range(50):
         candidate = evaluate("drawn", drawn(over.near, draw))
         if candidate is None:
