@@ -40,6 +40,8 @@ class Borders(Searcher):
         if best is None or evaluate.used >= self.share:
             return
         best = simplify(best, near, evaluate, self.share)
+        if len(best.groups) == len({near.kind(group) for group in best.groups}):
+            return  # no two groups have a border
         spread, idle = WIDEST, 0
         for _ in tries(evaluate, self.share):
             if idle >= self.patience:
@@ -53,8 +55,8 @@ class Borders(Searcher):
 
 
 def moved(groups: Groups, spread: float, near: Neighbourhood, draw: random.Random) -> Groups:
-    """The groups with each border between two of one kind moved, by `spread` mean lengths of a group on average. Those
-    that lose all their members are left out."""
+    """The groups with each border between two of one kind moved by a normally distributed number of members, whose
+    standard deviation is `spread` mean lengths of a group. Groups that lose all their members are left out."""
     kinds: dict[Kind, list[SyncGroup]] = {}
     for group in groups:
         kinds.setdefault(near.kind(group), []).append(group)

@@ -160,6 +160,23 @@ def test_borders_moved_together_find_what_single_ones_do_not() -> None:
     assert evaluate.best is not None and evaluate.best.step_time_s < before
 
 
+def test_borders_try_nothing_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of one group: moving its borders again and again would take the time of other searchers."""
+    of = problem(MLP)
+    evaluate = Evaluator(of, WITHOUT_END)
+    members = tuple(whole(p)[0] for p in of.graph.parameters)
+    assert evaluate("one", (SyncGroup(strategy="all_reduce", members=members),)) is not None
+    tried = 0
+
+    def counted(*args: object) -> None:
+        nonlocal tried
+        tried += 1
+
+    monkeypatch.setattr("autopar.search.searchers.borders.moved", counted)
+    Borders().search((), evaluate)
+    assert tried == 0
+
+
 def test_exhaustive_search_trusts_no_bound_that_a_correction_undercuts() -> None:
     """A cost model that says a tenth of the simulation for one plan, and all of it for the others."""
 
