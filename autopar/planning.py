@@ -118,9 +118,12 @@ class Planner:
         return with_shares(samples, graph, cluster, context, cost_model, self.constraints)
 
     def _searched(self, training: Training, cluster: ClusterSpec, levels: tuple[Recompute, ...]) -> Plan:
-        """The first level's plan that keeps as much memory free as is asked; else the one that keeps most free."""
+        """The first level's plan that keeps as much memory free as is asked; else the one that keeps most free. Raises
+        `SpecError` where trials would run other batches than those that are priced."""
         from autopar.search.infeasible import NoPlanFits
 
+        if self.searching.finalists is not None:
+            _check_batches(training.graph(), cluster)
         found: list[tuple[int, SearchResult]] = []
         failed: list[NoPlanFits] = []
         began = time.monotonic()
@@ -213,6 +216,16 @@ class Planner:
             journal=self.searching.journal,
             resume=self.searching.resume,
             progress=self.progress,
+        )
+
+
+def _check_batches(graph: TrainingGraph, cluster: ClusterSpec) -> None:
+    """Raises `SpecError` where a device has another batch than the example, which trials run on every rank."""
+    if any(place.device.batch not in (None, graph.batch_size) for place in cluster.ranks):
+        raise SpecError(
+            f"trials run the example's batch (samples: {graph.batch_size or 'unknown'}) on every rank, and devices of "
+            f"the cluster have others ({cluster.batches}): leave `batch` out of the cluster description, make the "
+            "example as large, or search without trials"
         )
 
 

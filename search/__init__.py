@@ -13,6 +13,7 @@ from autopar.search.evaluate import Evaluator
 from autopar.search.journal import Journal
 from autopar.search.options import SearchOptions
 from autopar.search.run import (
+    Prices,
     build_plan,
     infeasible,
     plan_of,
@@ -35,6 +36,7 @@ __all__ = [
     "Journal",
     "LocalSearch",
     "Pin",
+    "Prices",
     "Problem",
     "SearchOptions",
     "SearchResult",

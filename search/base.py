@@ -133,7 +133,8 @@ class SearchResult:
 
     plan: Plan
     candidates: tuple[Candidate, ...] = field(repr=False)
-    """All plans that were priced, in that order; the seeds first."""
+    """All plans that were priced, in that order, the seeds first; then what else the search has priced that this one
+    resumes."""
     problem: Problem = field(repr=False)
     seeds: dict[str, Candidate] = field(repr=False)
     """The plans that a person would write, by name."""

@@ -37,17 +37,19 @@ class Evaluator:
         self._progress = progress
         self._known: dict[Hashable, Candidate | None] = {}
         self._began = time.monotonic()
-        self._recorded: dict[Hashable, Candidate] = {}
-        self._recorded_s = 0.0
+        self._recorded: dict[Hashable, tuple[Candidate, float]] = {}
+        """By what is executed: plans that an earlier search priced, and the seconds that each took there."""
+        self._replayed_s = 0.0
+        """Seconds that the recorded plans took that were asked for."""
         self._free = 0
         self._allowed: dict[Hashable, bool] = {}
 
-    def resume(self, candidates: Sequence[Candidate], elapsed_s: float) -> None:
-        """Takes prices from a search that was cut short, and the time that it took from the budget.
+    def resume(self, recorded: Sequence[tuple[Candidate, float]]) -> None:
+        """Takes prices from a search that was cut short, each with the seconds for which that search had run by then.
+        A recorded plan takes as many seconds of the budget, once it is asked for, as it took there.
 
         Raises `SpecError` where prices have changed since, judged by some of them."""
-        for at in range(0, len(candidates), max(1, len(candidates) // CHECKED)):
-            then = candidates[at]
+        for then, _ in recorded[:: max(1, len(recorded) // CHECKED)]:
             now = self._price(then.name, then.groups)
             if now is None or now.estimate.prediction() != then.estimate.prediction():
                 raise SpecError(
@@ -55,8 +57,16 @@ class Evaluator:
                     "the calibration, the optimizer or autopar's version is another one, or a batch of random indices "
                     "is drawn without a seed; leave --resume out, or begin another journal"
                 )
-        self._recorded = {executed(c.groups): c for c in candidates}
-        self._recorded_s = elapsed_s
+        before_s = 0.0
+        for candidate, elapsed_s in recorded:
+            self._recorded.setdefault(executed(candidate.groups), (candidate, max(0.0, elapsed_s - before_s)))
+            before_s = max(before_s, elapsed_s)
+
+    @property
+    def unasked(self) -> list[Candidate]:
+        """Recorded plans that this search has not asked for. There are some where a limit in seconds ends parts of it
+        elsewhere than in the search that recorded them."""
+        return [candidate for key, (candidate, _) in self._recorded.items() if key not in self._known]
 
     def end_of_seeds(self) -> None:
         """From here on, evaluations count against the budget."""
@@ -65,7 +75,7 @@ class Evaluator:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the search began."""
+        """Seconds that the search has taken, those of recorded plans included."""
         return time.monotonic() - self._began
 
     @property
@@ -94,12 +104,12 @@ class Evaluator:
         key = executed(groups)
         if key in self._known:
             return self._known[key]
-        recorded = self._recorded.get(key)
-        if recorded is None:  # from here on, it is not what was done before
-            self._began, self._recorded_s = self._began - self._recorded_s, 0.0
-        candidate = self._known[key] = self._price(name, groups) if recorded is None else replace(recorded, name=name)
+        then, took_s = self._recorded.get(key, (None, 0.0))
+        self._replayed_s += took_s
+        self._began = min(self._began, time.monotonic() - self._replayed_s)
+        candidate = self._known[key] = self._price(name, groups) if then is None else replace(then, name=name)
         if candidate is not None:
-            self._remember(candidate, is_new=recorded is None)
+            self._remember(candidate, is_new=then is None)
         return candidate
 
     def _price(self, name: str, groups: tuple[SyncGroup, ...]) -> Candidate | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import warnings
 from collections.abc import Sequence
 from itertools import chain, groupby, repeat
 from pathlib import Path
@@ -19,14 +20,14 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from autopar.cost_models.base import Estimate
-from autopar.errors import SpecError
+from autopar.errors import AutoparWarning, SpecError
 from autopar.search.base import Candidate
 from autopar.spec.lines import Lines, read_lines
 from autopar.spec.plan import Prediction, SyncGroup
 
 FORMAT = 2
 
-_DIGESTS = {"model": "another model", "cluster": "another cluster"}
+_DIGESTS = {"model": "another model", "cluster": "another cluster", "lessons": "other trials to learn from"}
 """What is said of headers' entries that tell people nothing."""
 _MOST_SHOWN = 80
 """Characters of an entry that are shown at most."""
@@ -69,19 +70,20 @@ class Journal:
         self._lines.append({"of": self._number, **record})
 
 
-def known(path: str | Path, world_size: int, **header: Any) -> tuple[list[Candidate], float]:
-    """What searches of this header have priced, as far as the journal tells, and for how many seconds the longest of
-    them ran. Nothing where there is no journal yet; lines of another number of ranks are passed over.
+def known(path: str | Path, world_size: int, **header: Any) -> list[tuple[Candidate, float]]:
+    """What searches of this header have priced, as far as the journal tells, each with the seconds for which its search
+    had run by then. Nothing where there is no journal yet; lines of another number of ranks are passed over.
 
     Raises `SpecError`, with what differs, where the journal holds other searches alone. Not where one of them differs
-    in `recompute` alone, with which one command searches several times: it was cut short before it came to this."""
+    in `recompute` alone, with which one command searches several times: it was cut short before it came to this. Nor
+    where only the lessons of trials differ, which a search with trials learns as it goes: it warns that nothing can be
+    taken from the journal."""
     path, wanted = Path(path), {"format": FORMAT, **header}
     if not path.is_file():
-        return [], 0.0
+        return []
     same: set[object] = set()
     others: list[dict[str, Any]] = []
-    found: list[Candidate] = []
-    elapsed_s = 0.0
+    found: list[tuple[Candidate, float]] = []
     for record in read_lines(path):
         if record.get("search") == wanted:
             same.add(record.get("of"))
@@ -90,17 +92,23 @@ def known(path: str | Path, world_size: int, **header: Any) -> tuple[list[Candid
         elif record.get("of") in same:
             candidate = _candidate(record, world_size)
             if candidate is not None:
-                found.append(candidate)
-                elapsed_s = max(elapsed_s, float(record["elapsed_s"]))
+                found.append((candidate, float(record["elapsed_s"])))
     if others and not same:
         nearest = min((_differing(other, wanted) for other in others), key=len)
-        if nearest.keys() != {"recompute"}:
+        if nearest.keys() == {"lessons"}:
+            warnings.warn(
+                f"{path}: trials have changed what plans are predicted to take since the search in this journal was "
+                "cut short, so the search begins anew, with what they have taught",
+                AutoparWarning,
+                stacklevel=2,
+            )
+        elif not nearest.keys() <= {"recompute", "lessons"}:
             raise SpecError(
                 f"{path}: the journal cannot be resumed: it holds no search like this one. The nearest one has "
                 f"{', '.join(nearest.values())}. Leave --resume out, which adds this search to it, or begin another "
                 "journal"
             )
-    return found, elapsed_s
+    return found
 
 
 def _differing(there: dict[str, Any], here: dict[str, Any]) -> dict[str, str]:

@@ -186,11 +186,19 @@ def choices(problem: Problem) -> dict[str, list[Choice]]:
     found: dict[str, list[Choice]] = {}
     for name, strategy in STRATEGIES.items():
         offered: Sequence[Options] = strategy.options(problem.context)
-        for options in offered:
+        for options in _with_rounded(offered) if problem.allows("rounded") else offered:
             label = strategy.fidelity(options)
             if label in ("exact", "rounded") and problem.allows(label) and problem.rules.allow(name, {}, ()):
                 found.setdefault(name, []).append(Choice(name, options.model_dump(exclude_defaults=True)))
     return found
+
+
+def _with_rounded(offered: Sequence[Options]) -> Sequence[Options]:
+    """A strategy's options, each followed by the same with bfloat16 on the wire, where the strategy has `wire` and none
+    of them narrows it. Searchers that take only the first few thus take both kinds."""
+    if any(getattr(options, "wire", None) != "same" for options in offered):
+        return offered
+    return [o for options in offered for o in (options, options.model_copy(update={"wire": "bfloat16"}))]
 
 
 def merged(groups: Groups, i: int, table: Mapping[str, Parameter]) -> Groups | None:

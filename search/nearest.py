@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cost_models.analytic import StepPricer
+from autopar.cost_models.batches import graphs_for
 from autopar.cost_models.memory import MemoryModel
 from autopar.errors import PlanError
 from autopar.formatting import size
@@ -46,23 +48,29 @@ def other_strategies(problems: Sequence[Problem], name: str) -> Iterator[Change]
             with contextlib.suppress(PlanError):
                 groups = builder_named(other)(problem.graph.parameters, problem.context, problem.cluster)
                 groups = problem.rules.applied(groups)
-                peaks = _peaks(problem, problem.graph, groups)
+                peaks = _peaks(problem, groups)
                 if other != name and problem.rules.admit(groups) and not overflow_bytes(problem, peaks):
                     yield Change(f"the strategy '{other}'{again}", max(peaks))
                     return
 
 
 def other_inputs(problem: Problem, groups: Sequence[SyncGroup]) -> Iterator[Change]:
-    """Smaller batches, and parameters of 16 bits, with which the groups fit."""
-    whole = problem.graph.batch_size or 1
+    """Smaller batches, and parameters of 16 bits, with which the groups fit. Of ranks with batches of different sizes,
+    all become as much smaller; the text says that of the fullest one."""
+    peaks, batches = _peaks(problem, groups), [graph.batch_size or 1 for graph in _graphs(problem)]
+    fullest = max(range(len(peaks)), key=lambda rank: peaks[rank] - problem.memory_limits[rank])
+    whole = batches[fullest]
+    where, others = "rank", ""
+    if len(set(batches)) > 1:
+        where, others = problem.topology.ranks[fullest].device.kind, ", and fewer in proportion on the others"
     for batch in (whole >> i for i in range(1, whole.bit_length())):
-        peaks = _peaks(problem, _with_activations(problem.graph, batch / whole), groups)
+        peaks = _peaks(problem, groups, partial(_with_activations, part=batch / whole))
         if not overflow_bytes(problem, peaks):
-            yield Change(f"{batch} samples on each rank in place of {whole}", max(peaks), about=True)
+            yield Change(f"{batch} samples on each {where} in place of {whole}{others}", max(peaks), about=True)
             break
     if all(p.spec.dtype == "float32" for p in problem.graph.parameters):
         with contextlib.suppress(PlanError):
-            peaks = _peaks(problem, _in_bfloat16(problem.graph), groups)
+            peaks = _peaks(problem, groups, _in_bfloat16)
             if not overflow_bytes(problem, peaks):
                 yield Change(
                     "a model in bfloat16, model.to(torch.bfloat16) or --dtype bfloat16", max(peaks), about=True
@@ -79,10 +87,25 @@ def larger_devices(problem: Problem, peaks: Sequence[int]) -> str:
     return f"devices with {shown} each{named}"
 
 
-def _peaks(problem: Problem, graph: TrainingGraph, groups: Sequence[SyncGroup]) -> tuple[int, ...]:
+def _graphs(problem: Problem) -> list[TrainingGraph]:
+    """The graph of each rank, with the batch of its device."""
+    return graphs_for(problem.graph, [place.device.batch for place in problem.topology.ranks])
+
+
+def _peaks(
+    problem: Problem,
+    groups: Sequence[SyncGroup],
+    changed: Callable[[TrainingGraph], TrainingGraph] = lambda graph: graph,
+) -> tuple[int, ...]:
+    """Peak bytes of each rank, with a change of its graph."""
     pricer = problem.pricer or StepPricer(problem.graph, problem.topology)
-    model = pricer.memory if graph is problem.graph else MemoryModel(graph, rounds=pricer.memory.rounds)
-    return model.peaks(lower_plan(groups, graph, problem.context), pricer.optimizer)
+    backend, graphs = pricer.network.backend, _graphs(problem)
+    program = lower_plan(groups, changed(problem.graph), problem.context)
+    peaks = {
+        key: MemoryModel(changed(g), backend.rounds, backend.sums).peaks(program, pricer.optimizer)
+        for key, g in {id(g): g for g in graphs}.items()
+    }
+    return tuple(peaks[id(g)][rank] for rank, g in enumerate(graphs))
 
 
 def _with_activations(graph: TrainingGraph, part: float) -> TrainingGraph:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.cost_models import AnalyticCostModel, CostModel
+from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, CostModel
 from autopar.cost_models.steps import mean_step_s, predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
@@ -20,6 +21,7 @@ from autopar.search.evaluate import Evaluator, overflow_bytes
 from autopar.search.infeasible import NoPlanFits, named_does_not_fit
 from autopar.search.journal import Journal, known
 from autopar.search.memory_use import memory_use
+from autopar.search.moves import Choice, Neighbourhood
 from autopar.search.reasons import Reasons
 from autopar.search.searchers import DEFAULT, Searcher, searcher_named
 from autopar.search.seeds import built, is_hopeless, seeds_of
@@ -110,23 +112,24 @@ def search_result(
             log = stack.enter_context(Journal(journal, **header))
         evaluate = Evaluator(problem, replace(whole, time_s=whole.time_s - kept_s), log, progress)
         if before is not None:
-            evaluate.resume(*before)
+            evaluate.resume(before)
         seeds, lean, left_out = seeds_of(evaluate)
         further = [c for c in (evaluate(start.name, start.groups) for start in starts) if c is not None] + lean
         if context.world_size > 1 and not is_hopeless(evaluate):
             evaluate.end_of_seeds()
             searcher.search(list({id(s): s for s in (*seeds.values(), *further)}.values()), evaluate, seed=seed)
-    fitting = [c for c in evaluate.candidates if c.feasible]
+    candidates = (*evaluate.candidates, *evaluate.unasked)
+    fitting = [c for c in candidates if c.feasible]
     if not fitting:
-        leanest = min(evaluate.candidates, key=lambda c: c.order)
+        leanest = min(candidates, key=lambda c: c.order)
         if overflow_bytes(problem, leanest.estimate.peak_memory_bytes, reserved=False):
-            raise NoPlanFits(problem, evaluate.candidates)
+            raise NoPlanFits(problem, candidates)
         plan = _plan(problem, leanest, seeds, left_out)
-        return SearchResult(plan, tuple(evaluate.candidates), problem, seeds, leanest)
+        return SearchResult(plan, candidates, problem, seeds, leanest)
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
     plan = _plan(problem, best, seeds, left_out, kept_s)
-    return SearchResult(plan, tuple(evaluate.candidates), problem, seeds, best)
+    return SearchResult(plan, candidates, problem, seeds, best)
 
 
 def plan_of(found: SearchResult, candidate: Candidate) -> Plan:
@@ -233,6 +236,43 @@ def training_step_s(
     return mean_step_s(of.cost_model, plan.groups, of.graph, of.context, of.topology, steps)
 
 
+class Prices:
+    """Step times of plans of one job, which differ in their groups alone."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        cluster: ClusterSpec,
+        context: Context,
+        cost_model: CostModel | None = None,
+        constraints: Constraints = NONE,
+    ) -> None:
+        self._problem = _problem(graph, cluster, context, FIDELITIES[-1], cost_model, constraints)
+        self._near = Neighbourhood(self._problem)
+
+    def step_s(self, groups: tuple[SyncGroup, ...]) -> float:
+        """Predicted seconds; infinite where a strategy cannot synchronize such groups, or a device has too little
+        memory."""
+        try:
+            found = _candidate(self._problem, "", groups)
+        except PlanError:
+            return float("inf")
+        over = overflow_bytes(self._problem, found.estimate.peak_memory_bytes, reserved=False)
+        return float("inf") if over else found.step_time_s
+
+    def bucketed(self, groups: tuple[SyncGroup, ...], count: int) -> tuple[SyncGroup, ...]:
+        """The members of the groups in about so many groups of equal size, each synchronized as before."""
+        return self._near.rebucketed(groups, max(1, self._near.bytes_total // count))
+
+    def switched(self, groups: tuple[SyncGroup, ...], like: SyncGroup) -> tuple[SyncGroup, ...]:
+        """Those of the groups that can be synchronized as another one is, so synchronized; the others as before."""
+        choice = Choice(like.strategy, like.options)
+        return tuple(
+            choice.of(group).model_copy(update=like.timing) if self._near.possible(choice, group) else group
+            for group in groups
+        )
+
+
 def infeasible(
     name: str,
     graphs: Sequence[TrainingGraph],
@@ -274,6 +314,8 @@ def _problem(
 
 def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> dict[str, object]:
     """What tells a search from others in a journal. Prices are compared apart, by some of its plans."""
+    model = problem.cost_model
+    taught = model.lessons_ if isinstance(model, CorrectedCostModel) else ()
     return {
         "model": problem.graph.model.digest,
         "cluster": problem.cluster.fingerprint.digest,
@@ -286,6 +328,7 @@ def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> 
         "searcher": type(searcher).__name__,
         "evaluations": budget.evaluations,
         "seed": seed,
+        **({"lessons": hashlib.sha256(repr(taught).encode()).hexdigest()[:16]} if taught else {}),
     }
 
 

@@ -19,8 +19,8 @@ LEAN = ("sharded", "PartitionedPS", "zero1")
 """Seeds that take less memory with a group for each parameter, as less is gathered, or packed, at a time. Where nothing
 fits, they are tried in turn, until one spreads parameters over the ranks, or fits."""
 HOPELESS = 0.2
-"""Nothing is searched where the leanest plan, `LEAN` included, needs more memory than a device has by more than this
-part of it."""
+"""Nothing is searched where the leanest plan, `LEAN` included, needs more memory on a rank than its device has by more
+than this part of it."""
 
 
 def seeds_of(evaluate: Evaluator) -> tuple[dict[str, Candidate], list[Candidate], tuple[str, ...]]:
@@ -70,8 +70,11 @@ def _lean(evaluate: Evaluator) -> list[Candidate]:
 
 def is_hopeless(evaluate: Evaluator) -> bool:
     """Whether the leanest plan that was priced needs so much more memory than a device has that none will fit."""
-    smallest = min(place.device.memory_bytes.value for place in evaluate.problem.topology.ranks)
-    return evaluate.best is not None and evaluate.best.overflow_bytes > HOPELESS * smallest
+    if evaluate.best is None:
+        return False
+    memory = (place.device.memory_bytes.value for place in evaluate.problem.topology.ranks)
+    peaks = evaluate.best.estimate.peak_memory_bytes
+    return any(peak > (1 + HOPELESS) * size for peak, size in zip(peaks, memory, strict=True))
 
 
 def built(problem: Problem, name: str) -> tuple[SyncGroup, ...]:

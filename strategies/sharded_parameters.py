@@ -69,8 +69,7 @@ class ShardedParameters(Strategy):
     def _reduce(self, group: Group, options: ShardedParametersOptions, emit: Emitter) -> None:
         """The sums of gradients go to the owners of rows. They are waited for when as much of the backward pass has
         gone by again, so that no more than two groups' gradients are there at a time."""
-        sent_as = group.dtype if options.wire == "same" else options.wire
-        packed = emit.emit(PackRows(sent_as), group)
+        packed = emit.emit(PackRows(emit.sent_as(group, options.wire)), group)
         by = max(group.ready + _span([m.parameter.ready for m in group.members]), group.last_use)
         summed = emit.wait(emit.reduce_scatter(packed, row_shares(group, emit.world_size)), by=by)
         emit.update(emit.emit(ShardGradient(), group, [summed]), group, keeps_shards=True)

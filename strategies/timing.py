@@ -77,11 +77,11 @@ def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()
     return tuple(moment_of(g, step, s) for g, s in zip(groups, since or [0] * len(groups), strict=True))
 
 
-def exactly(groups: Sequence[SyncGroup], moments: Moments) -> Moments:
-    """The same step, in which groups with a time of their own synchronize as exactly as they can: by a plain
-    all-reduce, or, where ranks have trained apart, by an average in each step."""
-    each = zip(groups, moments, strict=True)
-    return tuple(Moment("average") if g.every > 1 else Moment("plain") if g.timing else m for g, m in each)
+def exactly(groups: Sequence[SyncGroup], moments: Moments, lossy: Sequence[bool]) -> Moments:
+    """The same step, in which groups that are lossy synchronize as exactly as they can: by a plain all-reduce, or,
+    where ranks have trained apart, by an average in each step."""
+    each = zip(groups, moments, lossy, strict=True)
+    return tuple(m if not is_lossy else Moment("average" if g.every > 1 else "plain") for g, m, is_lossy in each)
 
 
 def lacks_held(group: SyncGroup, step: int, since: int) -> bool:

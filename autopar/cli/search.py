@@ -181,6 +181,11 @@ def command(
     from autopar.search.searchers import DEFAULT
 
     wanted = trials is not None or (steps is not None and budget is None)
+    if wanted and asked.global_batch is not None:
+        raise click.UsageError(
+            "trials (--trials, or --steps without --budget) run the example's batch on every rank, and --global-batch "
+            "shares out others: leave one out"
+        )
     if wanted and trials_log is None and output is not None:
         trials_log = output.with_name(output.stem + TRIALS_SUFFIX)
     if time_budget is None:

@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import SpecError
 
 Metric = Callable[[nn.Module], float]
 """The metric of a model, which is in evaluation mode. Each rank may look at its part of the data: the mean counts."""
+HELD_BYTES = 4 << 30
+"""Of batches that are held in memory, as different plans are tried on the same ones."""
+LEAST_HELD = 64
+"""Batches that are held however large they are: those of two exact probes."""
 LEAST_STEPS = 500
 """The fewest steps of a training that a budget chooses a plan for: with fewer, a tenth of them is too short to tell
 plans apart."""
@@ -29,9 +35,11 @@ class QualityBudget:
     """The part of the metric's gain over training that may be lost: 0.01 for one per cent."""
     metric: Metric
     batches: Iterable[Any]
-    """Batches of this rank, as it will train on them; they are gone through again where there are too few."""
+    """Batches of this rank, as it will train on them; they are gone through again where there are too few, or where
+    `HELD_BYTES` hold no more."""
     steps: int
-    """Steps that the training will have. Trying plans on copies of the model takes at most a tenth as many."""
+    """Steps that the training will have. Pilots on copies of the model take at most a tenth as many; before, probes
+    take about a minute."""
     higher_is_better: bool = True
     """Whether a larger metric is a better one: an accuracy, not a loss."""
 
@@ -49,7 +57,11 @@ class QualityBudget:
 
     def taken(self, count: int) -> list[Any]:
         """The first `count` batches. Raises `SpecError` where there is none."""
-        found = list(itertools.islice(self.batches, count))
-        if not found:
+        source = iter(self.batches)
+        first = next(source, None)
+        if first is None:
             raise SpecError("the quality budget's batches are empty: plans are tried on batches of the training")
+        size = sum(t.nbytes for t in tree_leaves(first) if isinstance(t, torch.Tensor))
+        most = max(LEAST_HELD, HELD_BYTES // max(1, size))
+        found = [first, *itertools.islice(source, min(count, most) - 1)]
         return list(itertools.islice(itertools.cycle(found), count))

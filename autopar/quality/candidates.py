@@ -1,22 +1,29 @@
 """Plans that lose something, and are faster for it: of every lossy strategy and rate, and of every period.
 
-Nothing is lost where nothing is gained: of a candidate's groups, those whose transfer is hidden behind compute anyway
-are synchronized exactly.
+They are cut into as many groups as are fastest. And nothing is lost where nothing is gained: groups whose transfer is
+hidden behind compute anyway are synchronized exactly, and those that the fastest plan without loss has a better way
+for, as the rows of tables, go that way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autopar.cost_models import CostModel
 from autopar.errors import AutoparError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.constraints import Constraints
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import FIDELITIES, Fidelity, Plan, SyncGroup
+from autopar.spec.plan import FIDELITIES, Fidelity, ParameterSlice, Plan, SyncGroup
 from autopar.strategies import STRATEGIES, Context, strategy_named
 from autopar.strategies.lowering import check_options, fidelity_of
+
+if TYPE_CHECKING:
+    from autopar.search import Prices
+
+Groups = tuple[SyncGroup, ...]
 
 PERIODS = (4, 16)
 """Steps from one average of parameters to the next."""
@@ -24,7 +31,11 @@ DELAY = 1
 WORTH = 0.95
 """A plan that loses something must take at most so much of the time of one that does not."""
 HIDDEN = 0.002
-"""A group is as good as hidden where the step is slower by at most so much without what it loses."""
+"""Groups are as good as hidden where the step is slower by at most so much without what they lose."""
+BUCKETS = (2, 4, 8, 16)
+"""Groups of equal size that a plan is cut into."""
+STRETCHES = 16
+"""Of neighbouring groups of a plan that loses nothing, that are kept as they are, or lose something."""
 
 PLAIN = "all_reduce"
 EXACT, ROUNDED = "exact", "rounded"
@@ -61,6 +72,7 @@ class Plans:
     """A plan whose groups were changed, with what is predicted of it."""
     training_step_s: Callable[[Plan, int], float]
     """Of a plan, and of how many steps the training has: the predicted seconds of a step, in the mean over all."""
+    prices: Prices
 
     @classmethod
     def of(
@@ -73,13 +85,14 @@ class Plans:
         searched: Callable[[Fidelity], Plan],
     ) -> Plans:
         """For a model on a cluster."""
-        from autopar.search import build_plan, price, training_step_s
+        from autopar.search import Prices, build_plan, price, training_step_s
 
         return cls(
             searched,
             lambda name: build_plan(name, graph, cluster, context, cost_model=cost_model, constraints=limits),
             lambda plan: price(plan, graph, cluster, context, cost_model=cost_model, constraints=limits),
             lambda plan, steps: training_step_s(plan, graph, cluster, context, steps, cost_model=cost_model),
+            Prices(graph, cluster, context, cost_model, limits),
         )
 
 
@@ -116,33 +129,71 @@ def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:
 
 def candidates(context: Context, plans: Plans, exact: Plan, steps: int) -> list[Candidate]:
     """All that are worth it over a training of `steps` steps, the fastest first. `exact`: the plan to be faster
-    than."""
+    than, which loses nothing but bits."""
     found: dict[str, Candidate] = {}  # by what groups say
-    limit = WORTH * predicted_s(exact)
+    limit, whole = WORTH * predicted_s(exact), _whole(exact.groups)
     for name in names(context, steps):
         try:
             plan = plans.build(name)
         except AutoparError:
             continue
-        if predicted_s(plan) <= limit and not (plan.memory is not None and plan.memory.over_bytes):
-            plan = _exact_where_hidden(plan, plans.price, context)
+        like = next((g for g in plan.groups if loses(g, context)), None)
+        if like is None:
+            continue
+        cut = _exact_where_hidden(_in_buckets(plan.groups, plans.prices), plans.prices, context)
+        groups = min((cut, _mixed(whole, like, plans.prices)), key=plans.prices.step_s)
+        if groups != plan.groups:
+            plan = plans.price(plan.model_copy(update={"groups": groups}))
+        fits = plan.memory is None or not plan.memory.over_bytes
+        if predicted_s(plan) <= limit and fits and any(loses(g, context) for g in groups):
             training_step_s = plans.training_step_s(begun_exactly(plan, steps, context), steps)
             if training_step_s <= limit:
-                found.setdefault(repr(plan.groups), Candidate(name.partition(FROM_STEP)[0], plan, training_step_s))
+                found.setdefault(repr(groups), Candidate(name.partition(FROM_STEP)[0], plan, training_step_s))
     return sorted(found.values(), key=lambda c: c.training_step_s)
 
 
-def _exact_where_hidden(plan: Plan, price: Callable[[Plan], Plan], context: Context) -> Plan:
-    """The plan, each of whose groups is a plain all-reduce where the step is no slower for it."""
-    for i, group in enumerate(plan.groups):
-        if not loses(group, context):
-            continue
-        plain = SyncGroup(strategy=PLAIN, members=group.members)
-        groups = (*plan.groups[:i], plain, *plan.groups[i + 1 :])
-        changed = price(plan.model_copy(update={"groups": groups}))
-        if predicted_s(changed) <= (1 + HIDDEN) * predicted_s(plan):
-            plan = changed
-    return plan
+def _in_buckets(groups: Groups, prices: Prices) -> Groups:
+    """The groups, or their members in the number of groups that is the fastest."""
+    return min((groups, *(prices.bucketed(groups, count) for count in BUCKETS)), key=prices.step_s)
+
+
+def _exact_where_hidden(groups: Groups, prices: Prices, context: Context) -> Groups:
+    """The groups, each a plain all-reduce where the step is no slower for it."""
+    limit_s = (1 + HIDDEN) * prices.step_s(groups)
+    for i, group in enumerate(groups):
+        if loses(group, context):
+            plain = SyncGroup(strategy=PLAIN, members=group.members)
+            changed = (*groups[:i], plain, *groups[i + 1 :])
+            groups = changed if prices.step_s(changed) <= limit_s else groups
+    return groups
+
+
+def _whole(groups: Groups) -> Groups:
+    """The groups with each parameter whole, in the first of them that has a slice of it: all slices of a parameter lose
+    something from the same step on, or nothing."""
+    found, seen = list[SyncGroup](), set[str]()
+    for group in groups:
+        mine = [name for name in dict.fromkeys(m.name for m in group.members) if name not in seen]
+        seen.update(mine)
+        if mine:
+            found.append(group.model_copy(update={"members": tuple(ParameterSlice(name=name) for name in mine)}))
+    return tuple(found)
+
+
+def _mixed(exact: Groups, like: SyncGroup, prices: Prices) -> Groups:
+    """The groups of a plan that loses nothing, each of those that can be synchronized as `like` unless the step is no
+    slower without; neighbours alike where there are more than `STRETCHES`."""
+    groups = prices.switched(exact, like)
+    best_s = prices.step_s(groups)
+    size = -(-len(exact) // STRETCHES)
+    for begin in range(0, len(exact), size):
+        own = exact[begin : begin + size]
+        if own != groups[begin : begin + size]:
+            changed = (*groups[:begin], *own, *groups[begin + size :])
+            changed_s = prices.step_s(changed)
+            if changed_s <= (1 + HIDDEN) * best_s:
+                groups, best_s = changed, min(best_s, changed_s)
+    return groups
 
 
 def loses(group: SyncGroup, context: Context) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 from autopar.quality.budget import QualityBudget
 from autopar.quality.candidates import (
@@ -33,7 +33,7 @@ from autopar.quality.degradation import Loss, Map, shipped
 from autopar.quality.methods import method_of, optimizer_of
 from autopar.quality.pilots import Piloted, Pilots
 from autopar.quality.probe import Job, Probe, Probed
-from autopar.quality.verdict import SHOWN, SLOWER, TOO_MUCH, Shown
+from autopar.quality.verdict import NOT_TRIED, SHOWN, SLOWER, TOO_MUCH, Shown
 from autopar.runtime.job.process_group import Rendezvous
 from autopar.runtime.optimizers.kinds import kind_of
 from autopar.spec.plan import Plan
@@ -41,9 +41,10 @@ from autopar.spec.quality import Considered, QualityChoice
 
 SPENT = 0.1
 """Part of the training's steps that pilots take together, at most."""
-AHEAD = 0.02
-"""Of these, the part of the training's steps that a copy trains exactly before it is probed: the very first steps are
-unlike all others."""
+AHEAD, AHEAD_S = 0.02, 10.0
+"""Of these, the part of the training's steps that a copy trains exactly before it is probed, as the very first steps
+are unlike all others; and the seconds that it may take, as far as its first `TIMED_STEPS` tell."""
+TIMED_STEPS = 8
 PROBE_STEPS = 32
 """Two of the longest periods that are considered."""
 PROBED_S = 45.0
@@ -68,6 +69,10 @@ class Hopeful:
 
     candidate: Candidate
     loss: Loss
+    method: str
+    """What it loses by, in the map's words."""
+    divergence: float
+    """Of its probe."""
     lag_steps: float
     """How many steps it was behind exact training at the end of its probe: what it keeps is sent later, and is missing
     at the end of a pilot, which is short, and not at the end of a training."""
@@ -100,32 +105,38 @@ class _Chooser:
         self._batches = budget.taken(self._left + 2 * PROBE_STEPS)
         self._considered: list[Considered] = []
         self._chance: float | None = None
+        self._probe_s: float | None = None
+        self._pilot_steps = 0
         self._note = ""
 
     def plan(self) -> Plan:
         """Exact training is the answer where no other is better."""
+        began = time.monotonic()
         exact, rounded, lossy = self._priced()
         chosen = exact
         if rounded is not None or lossy:
             plain = self._plain()
             base = self._ahead(plain)
-            began = time.monotonic()
+            probed = time.monotonic()
             probe = Probe(base, plain, self._batches, PROBE_STEPS)
-            most = self._most_probed((time.monotonic() - began) / 2)
+            most = self._most_probed((time.monotonic() - probed) / 2)
             self._trained += 2 * PROBE_STEPS
             kept = self._within(probe, [*fastest(lossy, most), *([rounded] if rounded else [])])
+            self._probe_s = float(self._of_rank_0("seconds", lambda: f"{time.monotonic() - began:.3g}"))
             sure = next((h for h in kept if h.candidate is rounded and h.loss.bound <= self._budget.loss), None)
             chosen = exact if sure is None else sure.candidate
             if tried := [one for one in kept if one is not sure]:
                 chosen = self._piloted(base, plain, tried, chosen) or chosen
             if sure is not None:
-                self._say(sure.candidate, sure.loss, SHOWN if chosen is sure.candidate else SLOWER)
+                self._say(sure, SHOWN if chosen is sure.candidate else SLOWER)
         choice = QualityChoice(
             budget=self._budget.loss,
             exact_step_s=exact.step_time_s,
             considered=tuple(sorted(self._considered, key=lambda one: one.training_step_s or one.step_time_s)),
             chance=_number(self._chance),
             steps=self._trained,
+            probe_s=self._probe_s,
+            pilot_steps=self._pilot_steps,
             note=self._note,
             optimizer=kind_of(self._job.optimizer),
         )
@@ -139,28 +150,39 @@ class _Chooser:
             made = priced(self._job.context, self._plans, self._budget.steps)
             return json.dumps([(c.name, c.plan.model_dump_json(), c.training_step_s) for c in made])
 
-        told = json.loads(Rendezvous(self._job.group).from_rank_0("candidates", make))
+        told = json.loads(self._of_rank_0("candidates", make))
         exact, *others = (Candidate(name, Plan.loads(text, "rank 0's plan"), s) for name, text, s in told)
         return exact, next((c for c in others if c.name == ROUNDED), None), [c for c in others if c.name != ROUNDED]
 
     def _plain(self) -> Plan:
         """What copies are trained by exactly, since it leaves parameters whole: any exact plan has its numbers."""
-        text = Rendezvous(self._job.group).from_rank_0("plan", lambda: self._plans.build("ddp").model_dump_json())
+        text = self._of_rank_0("plan", lambda: self._plans.build("ddp").model_dump_json())
         return Plan.loads(text, "rank 0's plan")
+
+    def _of_rank_0(self, what: str, make: Callable[[], str]) -> str:
+        return Rendezvous(self._job.group).from_rank_0(what, make)
 
     def _most_probed(self, probe_s: float) -> int:
         """How many probes there is time for, as long as each takes so many seconds."""
         fit = int(PROBED_S / max(probe_s, 1e-3))
-        return int(Rendezvous(self._job.group).from_rank_0("probes", lambda: str(max(1, min(MOST_PROBED, fit)))))
+        return int(self._of_rank_0("probes", lambda: str(max(1, min(MOST_PROBED, fit)))))
 
     def _ahead(self, exact: Plan) -> Job:
         """A copy of the job, some exact steps ahead."""
         base = self._job.copy()
         count = max(1, int(AHEAD * self._budget.steps))
-        self._left, self._trained = self._left - count, self._trained + count
         program = base.program(exact, self._batches[0])
-        for batch in self._batches[:count]:
+        program.step(self._batches[0])
+        began, timed = time.monotonic(), min(count, TIMED_STEPS)
+        for batch in self._batches[1:timed]:
             program.step(batch)
+        step_s = (time.monotonic() - began) / max(1, timed - 1)
+        fit = int(self._of_rank_0("steps ahead", lambda: str(int(AHEAD_S / max(step_s, 1e-6)))))
+        count = min(count, max(timed, fit))
+        for batch in self._batches[timed:count]:
+            program.step(batch)
+        self._left, self._trained = self._left - count, self._trained + count
+        self._pilot_steps += count
         self._batches = self._batches[count:]
         return base
 
@@ -171,15 +193,19 @@ class _Chooser:
             probed = self._probed(probe, candidate)
             method = method_of(candidate.plan.groups, self._job.context)
             loss = self._learned.of(probed, method, optimizer_of(self._job.optimizer))
+            lag_steps = max(0.0, probed.lag) * PROBE_STEPS
+            one = Hopeful(candidate, loss, method, probed.divergence, lag_steps, probed.noise)
             if loss.expected <= self._budget.loss:
-                kept.append(Hopeful(candidate, loss, max(0.0, probed.lag) * PROBE_STEPS, probed.noise))
+                kept.append(one)
             else:
-                self._say(candidate, loss, TOO_MUCH)
+                self._say(one, TOO_MUCH)
         return kept
 
     def _probed(self, probe: Probe, candidate: Candidate) -> Probed:
+        """What rank 0 has found: processors may round otherwise than its own, and all ranks must decide alike."""
         self._trained += PROBE_STEPS
-        return probe.of(candidate.plan)
+        probed = probe.of(candidate.plan)
+        return Probed(**json.loads(self._of_rank_0("probe", lambda: json.dumps(asdict(probed)))))
 
     def _piloted(self, base: Job, plain: Plan, kept: Sequence[Hopeful], otherwise: Candidate) -> Candidate | None:
         """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
@@ -187,10 +213,10 @@ class _Chooser:
         possible = worth_a_pilot(kept, otherwise, budget.loss, LEAST_CHANCE)
         if not possible:
             for one in kept:
-                self._say(one.candidate, one.loss, "not tried further")
+                self._say(one, NOT_TRIED)
             return None
         steps = self._left // (2 + len(possible))
-        self._trained += 2 * steps
+        self._piloted_for(2 * steps)
         pilots = Pilots(base, plain, self._batches, steps, budget.metric, budget.higher_is_better)
         self._chance = max(LEAST_CHANCE, pilots.chance)
         tried = worth_a_pilot(kept, otherwise, budget.loss, self._chance)
@@ -203,20 +229,23 @@ class _Chooser:
         chosen = None
         for one in kept:
             if one not in tried or chosen is not None:
-                self._say(one.candidate, one.loss, "not tried further" if chosen is None else SLOWER)
+                self._say(one, NOT_TRIED if chosen is None else SLOWER)
                 continue
             piloted = pilots.of(one.candidate.plan)
-            self._trained += steps
-            shown = Shown(one.loss, piloted.lost, self._chance, one.lag_steps / steps, one.apart)
+            self._piloted_for(steps)
+            is_number = math.isfinite(piloted.metric)
+            shown = Shown(one.loss, piloted.lost, self._chance, one.lag_steps / steps, one.apart, is_number)
             verdict = shown.verdict(budget.loss)
-            self._say(one.candidate, one.loss, verdict, piloted, shown)
+            self._say(one, verdict, piloted, shown)
             chosen = one.candidate if verdict == SHOWN else None
         return chosen
 
-    def _say(
-        self, candidate: Candidate, loss: Loss, verdict: str, piloted: Piloted | None = None, shown: Shown | None = None
-    ) -> None:
+    def _piloted_for(self, steps: int) -> None:
+        self._trained, self._pilot_steps = self._trained + steps, self._pilot_steps + steps
+
+    def _say(self, one: Hopeful, verdict: str, piloted: Piloted | None = None, shown: Shown | None = None) -> None:
         steps, context = self._budget.steps, self._job.context
+        candidate, loss = one.candidate, one.loss
         self._considered.append(
             Considered(
                 name=candidate.name,
@@ -229,6 +258,8 @@ class _Chooser:
                 metric=None if piloted is None else _number(piloted.metric),
                 late=None if shown is None else shown.late,
                 apart=None if shown is None else _number(shown.apart),
+                method=one.method,
+                divergence=_number(one.divergence),
                 exactly=exactly(candidate.plan, context),
                 verdict=verdict,
             )
@@ -239,7 +270,7 @@ class _Chooser:
         begun = begun_exactly(plan, self._budget.steps, self._job.context)
         if begun.groups == plan.groups:
             return plan
-        text = Rendezvous(self._job.group).from_rank_0("plan", lambda: self._plans.price(begun).model_dump_json())
+        text = self._of_rank_0("plan", lambda: self._plans.price(begun).model_dump_json())
         return Plan.loads(text, "rank 0's plan")
 
 

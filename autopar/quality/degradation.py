@@ -7,8 +7,10 @@ and a high one among them, all made to rise with the divergence. The high one is
 least, so that of few, the worst counts. Of a method that many tasks were trained with, what they lost by it is another
 such bound, as some lose little wherever they are tried: the lower one holds. Some methods lose little under SGD and
 more under Adam, whose steps are as long where gradients are small: where enough trainings were made with a method and
-one of these optimizers, only those count for the two together. All holds as far as a new task is like those that were
-learned from, which `python -m benchmarks.budget` trains; with `--learn`, it writes the map.
+one of these optimizers, only those count for the two together; where few were, the worse of theirs and of all. No bound
+is lower than that of rounding to 16 bits: after a few hundred steps, whatever rounds leads to another training, and
+what that loses, or gains, is chance. All holds as far as a new task is like those that were learned from, which `python
+-m benchmarks.budget` trains; with `--learn`, it writes the map.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -38,6 +40,10 @@ FEWEST = 8
 """Trainings that count at a knot, at least: where fewer are near, the nearest do."""
 FEWEST_OF_METHOD = 16
 """Trainings with one method, of which a bound can be said."""
+FINEST = "wire=bfloat16"
+"""The method that loses least, as `method_of` names it."""
+USED = 0.02
+"""Bounds up to this are what plans are taken by: those that are higher hold easily, and say little."""
 LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
 """For each of these parts of trainings, the map says how much they lost at most."""
 _MEDIAN = LEVELS.index(0.5)
@@ -97,9 +103,12 @@ class Map:
     bound: tuple[float, ...]
     methods: Mapping[str, OfMethod]
     """By the methods' names, and by those with an optimizer's behind them, as `_under` says."""
+    floor: float
+    """What `FINEST` loses at most; no bound is lower."""
     confidence: float
     covered: float
-    """Of lessons of families that were left out, how many lost at most the bound that was learned without them."""
+    """Of lessons of families that were left out, and whose bound, learned without them, was at most `USED`: how many
+    lost at most that."""
     lessons: int
     families: int
 
@@ -107,11 +116,16 @@ class Map:
         """What a plan will lose that was probed: everything, where its probe ended in no numbers."""
         if not math.isfinite(probed.divergence):
             return Loss(1.0, 1.0)
-        found = self._at(probed.divergence)
-        known = self.methods.get(_under(method, optimizer)) or self.methods.get(method)
-        if known is None or probed.divergence > NEAR * known.divergence or known.bound >= found.bound:
-            return found
-        return Loss(known.likely[_MEDIAN], known.bound, known.likely)
+        found, known = self._at(probed.divergence), self._of_method(method, optimizer)
+        if known is not None and probed.divergence <= NEAR * known.divergence and known.bound < found.bound:
+            found = Loss(known.likely[_MEDIAN], known.bound, known.likely)
+        return replace(found, bound=max(found.bound, self.floor))
+
+    def _of_method(self, method: str, optimizer: str) -> OfMethod | None:
+        of_all, own = self.methods.get(method), self.methods.get(_under(method, optimizer))
+        if of_all is None or own is None or own.lessons >= FEWEST_OF_METHOD:
+            return own or of_all
+        return max(of_all, own, key=lambda one: one.bound)
 
     def _of(self, lesson: Lesson) -> Loss:
         return self.of(Probed(lesson.divergence, 0.0, 0.0, 0.0), lesson.method, lesson.optimizer)
@@ -141,9 +155,9 @@ def learn(lessons: Sequence[Lesson], confidence: float = CONFIDENCE) -> Map:
     covered = []
     for family in families:
         without = _learned([one for one in lessons if one.family != family], confidence, 0.0, len(families) - 1)
-        mine = [one for one in lessons if one.family == family]
-        covered += [min(one.lost, 1.0) <= without._of(one).bound for one in mine]
-    return _learned(lessons, confidence, sum(covered) / len(covered), len(families))
+        bounds = [(one, without._of(one).bound) for one in lessons if one.family == family]
+        covered += [min(one.lost, 1.0) <= bound for one, bound in bounds if bound <= USED]
+    return _learned(lessons, confidence, sum(covered) / max(1, len(covered)), len(families))
 
 
 def _learned(lessons: Sequence[Lesson], confidence: float, covered: float, families: int) -> Map:
@@ -163,12 +177,13 @@ def _learned(lessons: Sequence[Lesson], confidence: float, covered: float, famil
             by_method[name].append(one)
     methods = {}
     for name, mine in sorted(by_method.items()):
-        if len(mine) < FEWEST_OF_METHOD:
+        if len(by_method[mine[0].method]) < FEWEST_OF_METHOD:
             continue
         of = np.array([min(one.lost, 1.0) for one in mine])
         at = _rounded(np.maximum(0.0, (_bound(of, confidence), *np.quantile(of, LEVELS))))
         methods[name] = OfMethod(at[1:], at[0], max(one.divergence for one in mine), len(mine))
-    return Map(KNOTS, tuple(likely), bound, methods, confidence, round(covered, 4), len(lessons), families)
+    floor = methods[FINEST].bound if FINEST in methods else 0.0
+    return Map(KNOTS, tuple(likely), bound, methods, floor, confidence, round(covered, 4), len(lessons), families)
 
 
 def _under(method: str, optimizer: str) -> str:

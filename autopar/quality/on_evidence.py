@@ -15,6 +15,7 @@ from pathlib import Path
 
 from autopar.errors import SpecError
 from autopar.quality.candidates import Candidate, Plans, begun_exactly, exactly, first_lossy, priced
+from autopar.quality.methods import method_of
 from autopar.quality.verdict import SHOWN, SLOWER, Shown
 from autopar.search import Budget, SearchResult, search
 from autopar.spec.plan import Plan
@@ -123,6 +124,8 @@ class OnEvidence:
         said = None if known is None else next((c for c in known.considered if c.name == one.name), None)
         if known is None or said is None or said.exactly is None:
             return UNKNOWN, None
+        if said.method and said.method != method_of(one.plan.groups, found.problem.context):
+            return UNKNOWN, None
         if not set(said.exactly) <= set(exactly(one.plan, found.problem.context)):
             return MORE, None
         return Shown.of(said, known).verdict(self.loss), said
@@ -139,6 +142,8 @@ class OnEvidence:
             lost=said.lost if said else None,
             metric=said.metric if said else None,
             late=said.late if said else None,
+            method=said.method if said else "",
+            divergence=said.divergence if said else None,
             exactly=exactly(one.plan, context),
             tried=said is not None,
             verdict=verdict,

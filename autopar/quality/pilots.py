@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +34,12 @@ class Pilots:
     ) -> None:
         """`batches`: of this rank, at least twice as many as there are steps."""
         self._job, self._metric, self._sign = job, metric, 1 if higher_is_better else -1
-        self._batches = batches[:steps]
+        self._batches, others = batches[:steps], batches[steps : 2 * steps]
+        if all(map(operator.is_, self._batches, others)):  # they are gone through again: then in another order
+            others = [*others[steps // 2 :], *others[: steps // 2]]
         self.start = self._judged(job.copy())
         self.exact = self._trained(exact, self._batches)
-        self.other = self._trained(exact, batches[steps : 2 * steps])
+        self.other = self._trained(exact, others)
         if not all(map(math.isfinite, (self.start, self.exact, self.other))):
             raise SpecError(
                 f"the quality budget's metric is {self.start} before exact training, and {self.exact} and {self.other} "

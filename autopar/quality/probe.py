@@ -12,9 +12,8 @@ x to m on the batches of e. What the probe measures has no unit, and says the sa
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,20 +92,12 @@ class Job:
 class Probe:
     """Exact training of a few steps, with which plans are compared. By all ranks together."""
 
-    def __init__(
-        self,
-        job: Job,
-        exact: Plan,
-        batches: Sequence[Any],
-        steps: int,
-        before_step: Callable[[int, Optimizer], None] = lambda step, optimizer: None,
-    ) -> None:
+    def __init__(self, job: Job, exact: Plan, batches: Sequence[Any], steps: int) -> None:
         """`batches`: of this rank, at least twice as many as there are steps; each plan trains on the first half, and
-        chance is measured on the second. `before_step`: is called with the number of the step and the optimizer, as a
-        schedule of learning rates would be."""
+        chance is measured on the second."""
         if len(batches) < 2 * steps:
             raise ValueError(f"{len(batches)} batches for {steps} steps: a probe needs twice as many")
-        self._job, self._steps, self._before_step = job, steps, before_step
+        self._job, self._steps = job, steps
         self._batches = batches[:steps]
         self._start = job.values()
         self._exact, self._losses = self._way(exact, self._batches)
@@ -130,23 +121,13 @@ class Probe:
             loss_gap=_ratio(gap, abs(fell)),
         )
 
-    def _way(self, plan: Plan, batches: Iterable[Any]) -> tuple[list[torch.Tensor], list[float]]:
+    def _way(self, plan: Plan, batches: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
         """Where the plan leads from the start, and the losses of its steps."""
         job = self._job.copy()
-        first, rest = _first_and_all(batches)
-        program = job.program(plan, first)
-        losses = []
-        for step, batch in enumerate(rest):
-            self._before_step(step, job.optimizer)
-            losses.append(float(program.step(batch)))
+        program = job.program(plan, batches[0])
+        losses = [float(program.step(batch)) for batch in batches]
         with program.gathered():
             return [end - start for end, start in zip(job.values(), self._start, strict=True)], losses
-
-
-def _first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    rest = iter(batches)
-    first = next(rest)
-    return first, itertools.chain([first], rest)
 
 
 def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:

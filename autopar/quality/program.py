@@ -23,7 +23,7 @@ class BudgetedProgram(Program):
     """A program whose plan may lose something, and that goes on exactly where it loses too much.
 
     From then on, groups that lose something synchronize by a plain all-reduce of each step's gradients, or, where ranks
-    train apart, by an average in each step; what was not sent until then is left out. A checkpoint does not know of it.
+    train apart, by an average in each step; what was not sent until then is left out.
     """
 
     def __init__(
@@ -32,9 +32,12 @@ class BudgetedProgram(Program):
         super().__init__(model, plan, group, optimizer, settings, context)
         self.guard: Guard | None = None
         """`guard.reason` says why it has stepped in; `None` where nothing is lost."""
-        begins = [g.from_step for g in self.plan.groups if loses(g, self.context)]
-        if begins and group.world_size > 1:
-            self.guard = Guard(min(begins), self._lasting.states.residual_norm, group.rank == 0)
+        self._lossy = [loses(g, self.context) for g in self.plan.groups]
+        if any(self._lossy) and group.world_size > 1:
+            begins = min(g.from_step for g, is_lossy in zip(self.plan.groups, self._lossy, strict=True) if is_lossy)
+            self.guard = Guard(begins, self._lasting.states.residual_norm, group.rank == 0)
+            self._lasting.guard = self.guard
+            self._is_timed = True  # so that a step can be another one, also where all of the plan's are alike
 
     def _step(self, *asked: Any) -> torch.Tensor | StepResult:
         step, result = self._lasting.steps, super()._step(*asked)
@@ -44,4 +47,5 @@ class BudgetedProgram(Program):
 
     def _moments(self) -> Moments:
         moments = super()._moments()
-        return exactly(self.plan.groups, moments) if self.guard is not None and self.guard.reason else moments
+        has_ended = self.guard is not None and self.guard.reason
+        return exactly(self.plan.groups, moments, self._lossy) if has_ended else moments

@@ -13,6 +13,7 @@ REFUTED = "lost too much"
 SHOWN = "chosen"
 SLOWER = "slower"
 NOT_SHOWN = "not shown to keep to the budget"
+NOT_TRIED = "not tried further"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Shown:
     loss: Loss
     """By the map, after its probe."""
     lost: float = math.inf
-    """What its pilot lost of what the exact pilot gained; infinite where neither is a number, or without a pilot."""
+    """What its pilot lost of what the exact pilot gained; infinite where that is no number, or without a pilot."""
     chance: float = math.inf
     """What two exact pilots differ by; infinite where they gained nothing, or there were none."""
     late: float = 0.0
@@ -30,6 +31,8 @@ class Shown:
     apart: float = 1.0
     """How far the plan's probe ended from the exact one, in what other batches make of that. Trainings on the same
     batches that lie closer together differ by less by chance, to first order in proportion."""
+    is_number: bool = True
+    """Whether the metric was one behind the pilot."""
 
     @classmethod
     def of(cls, one: Considered, choice: QualityChoice) -> Shown:
@@ -37,13 +40,14 @@ class Shown:
         loss = Loss(_or(one.expected, 1.0), _or(one.bound, 1.0))
         if one.late is None:
             return cls(loss)
-        return cls(loss, _or(one.lost, math.inf), _or(choice.chance, math.inf), one.late, _or(one.apart, 1.0))
+        lost, chance = _or(one.lost, math.inf), _or(choice.chance, math.inf)
+        return cls(loss, lost, chance, one.late, _or(one.apart, 1.0), one.metric is not None)
 
     def verdict(self, budget: float) -> str:
-        """One of the four above. `budget`: what may be lost, as a part of what exact training gains."""
+        """The first three above, or `NOT_SHOWN`. `budget`: what may be lost, as a part of what exact training gains."""
         if self.loss.expected > budget:
             return TOO_MUCH
-        if not self.lost <= budget + self.chance + self.late:
+        if not (self.is_number and self.lost <= budget + self.chance + self.late):
             return REFUTED
         # A pilot that ends far from the exact one, on either side, says little of a training that is ten times as long.
         ended_alike = abs(self.lost) + min(1.0, self.apart) * self.chance <= budget

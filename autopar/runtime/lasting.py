@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,14 @@ from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.states import States
 from autopar.spec.plan import Plan
 from autopar.strategies.timing import is_local, is_timed, lacks_held, moments_of
+
+
+class Watch(Protocol):
+    """What watches a training, and goes on where a checkpoint was saved."""
+
+    def saved(self) -> str: ...
+    def load(self, text: str) -> None: ...
+    def read(self, text: object) -> object: ...
 
 
 class Lasting:
@@ -75,6 +83,7 @@ class Lasting:
         """Of each group, from which step on it holds something of earlier steps, where a checkpoint did not have it."""
         self.has_loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
+        self.guard: Watch | None = None
         self._groups = plan.groups
 
     @property
@@ -125,8 +134,22 @@ class Lasting:
         tensors = copies([*self.buffers.values(), *self.rows.shards.values(), *whole])
         return all_of([self.arrive, tensors, self.parts.kept(), self.random.kept(), self.states.kept()])
 
-    def resume(self, steps: int) -> None:
-        """Goes on behind a checkpoint that was loaded, before which `steps` steps were taken."""
+    def watched(self) -> dict[str, str]:
+        """What a checkpoint has of the guard: its state, as `guard`, where there is one."""
+        return {} if self.guard is None else {"guard": self.guard.saved()}
+
+    def check_guard(self, saved: object) -> str:
+        """What a checkpoint has of it; raises `SpecError` where it has something else."""
+        if self.guard is None:
+            return ""
+        self.guard.read(saved)
+        return str(saved)
+
+    def resume(self, steps: int, guard: str) -> None:
+        """Goes on behind a checkpoint that was loaded, before which `steps` steps were taken. `guard`: what it had of
+        the guard."""
+        if self.guard is not None:
+            self.guard.load(guard)
         there = map(self.states.found_held, range(len(self._groups)))
         self.since, self.steps, self.has_loaded = [0 if complete else steps for complete in there], steps, True
         self.parts.settle(loaded=True)

@@ -106,6 +106,8 @@ class CheckpointIndex(JsonFile):
     optimizer: StoredOptimizer
     loss_scale: dict[str, float | int] | None = None
     """`GradScaler.state_dict()`, where the loss was scaled."""
+    guard: str = ""
+    """What a quality budget's guard has seen, as JSON; empty where there is none."""
     random: tuple[tuple[str, ...], ...]
     """By rank: the states of its generators, in base64."""
     tensors: dict[str, StoredTensor]

@@ -30,11 +30,15 @@ class Considered(Record):
     lost: Part = None
     """What its pilot lost of what the exact pilot gained; `None` without a pilot."""
     metric: Part = None
-    """What the user's metric was behind its pilot; `None` without one."""
+    """What the user's metric was behind its pilot; `None` without one, or where it was no number."""
     late: Part = None
     """Of what its pilot lost, what a training catches up with, as it was only late; `None` without a pilot."""
     apart: Part = None
     """How far its probe ended from the exact one, in what other batches make of that; `None` without a pilot."""
+    method: str = ""
+    """What it loses by, in the map's words; empty where that is not known."""
+    divergence: Part = None
+    """How far its probe ended from the exact one, as a part of the way; `None` for no number, or without a probe."""
     exactly: tuple[str, ...] | None = None
     """Parameters that it synchronizes exactly; `None` where that was not written down."""
     tried: bool = True
@@ -69,6 +73,10 @@ class QualityChoice(Record):
     """What two exact pilots on different batches differed by; `None` without pilots, or where they gained nothing."""
     steps: int = Field(ge=0)
     """That each rank trained on copies."""
+    probe_s: Part = None
+    """Seconds that making plans and probing them took, on rank 0; `None` where nothing was probed."""
+    pilot_steps: int = Field(default=0, ge=0)
+    """Of `steps`, those of pilots, and what copies trained before they were probed."""
     note: str = ""
     optimizer: str = ""
     """Its kind, which what a plan loses depends on."""

@@ -7,17 +7,20 @@ compute as the device's data sheet has it; what a plan loses does not depend on 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 
 import torch
 
 import autopar
 from autopar.quality.candidates import predicted_s
+from autopar.quality.degradation import FILE
 from autopar.quality.program import BudgetedProgram
 from autopar.spec.cluster import ClusterSpec
 from benchmarks.budget.methods import EXACT
@@ -53,15 +56,26 @@ class Cell:
     lost_error: float | None
     guard: str
     """Why the guard stepped in; empty where it did not."""
+    learned: str = ""
+    """The map that the choice rests on, as `map_digest` has it."""
+    probe_s: float | None = None
+    """Seconds that making plans and probing them took on this machine."""
+    pilot_part: float = 0.0
+    """Part of the training's steps that pilots took."""
 
     @property
     def key(self) -> tuple[str, str, float, int]:
         return self.task, self.network, self.budget, self.seed
 
 
+def map_digest() -> str:
+    """Of the map that comes with autopar: choices of different maps cannot be judged together."""
+    return hashlib.sha256(files("autopar.quality").joinpath(FILE).read_bytes()).hexdigest()[:12]
+
+
 def read(path: Path) -> dict[tuple[str, str, float, int], Cell]:
-    """All cells of a journal that can be read."""
-    return {cell.key: cell for cell in records(path, Cell)}
+    """The cells of a journal whose choice rests on the map that comes with autopar."""
+    return {cell.key: cell for cell in records(path, Cell) if cell.learned == map_digest()}
 
 
 def cluster_of(ranks: int, network: str) -> ClusterSpec:
@@ -85,7 +99,8 @@ def run(rank: int, ranks: int, name: str, cells: Sequence[tuple[str, float]], se
             trained = exact if is_exact else finished(task, program, seed, rank, ranks)
             known[program.plan.digest] = trained, "" if program.guard is None else program.guard.reason
         if rank == 0:
-            cell = judged(task, program, (network, budget, seed), known[program.plan.digest], exact, gained)
+            of, trained_by = (network, budget, seed), known[program.plan.digest]
+            cell = replace(judged(task, program, of, trained_by, exact, gained), learned=map_digest())
             with Path(journal).open("a") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
 
@@ -140,6 +155,8 @@ def judged(
         lost,
         error,
         trained[1],
+        probe_s=choice.probe_s,
+        pilot_part=choice.pilot_steps / task.steps,
     )
 
 

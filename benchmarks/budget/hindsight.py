@@ -15,19 +15,21 @@ from autopar.cost_models import AnalyticCostModel, CostModel, optimizer_cost
 from autopar.errors import AutoparError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
-from autopar.quality.candidates import predicted_s
+from autopar.quality.candidates import Plans, candidates, predicted_s
+from autopar.quality.methods import method_of
 from autopar.runtime.compiled import Settings
 from autopar.runtime.optimizers.optimizer import context_for, optimizer_scope
 from autopar.search import Budget, build_plan, price, search, training_step_s
+from autopar.search.constraints import Constraints
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Fidelity, Plan
-from autopar.spec.plan_parts import Prediction
 from autopar.training import Training
 from benchmarks.budget.choices import cluster_of
 from benchmarks.budget.methods import EXACT, METHODS
 from benchmarks.budget.outcome import Outcome
 from benchmarks.budget.tasks import TASKS
 
+ROUNDED = "bf16"
 LEAST = 8
 """Lossy methods among which one can be said to be the best."""
 SEARCH_S = 10.0
@@ -56,14 +58,14 @@ class Best:
 
 
 def best(task: str, network: str, budget: float, outcomes: Iterable[Outcome]) -> Best | None:
-    """The best of a cell; `None` where fewer than `LEAST` lossy methods were trained on the task. `outcomes`: of other
-    seeds than the choice's. Exact training is one of the methods; the fastest plan that rounds loses what `bf16`
-    loses."""
+    """The best of a cell; `None` where fewer than `LEAST` lossy methods were trained on the task, or rounding was not.
+    `outcomes`: of other seeds than the choice's. Exact training is one of the methods; the fastest plan that rounds
+    loses what `bf16` loses."""
     lost: dict[str, list[float | None]] = {}
     for one in outcomes:
-        if one.task == task:
+        if one.task == task and not METHODS[one.method].other_batches:
             lost.setdefault(one.method, []).append(one.lost)
-    if len(lost.keys() - {EXACT.name}) < LEAST:
+    if len(lost.keys() - {EXACT.name}) < LEAST or ROUNDED not in lost:
         return None
     kept = [m for m, each in lost.items() if not METHODS[m].own_momentum and mean_of(each) <= budget]
     found = speeds(task, network).by_method
@@ -97,14 +99,18 @@ def speeds(task: str, network: str) -> Speeds:
     graph, context, prices = _captured(task)
     cluster, optimizer = cluster_of(of.ranks, network), of.optimizer(of.build(0))
 
-    def searched(fidelity: Fidelity) -> Prediction:
+    @cache
+    def searched(fidelity: Fidelity) -> Plan:
         budget = Budget(time_s=SEARCH_S)
-        plan = search(graph, cluster, context, fidelity=fidelity, budget=budget, cost_model=prices)
-        assert plan.own_prediction is not None
-        return plan.own_prediction
+        return search(graph, cluster, context, fidelity=fidelity, budget=budget, cost_model=prices)
 
     exact, rounded = searched("exact"), searched("rounded")
-    found = {EXACT.name: 1.0, "bf16": exact.step_time_s / rounded.step_time_s}
+    exact_s, rounded_s = predicted_s(exact), predicted_s(rounded)
+    variants: dict[str, float] = {}
+    plans = Plans.of(graph, cluster, context, prices, Constraints(), searched)
+    for one in candidates(context, plans, exact, of.steps):  # the fastest first
+        variants.setdefault(method_of(one.plan.groups, context), one.training_step_s)
+    found = {EXACT.name: 1.0, ROUNDED: exact_s / rounded_s}
     for method in METHODS.values():
         if method.name in found or method.other_batches or not method.takes(optimizer):
             continue
@@ -113,8 +119,11 @@ def speeds(task: str, network: str) -> Speeds:
             seconds = training_step_s(plan, graph, cluster, context, of.steps, cost_model=prices)
         except AutoparError:  # the model or the optimizer does not allow it
             continue
-        found[method.name] = exact.step_time_s / seconds
-    return Speeds(found, exact.step_time_s, rounded.exposed_communication_s / rounded.step_time_s)
+        if method.probed:  # whose variants a choice may take: they begin no later
+            seconds = min(seconds, variants.get(method_of(plan.groups, context), seconds))
+        found[method.name] = exact_s / seconds
+    assert rounded.own_prediction is not None
+    return Speeds(found, exact_s, rounded.own_prediction.exposed_communication_s / rounded_s)
 
 
 @cache

@@ -1,4 +1,7 @@
-"""Probes of methods on the tasks: what a few steps show, beside what a whole training loses."""
+"""Probes of methods on the tasks: what a few steps show, beside what a whole training loses.
+
+They are made as those of a choice are: behind as many steps, at the rate that the optimizer is made with.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,14 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch.optim import Optimizer
-
 import autopar
+from autopar.quality.choice import AHEAD, PROBE_STEPS
 from autopar.quality.probe import Job, Probe, Probed
 from autopar.search import build_plan
 from benchmarks.budget.methods import EXACT, METHODS
 from benchmarks.budget.outcome import Key
 from benchmarks.budget.tasks import TASKS
 from benchmarks.processes import on_ranks
-
-EXACT_PART = 0.1
-"""Of the steps, those before the probe, which are exact."""
-STEPS = 32
-"""Of a probe: two periods of the longest."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ def run(rank: int, ranks: int, name: str, methods: tuple[str, ...], seed: int, j
     task, cluster = TASKS[name], autopar.ClusterSpec.local(ranks)
     model = task.build(seed)
     optimizer = task.optimizer(model)
-    rates = [group["lr"] for group in optimizer.param_groups]
     program = autopar.optimize(
         model,
         cluster,
@@ -65,18 +61,12 @@ def run(rank: int, ranks: int, name: str, methods: tuple[str, ...], seed: int, j
         optimizer=optimizer,
         strategy=EXACT.strategy,
     )
-    first = round(EXACT_PART * task.steps)
-
-    def at_rate(step: int, of: Optimizer) -> None:
-        for group, rate in zip(of.param_groups, rates, strict=True):
-            group["lr"] = rate * task.rate(step)
-
+    first = int(AHEAD * task.steps)
     for step in range(first):
-        at_rate(step, optimizer)
         program.step(task.rank_batch(seed, step, rank))
     job = Job.of(program)
-    batches = [task.rank_batch(seed, first + i, rank) for i in range(2 * STEPS)]
-    probe = Probe(job, program.plan, batches, STEPS, lambda step, of: at_rate(first + step, of))
+    batches = [task.rank_batch(seed, first + i, rank) for i in range(2 * PROBE_STEPS)]
+    probe = Probe(job, program.plan, batches, PROBE_STEPS)
     for method in methods:
         plan = build_plan(METHODS[method].probe, job.graph, cluster, job.context)
         outcome = ProbeOutcome(name, method, seed, probe.of(plan))

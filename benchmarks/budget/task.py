@@ -77,7 +77,8 @@ class Task:
         return values
 
     def metric_on(self, model: nn.Module, samples: int, part: int) -> torch.Tensor:
-        """The metric of each sample of a set that is neither trained nor tested on; `part`: which of its parts."""
+        """The metric of each sample of a set that is not the test set; `part`: which of its parts. Of texts, it is
+        drawn from the bytes to train on, of which a training sees about a fifth."""
         with torch.no_grad():
             inputs, target = self.batch(_generator(0, 3, part, 0), samples)
             output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)

@@ -121,7 +121,9 @@ def outcome(task: Task, method: Method, seed: int, trained: Trained, exact: Trai
 
 def lost_by(trained: Trained, exact: Trained, gained: float) -> tuple[float | None, float | None]:
     """What a training lost to exact training, as a part of what that gained, with its standard error; `None` where it
-    is no number."""
+    is no number. Raises `ValueError` where exact training gained nothing."""
+    if not gained > 0:
+        raise ValueError(f"exact training gained {gained:.3g} over the trivial prediction: nothing can be a part of it")
     differences = (trained.values - exact.values) / gained
     error = float(differences.std()) / math.sqrt(len(differences))
     return _finite(float(differences.mean())), _finite(error)

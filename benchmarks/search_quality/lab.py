@@ -7,7 +7,6 @@ packed into the data set. The default's plan then takes turns with the fastest f
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
@@ -17,7 +16,7 @@ from autopar.lab.pool import Pool
 from autopar.search.base import executed
 from autopar.search.moves import Groups
 from autopar.search.searchers import DEFAULT
-from benchmarks.harness import Report, Target
+from benchmarks.harness import RESULTS, Report, Target, alone
 from benchmarks.search_quality.job import Job, found
 from benchmarks.search_quality.part import Asked, Figures, Kept
 from benchmarks.suite.clusters import backend_in_lab
@@ -33,7 +32,7 @@ TRIAL_S = 3.0
 ROUNDS = 9
 """In which the default's plan and one of the fastest take turns."""
 MINUTES = 60.0
-TRIALS = Path("out/search_quality_trials.jsonl")
+TRIALS = RESULTS / "search-quality-trials.jsonl"
 
 
 def cases() -> list[str]:
@@ -64,7 +63,7 @@ def measured(case: str, kept: Kept) -> Figures:
     if reason is not None:
         raise click.ClickException(f"no lab here: {reason}")
     workload, cluster = case.split(" on ")
-    with Journal(TRIALS) as journal:
+    with alone(), Journal(TRIALS) as journal:
         collector = Collector(journal, progress=kept.say, one_choice=True, budget_s=TRIAL_S, new_trials=PLANS)
         cell = next(collector.cells([workload], [cluster], ["virtual"]))
         fastest = _trials(collector, journal, cell)
@@ -73,7 +72,7 @@ def measured(case: str, kept: Kept) -> Figures:
     ours_s, ours = _searched(cell, dilation)
     best = Draw(DEFAULT, ours, dilation, None)
     ratios, taken = [], []
-    with Lab.of(cell.case.cluster) as lab, Pool(lab, LIMITS) as pool:
+    with alone(), Lab.of(cell.case.cluster) as lab, Pool(lab, LIMITS) as pool:
         lab.set_rates(cell.case.cluster, scale=1 / dilation)
         for _, groups in plans[:FASTEST]:
             if executed(groups) == executed(ours):

@@ -25,7 +25,7 @@ from autopar.search import Budget, SearchOptions
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
 from autopar.trials import Measure, Trials
-from benchmarks.harness import Report, Target
+from benchmarks.harness import Report, Target, alone
 from benchmarks.search_quality.job import EVALUATIONS
 from benchmarks.search_quality.part import Asked, Figures, Kept
 from benchmarks.suite import WORKLOADS
@@ -79,7 +79,7 @@ def measured(case: str, say: Callable[[str], None]) -> Figures:
     workload, cluster = case.split(" on ")
     spec = case_named(cluster).cluster
     compute = RealCompute("benchmarks.suite:workload_named", (workload,))
-    with TemporaryDirectory(prefix="autopar-") as folder, Lab.of(spec) as lab, Pool(lab, LIMITS) as pool:
+    with TemporaryDirectory(prefix="autopar-") as folder, alone(), Lab.of(spec) as lab, Pool(lab, LIMITS) as pool:
         lab.set_rates(spec)
         began = time.monotonic()
         without = _searched(workload, spec, SearchOptions(evaluations=EVALUATIONS))
@@ -94,8 +94,8 @@ def measured(case: str, say: Callable[[str], None]) -> Figures:
         figures = {"trials": 0 if found is None else found.trials, "trials_s": 0.0 if found is None else trials_s}
         a, b = (TrialSpec(plan, compute, steps=BLOCK, warmup=2) for plan in (without, with_trials))
         if without.digest == with_trials.digest:
-            alone = pool.trial(a)
-            return {**figures, "without_s": alone.step_time_s, "ratio": 1.0}
+            taken = pool.trial(a)
+            return {**figures, "without_s": taken.step_time_s, "ratio": 1.0}
         compared = pool.compare(a, b, ROUNDS)
         return {**figures, "without_s": median(compared.a.step_s), "ratio": compared.ratio}
 

@@ -125,8 +125,8 @@ class Loads:
 
 
 def fuse(groups: Sequence[SyncGroup], parameters: Sequence[Parameter], bucket_bytes: int) -> tuple[SyncGroup, ...]:
-    """Merges groups that agree in strategy, options, dtype and the branch that they begin with into buckets, closed at
-    `bucket_bytes` or above."""
+    """Merges groups that agree in strategy, options, timing, dtype and the branch that they begin with into buckets,
+    closed at `bucket_bytes` or above."""
     table = {p.name: p for p in parameters}
     merged: list[SyncGroup] = []
     opened: dict[Hashable, tuple[SyncGroup, list[Piece]]] = {}
@@ -134,12 +134,18 @@ def fuse(groups: Sequence[SyncGroup], parameters: Sequence[Parameter], bucket_by
     for one in issue_order(groups, parameters):
         pieces = [(m, table[m.name]) for m in one.members]
         first = pieces[0][1]
-        key = (one.strategy, tuple(sorted(one.options.items())), first.spec.dtype, first.branch)
+        key = (one.strategy, tuple(sorted(one.settings.items())), first.spec.dtype, first.branch)
         opened.setdefault(key, (one, []))[1].extend(pieces)
         filled[key] = filled.get(key, 0) + sum(map(piece_bytes, pieces))
         if filled[key] >= bucket_bytes:
             del filled[key]
             like, held = opened.pop(key)
-            merged.append(group(like.strategy, held, like.options))
-    merged += [group(like.strategy, held, like.options) for like, held in opened.values()]
+            merged.append(_like(like, held))
+    merged += [_like(like, held) for like, held in opened.values()]
     return issue_order(merged, parameters)
+
+
+def _like(other: SyncGroup, pieces: Iterable[Piece]) -> SyncGroup:
+    """A group of these pieces that is synchronized as another one is."""
+    made = group(other.strategy, pieces, other.options)
+    return made.model_copy(update=other.timing) if other.timing else made

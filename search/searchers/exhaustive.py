@@ -24,16 +24,24 @@ from autopar.search.evaluate import Evaluator
 from autopar.search.moves import Choice, Groups, Neighbourhood
 from autopar.search.searchers.base import Searcher
 from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.strategies.lowering import StepProgram
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 
 MOST_PARAMETERS = 8
 """Which can be put into groups in 4,140 ways (the eighth Bell number)."""
+MOST_PLANS = 30_000_000
+"""Plans whose bounds are kept, 8 bytes each: about what seven parameters with nine choices each have."""
+BLOCK = 1 << 16
+"""Plans that are bounded at a time."""
 
 
 class Exhaustive(Searcher):
     """Ends when all is settled: give it a budget without an end."""
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
-        """Raises `PlanError` for a model of too many parameters."""
+        """Raises `PlanError` for a model of too many parameters, or plans."""
         parameters = evaluate.problem.graph.parameters
         if len(parameters) > MOST_PARAMETERS:
             raise PlanError(
@@ -53,15 +61,15 @@ class Exhaustive(Searcher):
 class Branch:
     """One way to form groups, with all choices for each."""
 
-    offered: Sequence[Sequence[tuple[int, SyncGroup]]]
-    """The ways to synchronize each group, with their rows of the bound."""
-    bounds: npt.NDArray[np.float64]
+    offered: Sequence[Sequence[SyncGroup]]
+    """The ways to synchronize each group."""
+    bounds: Floats
     """Of all combinations, the last group's choices changing fastest."""
 
     def plan(self, index: int) -> Groups:
         """A combination by its place."""
         chosen = np.unravel_index(index, [len(o) for o in self.offered])
-        return tuple(o[int(k)][1] for o, k in zip(self.offered, chosen, strict=True))
+        return tuple(o[int(k)] for o, k in zip(self.offered, chosen, strict=True))
 
 
 class Branches:
@@ -73,14 +81,32 @@ class Branches:
         model, pricer = evaluate.problem.cost_model, evaluate.problem.pricer
         # What corrects the simulation may say less than the bound of it.
         self._bound = Bound(pricer) if pricer is not None and isinstance(model, AnalyticCostModel) else None
-        self._known: dict[frozenset[str], list[tuple[int, SyncGroup]]] = {}
+        self._known: dict[frozenset[str], list[tuple[SyncGroup, StepProgram]]] = {}
+        self._rows: dict[frozenset[str], Numbers] = {}
 
     def search(self) -> bool:
         """Visits the ways to form groups, those whose lowest bound is the lowest first. Returns whether all that was
-        not visited can be no better than the best."""
-        branches = [self._branch(parts) for parts in partitions(list(self.near.parameters))]
-        for branch in sorted((b for b in branches if b is not None), key=lambda b: float(b.bounds.min())):
-            for i in np.argsort(branch.bounds, kind="stable").tolist():
+        not visited can be no better than the best. Raises `PlanError` where there are too many plans."""
+        ways: list[list[list[Parameter]]] = []
+        count = 0
+        for parts in partitions(list(self.near.parameters)):
+            if self.evaluate.spent:
+                return False
+            number = math.prod(len(self._offered(part)) for part in parts)
+            ways += [parts] if number else []
+            count += number
+        if count > MOST_PLANS:
+            raise PlanError(
+                f"an exhaustive search bounds up to {MOST_PLANS:,} plans, the model has {count:,} on this cluster: "
+                "take another searcher"
+            )
+        branches = []
+        for parts in ways:
+            if self.evaluate.spent:
+                return False
+            branches.append(self._branch(parts))
+        for branch in sorted(branches, key=lambda b: float(b.bounds.min())):
+            for i in map(int, np.argsort(branch.bounds, kind="stable")):
                 best = self.evaluate.best
                 if best is not None and best.feasible and branch.bounds[i] >= best.step_time_s:
                     break
@@ -89,37 +115,41 @@ class Branches:
                 self.evaluate(SEARCHED, issue_order(branch.plan(i), self.near.parameters))
         return True
 
-    def _branch(self, parts: Sequence[Sequence[Parameter]]) -> Branch | None:
-        """One way to form groups; `None` where there is no way to synchronize one of them."""
-        offered = [self._offered(part) for part in parts]
-        if not all(offered):
-            return None
+    def _branch(self, parts: Sequence[Sequence[Parameter]]) -> Branch:
+        """One way to form groups. Bounds are left at 0 where the budget is spent before all are known."""
+        offered = [[group for group, _ in self._offered(part)] for part in parts]
         counts = [len(o) for o in offered]
-        if self._bound is None:
-            return Branch(offered, np.zeros(math.prod(counts)))
-        rows = [np.array([row for row, _ in o]) for o in offered]
-        chosen = np.indices(counts).reshape(len(counts), -1)
-        return Branch(offered, self._bound.of(np.stack([r[c] for r, c in zip(rows, chosen, strict=True)], axis=1)))
+        bounds = np.zeros(math.prod(counts))
+        if self._bound is not None:
+            rows = [self._rows_of(part, self._bound) for part in parts]
+            for begin in range(0, len(bounds), BLOCK):
+                if self.evaluate.spent:
+                    break
+                chosen = np.unravel_index(np.arange(begin, min(begin + BLOCK, len(bounds))), counts)
+                plans = np.stack([r[c] for r, c in zip(rows, chosen, strict=True)], axis=1)
+                bounds[begin : begin + BLOCK] = self._bound.of(plans)
+        return Branch(offered, bounds)
 
-    def _offered(self, part: Sequence[Parameter]) -> list[tuple[int, SyncGroup]]:
-        """The ways to synchronize one group, each with its row of the bound."""
+    def _offered(self, part: Sequence[Parameter]) -> list[tuple[SyncGroup, StepProgram]]:
+        """The ways to synchronize one group, each lowered by itself."""
         key = frozenset(p.name for p in part)
         if key not in self._known:
             members = tuple(whole(p)[0] for p in part)
             groups = (self._group(c, members) for offered in self.near.choices.values() for c in offered)
-            rows = [(self._row(g), g) for g in groups if g is not None]
-            self._known[key] = [(row, group) for row, group in rows if row is not None]
+            lowered = [(g, self.evaluate.problem.alone(g)) for g in groups if g is not None]
+            self._known[key] = [(group, program) for group, program in lowered if program is not None]
         return self._known[key]
+
+    def _rows_of(self, part: Sequence[Parameter], bound: Bound) -> Numbers:
+        """The rows of the bound of the ways to synchronize one group."""
+        key = frozenset(p.name for p in part)
+        if key not in self._rows:
+            self._rows[key] = np.array([bound.add(program) for _, program in self._offered(part)])
+        return self._rows[key]
 
     def _group(self, choice: Choice, members: tuple[ParameterSlice, ...]) -> SyncGroup | None:
         group = choice.of(SyncGroup(strategy=choice.strategy, members=members))
         return group if self.near.possible(choice, group) else None
-
-    def _row(self, group: SyncGroup) -> int | None:
-        program = self.evaluate.problem.alone(group)
-        if program is None:
-            return None
-        return 0 if self._bound is None else self._bound.add(program)
 
 
 def partitions(parameters: list[Parameter]) -> Iterator[list[list[Parameter]]]:

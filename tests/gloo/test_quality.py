@@ -21,8 +21,7 @@ from tests.unit.synthetic import cpu_hosts
 STEPS = 600
 SLOW = "20 Mbit/s"
 LOSSY = ("ddp+bf16", "power_sgd(rank=4)", "scaled_sign", "ddp+every=4", "ddp+delay=1")
-
-
+GUARDED = ("power_sgd+from_step=2", "ddp+delay=2", "quantized")
 UNDER_ADAM = (
     "weight_differences(bits=8)",
     "weight_differences(bits=4)",
@@ -102,7 +101,7 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
     found["under adam"] = {name: probe.of(plan).divergence for name, plan in plans.items()}
 
     # Once the guard has stepped in, training is that of one process again, from where it is.
-    for name in ("power_sgd+from_step=2", "ddp+delay=2"):
+    for name in GUARDED:
         model, optimizer = made(torch.float64)
         first = batch(0, rank, dtype=torch.float64)
         plain = autopar.optimize(
@@ -114,19 +113,26 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
         for step in range(6):
             guarded.step(batch(step, rank, dtype=torch.float64))
         assert guarded.guard is not None
-        guarded.guard.reason = "forced"
+        guarded.guard.seen.reason = "forced"
         alone, its_optimizer = copy.deepcopy((model, optimizer))
         whole = autopar.optimize(
             alone, cluster, example_inputs=first, loss_fn=F.cross_entropy, optimizer=its_optimizer, strategy="ddp"
         )
         state = guarded.state_dict()
         whole.load_state_dict({**state, "random": whole.state_dict()["random"]})
+        resumed_model, its_optimizer = made(torch.float64)
+        resumed = BudgetedProgram(resumed_model, plan, plain.group, its_optimizer, plain.settings, plain.context)
+        resumed.adopt(plain.graph, first)
+        resumed.load_state_dict(state)
         for step in range(6, 10):
             here = batch(step, rank, dtype=torch.float64)
-            guarded.step(here)
-            whole.step(here)
+            for one in (guarded, whole, resumed):
+                one.step(here)
         pairs = zip(model.parameters(), alone.parameters(), strict=True)
         found[name] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+        assert resumed.guard is not None
+        equal = zip(model.parameters(), resumed_model.parameters(), strict=True)
+        found[f"{name} resumed"] = resumed.guard.seen == guarded.guard.seen and all(torch.equal(a, b) for a, b in equal)
     return found
 
 
@@ -171,6 +177,9 @@ def test_what_goes_on_from_exact_steps_is_probed_behind_them(outcomes: list[dict
     assert found == outcomes[1]["under adam"]
 
 
-@pytest.mark.parametrize("name", ["power_sgd+from_step=2", "ddp+delay=2"])
-def test_behind_a_guard_that_steps_in_training_is_exact(outcomes: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize("name", GUARDED)
+def test_behind_a_guard_that_steps_in_training_is_exact_also_when_it_is_resumed(
+    outcomes: list[dict[str, Any]], name: str
+) -> None:
     assert outcomes[0][name] < 1e-12
+    assert outcomes[0][f"{name} resumed"]

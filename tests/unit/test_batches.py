@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.analytic import StepPricer
-from autopar.errors import ClusterSpecError
+from autopar.errors import ClusterSpecError, InfeasibleError, SpecError
+from autopar.search import Budget, Problem, SearchOptions, search
+from autopar.search.builders import builder_named
 from autopar.search.circumstances import with_batches
+from autopar.search.nearest import _peaks
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
@@ -53,6 +58,34 @@ def test_a_rank_holds_what_its_own_batch_takes() -> None:
 
     (few, many), (same, _) = peaks(cluster("", ", batch: 16")), peaks(cluster("", ""))
     assert few == same and many == same + 10**6
+
+
+def test_a_changed_graph_is_priced_with_the_batch_of_each_device() -> None:
+    """And with what the backend adds up by itself."""
+    hosts = "[{name: a, devices: {kind: A100-80GB}}, {name: b, devices: {kind: A100-80GB, batch: 16}}]"
+    spec = ClusterSpec.loads(f"{{hosts: {hosts}, network: {{bandwidth: 25 Gbit/s}}}}")
+    graph, context = training_graph(live_bytes=10**6), Context(2).on(spec)
+    of = Problem(graph, spec, Topology(spec), context, AnalyticCostModel())
+    groups = builder_named("zero1")(graph.parameters, context, spec)
+    estimate = of.cost_model.predict(graph, lower_plan(groups, graph, context), of.topology)
+    assert _peaks(of, groups, replace) == estimate.peak_memory_bytes
+
+
+def test_fewer_samples_are_advised_of_the_batch_that_does_not_fit() -> None:
+    graph, spec = training_graph(live_bytes=25 << 20), cluster(", memory: 1 GiB", ", memory: 200 MiB, batch: 64")
+    advised = r"fits: (32|16|8) samples on each cpu in place of 64, and fewer in proportion on the others \(about "
+    with pytest.raises(InfeasibleError, match=advised):
+        search(graph, spec, Context(2), budget=Budget(evaluations=1))
+
+
+def test_trials_are_refused_where_devices_have_other_batches_than_the_example() -> None:
+    def planned(spec: ClusterSpec) -> autopar.Plan:
+        how = SearchOptions(finalists=lambda found: found.plan, evaluations=1)
+        return autopar.plan(nn.Linear(4, 4), spec, example_inputs=torch.randn(8, 4), mode="module", search=how)
+
+    assert planned(cluster(", batch: 8", "")).groups
+    with pytest.raises(SpecError, match=r"samples: 8\) on every rank, .* have others \(as in .*leave `batch` out"):
+        planned(cluster("", ", batch: 16"))
 
 
 def test_plans_say_the_batches_and_run_with_any() -> None:

@@ -98,12 +98,12 @@ def test_the_best_in_hindsight_is_the_fastest_that_kept_the_budget() -> None:
 def test_choices_are_shown_beside_the_best_in_hindsight_and_rivals() -> None:
     of = speeds("waves", "50 Mbit/s")
     cell = Cell("waves", "50 Mbit/s", 0.01, 0, "rounded", 1.8, 1.8, 0.0, 0.004, 0.001, 0.001, "")
-    methods = {"quantized 4": 0.002} | dict.fromkeys(list(METHODS)[-10:], 0.5)
+    methods = {"quantized 4": 0.002, "bf16": 0.001} | dict.fromkeys(list(METHODS)[-10:], 0.5)
     trained = [replace(OUTCOME, method=m, seed=seed, lost=lost) for seed in (0, 1) for m, lost in methods.items()]
-    rival = RivalOutcome("waves", "L-GreCo", 1, 0.02, 0.001, dict.fromkeys(NETWORKS, 3.6))
+    rival = RivalOutcome("waves", "L-GreCo", 0, 0.02, 0.001, dict.fromkeys(NETWORKS, 3.6))
     assert choices_report([cell], trained[: len(methods)]).rows[0][-2] == ""  # of the same seed
     report = choices_report([cell], trained, [rival])
     assert report.rows[0][-2] == f"{of.by_method['quantized 4']:.2f}, quantized 4"
     words = " ".join(report.notes)
     assert f"choices reach {1.8 / of.by_method['quantized 4']:.2f} of its speed" in words
-    assert "L-GreCo keeps the budget in 0 of 1 cells; in 1 of them choices lose no more, and take 2.00 of" in words
+    assert "L-GreCo keeps the budget in 0 of 1 cells; in 1 of these choices lose no more, and take 2.00 of" in words

@@ -63,9 +63,10 @@ def test_the_fastest_is_taken_that_a_bound_or_a_pilot_vouches_for(tmp_path: Path
         found("random_k", 0.02, None),
         found("power_sgd", 0.002, 0.2, lost=0.02, metric=0.5, late=0.001),
         found("top_k", 0.002, 0.2),
-        found("scaled_sign(exchange=gather)", 0.002, 0.2, lost=0.004, metric=0.5, late=0.0),
+        found("scaled_sign(exchange=gather)", 0.002, 0.2, lost=0.004, metric=0.5, late=0.0, method="scaled_sign"),
         found("quantized(bits=4,exchange=gather)", 0.001, 0.009),
         found("ddp+every=4", 0.0, 0.0, exactly=("0.weight",)),
+        found("rounded", 0.0, 0.0, method="wire=bfloat16+forward"),  # which this one's forward pass is not
     )
     plan, said = under(tmp_path, "--evidence", seen)
     assert plan.name == "scaled_sign(exchange=gather)", said

@@ -57,6 +57,8 @@ def test_mistakes_are_told_before_the_work(tmp_path: Path) -> None:
         (("--resume",), "--resume needs the journal"),
         (("--searcher", "gredy"), "no searcher is called 'gredy'"),
         (("--journal", str(tmp_path)), "is a folder"),
+        (("--trials", "2", "--global-batch", "8"), "leave one out"),
+        (("--steps", "9", "--global-batch", "8"), "leave one out"),
         (("--resume", "-o", str(tmp_path / "p.json"), "--measure-compute"), "leave one out"),
     ):
         found = run(tmp_path, *arguments)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.quality.degradation import Lesson, Map, learn, shipped
+from autopar.quality.degradation import FINEST, Lesson, Map, learn, shipped
 from autopar.quality.methods import optimizer_of
 from autopar.quality.probe import Probed
 from autopar.runtime.optimizers.joint_optimizer import JointOptimizer
@@ -65,6 +65,25 @@ def test_what_a_method_lost_under_one_optimizer_says_nothing_of_another() -> Non
     assert found.of(probed(0.5), "mild").bound == found.of(probed(0.5), "mild", "RMSprop").bound == pytest.approx(0.02)
     assert few.of(probed(0.5), "mild", "SGD").bound == pytest.approx(0.01)
     assert learn([*lessons(), *under[:30]]).of(probed(0.5), "mild", "SGD").bound == pytest.approx(0.02)
+
+
+def test_under_an_optimizer_that_few_trainings_were_made_with_the_worse_of_these_and_of_all_counts() -> None:
+    """More trainings under the other one do not speak for it."""
+    mild = [Lesson(str(f % 20), 0.5, 0.001, "mild", "SGD") for f in range(100)]
+    bad = [Lesson(str(f), 0.5, 0.015, "mild", "Adam") for f in range(3)]
+    found = learn([*lessons(), *mild, *bad])
+    assert found.of(probed(0.5), "mild").bound == pytest.approx(0.001)
+    assert found.of(probed(0.5), "mild", "SGD").bound == pytest.approx(0.001)
+    assert found.of(probed(0.5), "mild", "Adam").bound == pytest.approx(0.015)
+
+
+def test_nothing_is_vouched_for_beyond_what_rounding_loses_by_chance() -> None:
+    mild = [Lesson(str(f), 0.5, 0.001, "mild") for f in range(20)]
+    rounded = [Lesson(str(f), 0.02, 0.0002 * f, FINEST) for f in range(20)]
+    found = learn([*lessons(), *mild, *rounded])
+    assert found.floor == pytest.approx(0.0038)
+    assert found.of(probed(0.5), "mild").bound == found.of(probed(0.001)).bound == found.floor
+    assert found.of(probed(0.5), "mild").expected == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 
-from autopar.cost_models import AnalyticCostModel, optimizer_cost
-from autopar.errors import SpecError
+from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, Observation, optimizer_cost
+from autopar.errors import AutoparWarning, SpecError
 from autopar.ir.training_graph import TrainingGraph
-from autopar.search import Budget, Journal, SearchResult, search_result
+from autopar.search import Budget, Evaluator, Journal, Problem, SearchResult, search_result
 from autopar.search.journal import known
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.lines import read_lines as read
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.spec.topology import topology_of
 from autopar.strategies import Context
+from autopar.strategies.lowering import lower_plan
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 CLUSTER = cpu_hosts(3, "50 Mbit/s")
@@ -33,6 +36,7 @@ def run(
     evaluations: int = 30,
     graph: TrainingGraph = GRAPH,
     cluster: ClusterSpec = CLUSTER,
+    time_s: float = 1e9,
     **given: object,
 ) -> tuple[SearchResult, int]:
     """The result, and how many plans were priced anew."""
@@ -46,9 +50,9 @@ def run(
         return predict(*args, **more)  # type: ignore[arg-type]
 
     model.predict = counted  # type: ignore[method-assign,assignment]
-    budget = Budget(time_s=1e9, evaluations=evaluations)
+    budget = Budget(time_s=time_s, evaluations=evaluations)
     result = search_result(
-        graph, cluster, Context(3), budget=budget, seed=seed, journal=journal, resume=resume,
+        graph, cluster, Context(cluster.world_size), budget=budget, seed=seed, journal=journal, resume=resume,
         **{"cost_model": model, **given},  # type: ignore[arg-type]
     )  # fmt: skip
     return result, priced
@@ -70,7 +74,7 @@ def test_a_search_that_was_cut_at_any_byte_ends_the_same(tmp_path: Path) -> None
         lines = text[:at].count(b"\n")
         checked = anew - (priced - max(0, lines - 1))
         assert 0 <= checked <= 16, "what was recorded is not priced again, but for some to see that prices are the same"
-        kept, _ = known(journal, 3, **next(iter(read(whole)))["search"])
+        kept = known(journal, 3, **next(iter(read(whole)))["search"])
         assert len(kept) == len(straight.candidates), "what was priced anew is recorded"
 
 
@@ -148,11 +152,11 @@ def test_lines_that_a_stranger_wrote_are_passed_over(tmp_path: Path) -> None:
     for row, runs in zip(rows[1:], strange, strict=False):
         row["by_rank"]["sent_bytes"] = runs
     journal.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    kept, _ = known(journal, 3, **header)
+    kept = known(journal, 3, **header)
     assert len(kept) == len(straight.candidates) - len(strange)
     assert outcome(run(journal, resume=True)[0]) == outcome(straight)
     os.mkfifo(pipe := tmp_path / "pipe")
-    assert known(pipe, 3, **header) == ([], 0.0)
+    assert known(pipe, 3, **header) == []
 
 
 def test_prices_that_changed_are_not_mixed(tmp_path: Path) -> None:
@@ -160,6 +164,54 @@ def test_prices_that_changed_are_not_mixed(tmp_path: Path) -> None:
     run(journal)
     with pytest.raises(SpecError, match="has another price today than there"):
         run(journal, resume=True, cost_model=AnalyticCostModel(optimizer_cost("AdamW", {})))
+
+
+def test_a_search_whose_time_is_up_keeps_the_best_plan_of_its_journal(tmp_path: Path) -> None:
+    """A seed is lost from the journal, and the other plans take longer than there is time."""
+    journal, cluster = tmp_path / "j.jsonl", cpu_hosts(2, devices="2 x cpu")
+    run(journal, cluster=cluster, evaluations=150, cost_model=AnalyticCostModel())
+    header, *rows = read(journal)
+    del rows[3]
+    for i, row in enumerate(rows, 1):
+        row["elapsed_s"] = 45 * i / len(rows)
+    journal.write_text("\n".join(map(json.dumps, [header, *rows])) + "\n")
+    resumed, _ = run(journal, resume=True, cluster=cluster, evaluations=150, time_s=50, cost_model=AnalyticCostModel())
+    best_s = min(row["prediction"]["step_time_s"] for row in rows if not row["overflow_bytes"])
+    assert min(c.step_time_s for c in resumed.candidates) <= best_s
+    assert resumed.chosen.step_time_s <= 1.005 * best_s
+
+
+def test_a_recorded_plan_takes_the_time_that_it_took() -> None:
+    """Others take none of the record's, those that cannot be used included."""
+    context = Context(3, elementwise_update=False).on(CLUSTER)
+    of = Problem(GRAPH, CLUSTER, topology_of(CLUSTER), context, AnalyticCostModel())
+    evaluate, recorded = (Evaluator(of, Budget(time_s=1e9)) for _ in range(2))
+    members = tuple(ParameterSlice(name=p.name) for p in GRAPH.parameters)
+    one, two, unusable = (
+        (SyncGroup(strategy=name, members=members),)
+        for name in ("all_reduce", "parameter_server", "partitioned_parameter_server")
+    )
+    first, second = recorded("one", one), recorded("two", two)
+    assert first is not None and second is not None
+    evaluate.resume([(first, 1000.0), (second, 4000.0)])
+    assert evaluate("unusable", unusable) is None and evaluate.elapsed_s < 1000
+    assert evaluate("two", two) is not None and 3000 <= evaluate.elapsed_s < 4000
+    assert evaluate.unasked == [first]
+    assert evaluate("one", one) is not None and 4000 <= evaluate.elapsed_s < 5000
+    assert evaluate.unasked == []
+
+
+def test_a_search_that_trials_have_taught_since_begins_anew(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    model = CorrectedCostModel(AnalyticCostModel())
+    ignorant, _ = run(journal, cost_model=model)
+    program = lower_plan(ignorant.chosen.groups, GRAPH, Context(3).on(CLUSTER))
+    model.fit([Observation(GRAPH, program, topology_of(CLUSTER), 2 * ignorant.chosen.step_time_s)])
+    with pytest.warns(AutoparWarning, match="trials have changed what plans are predicted to take"):
+        taught, _ = run(journal, resume=True, cost_model=model)
+    assert taught.chosen.step_time_s > ignorant.chosen.step_time_s
+    again, _ = run(journal, resume=True, cost_model=model)
+    assert outcome(again) == outcome(taught)
 
 
 def test_a_search_that_is_stopped_keeps_the_best_so_far(tmp_path: Path) -> None:

@@ -63,6 +63,16 @@ def test_choices_are_what_strategies_offer_within_the_fidelity() -> None:
     assert wires == {"same", "bfloat16"}, "float16 takes as long, and does not hold small gradients"
 
 
+@pytest.mark.parametrize(
+    "strategy", ["partitioned_parameter_server", "parameter_server", "sharded_parameters", "hierarchical_all_reduce"]
+)
+def test_every_option_is_offered_with_narrow_numbers_too(strategy: str) -> None:
+    exact, rounded = (Neighbourhood(of).choices[strategy] for of in (problem(), problem("rounded")))
+    assert [c for c in rounded if "wire" not in c.options] == exact
+    assert [{k: v for k, v in c.options.items() if k != "wire"} for c in rounded[1::2]] == [c.options for c in exact]
+    assert {c.options.get("wire", "same") for c in rounded[:2]} == {"same", "bfloat16"}, "the first few hold both kinds"
+
+
 def test_a_switch_respects_what_a_strategy_can_do() -> None:
     of = problem(elementwise_update=False)
     near, draw = Neighbourhood(of), random.Random(3)

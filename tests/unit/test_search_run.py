@@ -8,10 +8,22 @@ from threading import Event
 
 import pytest
 
-from autopar.cost_models import AnalyticCostModel, optimizer_cost
+from autopar.cost_models import AnalyticCostModel, Estimate, optimizer_cost
 from autopar.errors import InfeasibleError, PlanError
-from autopar.search import BUILDERS, Budget, SearchResult, build_plan, search, search_result
+from autopar.search import (
+    BUILDERS,
+    Budget,
+    Candidate,
+    Evaluator,
+    Problem,
+    SearchResult,
+    build_plan,
+    search,
+    search_result,
+)
 from autopar.search.constraints import Constraints
+from autopar.search.evaluate import overflow_bytes
+from autopar.search.seeds import is_hopeless
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.lines import read_lines as read
 from autopar.spec.plan import Plan
@@ -162,6 +174,24 @@ def test_memory_decides_where_replicas_do_not_fit() -> None:
     assert {g.strategy for g in tight.groups} != {"all_reduce"}
     notes = {a.name: a.note for a in tight.alternatives}
     assert "does not fit" in notes["ddp"]
+
+
+@pytest.mark.parametrize(
+    ("peaks_gib", "reserve", "hopeless"),
+    [((82, 1), 0.0, False), ((68, 1), 0.4, False), ((97, 1), 0.0, True), ((1, 10), 0.0, True)],
+)
+def test_nothing_is_searched_where_a_device_is_too_small_by_far(
+    peaks_gib: tuple[int, int], reserve: float, hopeless: bool
+) -> None:
+    """A device of 80 GiB beside one of 8 GiB: each is judged by what its own rank takes."""
+    hosts = "[{name: a, devices: {kind: cpu, memory: 80 GiB}}, {name: b, devices: {kind: cpu, memory: 8 GiB}}]"
+    cluster = ClusterSpec.loads(f"{{hosts: {hosts}, network: {{bandwidth: 1 Gbit/s}}}}")
+    asked, context = Constraints(memory_reserve=reserve), Context(2).on(cluster)
+    of = Problem(training_graph(), cluster, Topology(cluster), context, AnalyticCostModel(), constraints=asked)
+    evaluate, peaks = Evaluator(of, SMALL), tuple(gib << 30 for gib in peaks_gib)
+    estimate = Estimate(1.0, 1.0, 0.0, 0.0, (0, 0), (0, 0), peaks, 0.1, "guessed")
+    evaluate.best = Candidate("leanest", (), estimate, overflow_bytes(of, peaks))
+    assert is_hopeless(evaluate) == hopeless
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_the_gap() -> None:

@@ -16,7 +16,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.search import SEARCHERS, Budget, Candidate, Evaluator, Problem, SearchResult, search_result, searcher_named
 from autopar.search.builders.common import issue_order, whole
 from autopar.search.moves import Neighbourhood
-from autopar.search.searchers import stretches
+from autopar.search.searchers import exhaustive, stretches
 from autopar.search.searchers.borders import Borders, moved
 from autopar.search.searchers.dynamic import Cuts
 from autopar.search.searchers.evolutionary import crossed
@@ -205,6 +205,29 @@ def test_exhaustive_search_trusts_no_bound_that_a_correction_undercuts() -> None
 def test_exhaustive_search_refuses_what_it_could_not_settle() -> None:
     with pytest.raises(PlanError, match="takes up to 8 parameters, the model has 12"):
         found("exhaustive", MLP)
+
+
+def test_exhaustive_search_refuses_more_plans_than_it_could_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exhaustive, "MOST_PLANS", 100)
+    with pytest.raises(PlanError, match=r"bounds up to 100 plans, the model has [1-9][\d,]+ on this cluster"):
+        found("exhaustive", SMALL)
+
+
+def test_exhaustive_search_bounds_plans_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = found("exhaustive", SMALL)
+    monkeypatch.setattr(exhaustive, "BLOCK", 7)
+    in_blocks = found("exhaustive", SMALL)
+    assert [(c.groups, c.step_time_s) for c in in_blocks.candidates] == [
+        (c.groups, c.step_time_s) for c in at_once.candidates
+    ]
+
+
+def test_exhaustive_search_bounds_nothing_where_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise AssertionError("plans were bounded")
+
+    monkeypatch.setattr("autopar.search.searchers.exhaustive.Bound.of", refused)
+    assert not exhaustive.Branches(Evaluator(problem(), Budget(time_s=0.0))).search()
 
 
 def test_an_unknown_searcher_is_named() -> None:

@@ -5,6 +5,7 @@
     loss_scale          of `torch.amp.GradScaler`, where the loss is scaled
     random              the random streams, by rank
     steps               how many steps were taken
+    guard               JSON: what a quality budget's guard has seen, where there is one
     state               what strategies keep from step to step, where they do
     held                JSON: by the optimizer's number of each parameter, its name, and which of its state's values are
                         there. What is not named is a placeholder, for `torch.distributed.checkpoint` to load into. By
@@ -52,6 +53,7 @@ class Read:
     states: Mapping[str, Mapping[str, torch.Tensor]]
     steps: int
     loss_scale: Mapping[str, Any] | None
+    guard: str
     digest: str
     lacking: Sequence[str] = ()
     """What strategies had kept when the checkpoint was saved, and what it does not have."""
@@ -87,7 +89,7 @@ def load(lasting: Lasting, state: Any) -> None:
         names = sorted(lasting.states.found - lasting.states.names())
         say_dropped([f"{key}.{name}" for key, name in names], lasting.is_timed)
         _say_lacking(read.lacking)
-    lasting.resume(read.steps)
+    lasting.resume(read.steps, read.guard)
 
 
 def say_dropped(names: Sequence[str], may_be_asked_for: bool, stacklevel: int = 4) -> None:
@@ -165,6 +167,7 @@ def _write(lasting: Lasting, model: Mapping[str, Any], state: State, streams: li
         "random": [json.loads(text) for text in streams],
         "held": json.dumps(held),
         "steps": lasting.steps,
+        **lasting.watched(),
     }
     if lasting.scaler is not None:
         written["loss_scale"] = lasting.scaler.state_dict()
@@ -224,7 +227,7 @@ def read_checked(lasting: Lasting, state: Any) -> Read:
     if type(steps) is not int or steps < 0:
         raise SpecError(f"the checkpoint's 'steps' is {steps!r}; expected a whole number, not negative")
     lasting.states.check(states)
-    scale = state.get("loss_scale")
+    scale, guard = state.get("loss_scale"), lasting.check_guard(state.get("guard", ""))
     if lasting.scaler is not None and scale is not None:
         check_scale(lasting.scaler, scale)
     what = {
@@ -235,9 +238,10 @@ def read_checked(lasting: Lasting, state: Any) -> Read:
         "states": states,
         "steps": steps,
         "loss_scale": scale,
+        "guard": guard,
     }
     lacking = _lacking(state, states)
-    return Read(state["model"], loss, groups, found, streams, states, steps, scale, digest(what), lacking)
+    return Read(state["model"], loss, groups, found, streams, states, steps, scale, guard, digest(what), lacking)
 
 
 def _saved_names(lasting: Lasting, state: Mapping[str, Any]) -> tuple[dict[int, str], list[dict[str, Any]]]:

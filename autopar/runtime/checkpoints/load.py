@@ -52,7 +52,8 @@ def load(lasting: Lasting, folder: str | Path) -> None:
         advice = f"all ranks must see one and the same {folder}, on a disk that their hosts share"
         same_on_all_ranks(group, [one["digest"] for one in said], advice)
         loading[0].load([one["own"] for one in said])
-        lasting.resume(loading[0].stored.index.steps)
+        index = loading[0].stored.index
+        lasting.resume(index.steps, index.guard)
 
 
 class _Loading:
@@ -271,6 +272,8 @@ def in_pytorchs_form(
     }
     if index.loss_scale is not None:
         found["loss_scale"] = dict(index.loss_scale)
+    if index.guard:
+        found["guard"] = index.guard
     if index.loss_fn is not None:
         loss = {key: of_module(key, value) for key, value in index.loss_fn.items()}
         found["loss_fn"] = with_versions(loss, index.versions["loss_fn"])

@@ -139,6 +139,7 @@ def _finish(
             each=group_counts(lasting.optimizer),
         ),
         loss_scale=None if lasting.scaler is None else lasting.scaler.state_dict(),
+        guard=lasting.watched().get("guard", ""),
         random=tuple(tuple(one["random"]) for one in said),
         tensors=tensors,
         files=files,
