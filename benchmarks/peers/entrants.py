@@ -15,7 +15,8 @@ from benchmarks.peers.outcome import Measured
 from benchmarks.peers.ranks import Ranks, SystemFailed
 
 TUNING_STEPS, TUNING_S = 3, 6.0
-"""A choice is tried for so many steps behind its warm-up; for fewer, where they take longer than that together."""
+"""A choice is tried for so many steps behind its warm-up; for fewer, where they take longer than that together. Where
+steps differ, it is tried for a whole period, whose mean counts."""
 HOPELESS = 1.5
 """A choice whose first step takes so many times that of the best before it, of this peer or of another of its fidelity,
 is tried no further; nor are the other choices of a peer that is so far behind another's."""
@@ -101,7 +102,9 @@ def _tuned(peer: Peer, case: Case, ranks: Ranks, effort: Effort, best_s: dict[st
             turns = Turns()
             took_s = list(turns.warm_up([system], peer.warm_up_steps + 1)[0].step_s[-1:])
             more = min(TUNING_STEPS - 1, round(TUNING_S / took_s[0]))
-            if more and took_s[0] < HOPELESS * min([others_s, *(t for t, _ in times_s)]):
+            if peer.period > 1:
+                took_s = [turns.warm_up([system], peer.period)[0].mean_step_s]
+            elif more and took_s[0] < HOPELESS * min([others_s, *(t for t, _ in times_s)]):
                 took_s += turns.warm_up([system], more)[0].step_s
             ranks.drop("tuning")
         except SystemFailed as e:
