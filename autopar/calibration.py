@@ -150,6 +150,8 @@ class _Bench:
             if size > ALWAYS_BYTES and any(self._told(bool(too_long))):
                 break
             issue, size_bytes = self._issue(kind, teams, size)
+            if rows and size_bytes <= rows[-1][0]:
+                continue  # of many ranks, no message is smaller than the first
             first_s, _ = self._repeated(issue, 1)
             seconds, processor_s = self._repeated(issue, max(LEAST, min(MOST, int(budget_s / 16 / first_s))))
             rows.append((size_bytes, seconds, processor_s))
@@ -184,12 +186,12 @@ class _Bench:
         return max(0.0, fmean(_last(computing)) - median(_last(alone)))
 
     def _issue(self, kind: Collective, teams: Subgroups, size_bytes: int) -> tuple[Issue, int]:
-        """What begins a collective of zeros, and how many bytes it has: as many as can be shared evenly, twice."""
+        """What begins a collective of zeros, and how many bytes it has."""
         team = subgroup_of(self.rank, teams, self.world_size)
         n, place = len(team), team.index(self.rank)
         name = self.group.channel(teams, 0)
         assert name is not None
-        part = size_bytes // 4 // (n * n) * n
+        part = part_elements(size_bytes, n)
         whole, mine = (torch.zeros(elements, device=self.device) for elements in (n * part, part))
         by, pg = collectives.library(whole, name)
         each, of_each = [part] * n, [part // n] * n
@@ -272,7 +274,8 @@ class _Bench:
             start = time.perf_counter()
             for _ in range(count):
                 product()
-            self._synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # and not the collective's
             seconds = time.perf_counter() - start
             if sent is not None:
                 _wait(sent)
@@ -372,6 +375,12 @@ def _among(teams: Subgroups) -> str:
 def _last(ranks: Sequence[Sequence[float]]) -> list[float]:
     """The slowest rank's seconds of each repeat."""
     return [max(repeat) for repeat in zip(*ranks, strict=True)]
+
+
+def part_elements(size_bytes: int, ranks: int) -> int:
+    """Numbers of 32 bits in a rank's part of a message: as many as can be shared evenly once more, a number for each
+    pair of ranks at least."""
+    return max(1, size_bytes // 4 // (ranks * ranks)) * ranks
 
 
 def _middle(rates: list[DeviceRates]) -> DeviceRates:

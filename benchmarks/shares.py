@@ -71,8 +71,8 @@ def seconds_of_a_step(rank: int) -> float:
 def described(seconds: list[float]) -> ClusterSpec:
     """A host for each rank, as fast as it was measured to be beside the first."""
     hosts = [
-        f"{{name: host{r}, devices: {{kind: core{r}, memory: 4 GiB, memory_bandwidth: {10 * seconds[0] / s:.3f} GB/s, "
-        f"peak_flops: {50 * seconds[0] / s:.3f} GFLOP/s}}}}"
+        f"{{name: host{r}, devices: {{kind: cpu-core{r}, memory: 4 GiB, "
+        f"memory_bandwidth: {10 * seconds[0] / s:.3f} GB/s, peak_flops: {50 * seconds[0] / s:.3f} GFLOP/s}}}}"
         for r, s in enumerate(seconds)
     ]
     return ClusterSpec.loads(f"{{hosts: [{', '.join(hosts)}], network: {{bandwidth: 10 Gbit/s}}}}")

@@ -113,14 +113,22 @@ class StepPricer:
         dtype = compute_dtype(graph)
         measured = {rates.kind: rates for rates in device_rates}
         of_updates = dict(optimizer.rates)
-        rates = [Rates.of(d, dtype, measured.get(d.kind), of_updates.get(d.kind)) for d in devices]
+        figures = [Rates.of(d, dtype) for d in devices]
+        first = [next(i for i, other in enumerate(devices) if other.kind == d.kind) for d in devices]
+        """Of each device, the place of the first one of its kind: others of the kind may be slower."""
+        rates = [
+            Rates.of(d, dtype, measured.get(d.kind), of_updates.get(d.kind)).on(figures[i], figures[first[i]])
+            if d.kind in measured
+            else Rates.of(d, dtype, None, of_updates.get(d.kind))
+            for i, d in enumerate(devices)
+        ]
         device_of_rank = [devices.index(place.device) for place in topology.ranks]
         self.rates = [rates[i] for i in device_of_rank]
         times = [(measured_s or {}).get(device.kind) for device in devices]
         graphs = [self._graphs[device_of_rank.index(i)] for i in range(len(devices))]
         self._nodes = [
-            node_times(g, r, t if t is None or g is graph else scaled_times(graph, g, r, t))
-            for g, r, t in zip(graphs, rates, times, strict=True)
+            node_times(g, r, t if t is None or (g is graph and r == of) else scaled_times(graph, of, g, r, t))
+            for g, r, of, t in zip(graphs, rates, (rates[i] for i in first), times, strict=True)
         ]
         self._device_of_rank = device_of_rank
         self._devices = np.array(device_of_rank)

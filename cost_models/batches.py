@@ -31,10 +31,11 @@ def unscaled(graph: TrainingGraph, batches: Sequence[int | None]) -> str | None:
 
 
 def scaled_times(
-    graph: TrainingGraph, other: TrainingGraph, rates: Rates, measured_s: Mapping[str, float]
+    graph: TrainingGraph, rates: Rates, other: TrainingGraph, others: Rates, measured_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """What was measured of `graph`'s nodes, as it would be of `other`'s, by what both take on the roofline."""
-    before, after = node_times(graph, rates), node_times(other, rates)
+    """What was measured of `graph`'s nodes on a device of these rates, as it would be of the `other` graph's on one of
+    `others`, by what both take on the roofline."""
+    before, after = node_times(graph, rates), node_times(other, others)
     ratios = {n.name: b / a if a else 1.0 for n, a, b in zip(graph.compute, before, after, strict=True)}
     return {name: seconds * ratios.get(name, 1.0) for name, seconds in measured_s.items()}
 

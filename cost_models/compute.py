@@ -8,8 +8,9 @@ reach stand below.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.values import Work
@@ -57,6 +58,15 @@ class Rates:
         start_s = CPU_NODE_START_S if is_cpu(device) else GPU_NODE_START_S
         return cls(flops_per_s, bytes_per_s, start_s, update_bytes_per_s or bytes_per_s)
 
+    def on(self, device: Rates, other: Rates) -> Rates:
+        """What was measured of `other`, as it would be of `device`, by the figures of both."""
+        return Rates(
+            self.flops_per_s * (device.flops_per_s / other.flops_per_s),
+            self.bytes_per_s * (device.bytes_per_s / other.bytes_per_s),
+            self.start_s,
+            self.update_bytes_per_s * (device.bytes_per_s / other.bytes_per_s),
+        )
+
     def seconds(self, work: Work) -> float:
         """Seconds of an operation, or of one node of the graph: the longer of its arithmetic and its memory traffic,
         what an optimizer reads and writes, and the kernels' starts."""
@@ -96,14 +106,14 @@ def compute_provenance(
     graph: TrainingGraph,
     devices: Sequence[Device],
     measured_s: Mapping[str, float] | None,
-    measured: Collection[str] = (),
+    measured: Mapping[str, DeviceRates] = MappingProxyType({}),
 ) -> Provenance:
-    """The weakest figure behind the compute time: measured where every node was, or the kinds of devices were, as
-    `measured` names them; else the devices'."""
-    if all(d.kind in measured for d in devices):
+    """The weakest figure behind the compute time: measured where every node was, or the kinds of devices were, in the
+    number format that is computed in, as `measured` says by kind; else the devices'."""
+    dtype = compute_dtype(graph)
+    if all(d.kind in measured and dtype in measured[d.kind].flops_per_s for d in devices):
         return "measured"
     if measured_s and all(n.name in measured_s for n in graph.compute if n.flops or n.bytes_moved):
         return "measured"
-    dtype = compute_dtype(graph)
     figures: list[Figure] = [f for d in devices for f in (d.flops_per_s(dtype), d.memory_bytes_per_s)]
     return weakest(*figures) if figures else guess(0.0).provenance

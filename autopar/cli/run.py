@@ -75,7 +75,9 @@ def command(
     line = torchrun_command(script, args, nproc_per_node, nnodes, node_rank, master)
     extra = {PLAN_VARIABLE: str(Path(plan).resolve())}
     if "OMP_NUM_THREADS" not in os.environ:
-        extra["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc_per_node))
+        from autopar.spec.detect import threads_of_rank
+
+        extra["OMP_NUM_THREADS"] = threads_of_rank(nproc_per_node)
     shown = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in extra.items()), shlex.join(line)])
     if dry_run:
         result(shown)

@@ -48,6 +48,7 @@ class Where:
         """The ranks, and what they are in words."""
         from autopar.lab import Lab, LabUnavailable, loopback, unavailable_reason
         from autopar.lab.pool import Pool
+        from autopar.spec.detect import threads_of_rank
         from autopar.trials import far
 
         ranks = number_of(spec.world_size, "rank")
@@ -68,7 +69,8 @@ class Where:
             with Lab.of(spec) as lab, Pool(lab) as pool:
                 yield pool, f"{ranks} of this machine, which emulates {spec.summary}"
         elif self.here:
-            with loopback(spec) as place, Pool(place) as pool:
+            threads = {"OMP_NUM_THREADS": threads_of_rank(spec.world_size)}
+            with loopback(spec) as place, Pool(place, env=threads) as pool:
                 yield pool, f"{ranks} of this machine"
         else:
             raise click.UsageError(

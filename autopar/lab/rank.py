@@ -166,6 +166,8 @@ class Rank:
         start_s = time.perf_counter()
         for step in steps:
             losses.append(step())
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize()  # a step returns before the device has computed it
             ends_s.append(time.perf_counter())
         trial.synchronize()  # what is late was sent for these steps
         dist.barrier()

@@ -52,7 +52,7 @@ class DeviceSpec(Written):
     """Equal devices of a host, one rank on each. Short: `8 x A100-80GB`."""
 
     kind: Kind
-    """A name in the library, or any name where all figures are given."""
+    """A name in the library, or any name where all figures are given; a processor's begins with `cpu`."""
     count: Annotated[int, whole(MAX_DEVICES)] = 1
     memory: Size | None = None
     memory_bandwidth: MemoryRate | None = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.spec.cluster_parts import ClusterParts, DeviceSpec, HostSpec, InterconnectSpec, NetworkSpec, SwitchSpec
-from autopar.spec.devices import DEVICES, GUESSED_LATENCY, LINKS, NETWORKS, LinkKind, PeakFlops
+from autopar.spec.devices import DEVICES, GUESSED_LATENCY, LINKS, NETWORKS, LinkKind, PeakFlops, like
 from autopar.spec.machines import Cable, Device, Host
 from autopar.spec.units import Figure, guess
 
@@ -120,7 +120,7 @@ def _host(entry: HostSpec, name: str, cable: Cable | None) -> Host:
 
 
 def _device(spec: DeviceSpec) -> Device:
-    kind = DEVICES.get(spec.kind, DEVICES["gpu"])
+    kind = like(spec.kind)
     return Device(
         kind=spec.kind,
         memory_bytes=spec.memory or kind.memory_bytes,
@@ -152,7 +152,7 @@ def _peak_flops(spec: DeviceSpec, library: PeakFlops) -> PeakFlops:
 def _interconnect(entry: HostSpec) -> LinkKind:
     """As written, else the slowest of those that the devices come with."""
     spec = entry.interconnect or InterconnectSpec()
-    defaults = [LINKS[DEVICES.get(d.kind, DEVICES["gpu"]).interconnect] for d in entry.devices]
+    defaults = [LINKS[like(d.kind).interconnect] for d in entry.devices]
     slowest = min(defaults, key=lambda link: float(link.bytes_per_s), default=LINKS["loopback"])
     link = LINKS.get(spec.kind, slowest) if spec.kind else slowest
     return replace(

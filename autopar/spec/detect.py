@@ -105,6 +105,12 @@ def processor() -> str:
     return next(names, platform.machine())
 
 
+def threads_of_rank(n_local: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Threads that a rank computes with, for `OMP_NUM_THREADS`, where so many are on this machine: as many as that
+    variable says already, or else its part of the cores."""
+    return environment.get("OMP_NUM_THREADS") or str(max(1, _cores() // n_local))
+
+
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

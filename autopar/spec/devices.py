@@ -172,6 +172,12 @@ _DEVICES = (
 DEVICES: dict[str, DeviceKind] = {k.name: k for k in _DEVICES}
 
 
+def like(kind: str) -> DeviceKind:
+    """The library's entry for a kind of device. For a name that it does not have: that of any processor, where the name
+    begins with `cpu`, or else of any GPU."""
+    return DEVICES.get(kind) or DEVICES["cpu" if kind.lower().startswith("cpu") else "gpu"]
+
+
 GUESSED_LATENCY = guess(30e-6)
 """One way between two hosts, where nothing says better: TCP over Ethernet."""
 

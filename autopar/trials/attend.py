@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+import torch
+
 from autopar.errors import SpecError
 from autopar.lab.host import Host
 from autopar.lab.job import Job, JobFailed, JobTimeout
@@ -118,7 +120,7 @@ class _Child:
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # that one is the job's, not these processes'
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),  # as training has that is started like this process
         }
         return Job([own], [sys.executable, "-m", "autopar.lab.rank", str(timeout_s)], environment).__enter__()
 

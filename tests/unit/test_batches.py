@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from autopar.search import Budget, Problem, SearchOptions, search
 from autopar.search.builders import builder_named
 from autopar.search.circumstances import with_batches
 from autopar.search.nearest import _peaks
+from autopar.spec.calibration import DeviceRates
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
-from tests.unit.synthetic import training_graph
+from tests.unit.synthetic import cpu_hosts, training_graph
 
 KIND = {"cpu": {"n0": 1e-3}}
 
@@ -118,3 +120,21 @@ def test_what_cannot_be_scaled_is_said() -> None:
 def test_a_batch_is_a_whole_number(batch: str) -> None:
     with pytest.raises(ClusterSpecError, match="is not possible; expected a whole number from 1"):
         cluster("", f", batch: {batch}")
+
+
+def test_what_was_measured_of_a_device_is_longer_on_slower_ones_of_its_kind() -> None:
+    spec = ClusterSpec.loads(
+        "{hosts: [{name: fast, devices: {kind: cpu, peak_flops: 60 GFLOP/s}}, "
+        "{name: slow, devices: {kind: cpu, peak_flops: 20 GFLOP/s}}], network: {bandwidth: 1 Gbit/s}}"
+    )
+    graph = training_graph()
+    given: dict[str, Any]
+    measured = {"cpu": {node.name: 0.002 for node in graph.compute}}
+    rates = DeviceRates(
+        kind="cpu", flops_per_s={"float32": 4e10}, bytes_per_s=1e10, update_bytes_per_s=1e10, start_s=1e-6
+    )
+    for given in ({"measured_s": measured}, {"device_rates": [rates]}):
+        fast_s, slow_s = StepPricer(graph, Topology(spec), **given).graph_s(frozenset())
+        assert slow_s == pytest.approx(3 * fast_s, rel=0.01)
+    one, other = StepPricer(graph, Topology(cpu_hosts(2)), measured_s=measured).graph_s(frozenset())
+    assert one == other == pytest.approx(0.002 * len(graph.compute))

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+import autopar.calibration as calibrating
 from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.calibrated import measured
-from autopar.cost_models.network import Network
+from autopar.cost_models.compute import is_cpu
+from autopar.cost_models.network import Network, backend_of
 from autopar.errors import SpecError
 from autopar.ops.measured import collective_named
 from autopar.search import build_plan
 from autopar.spec.calibration import Calibration, CollectiveTimes, DeviceRates, LinkTimes
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from tests.unit.synthetic import cpu_hosts, training_graph
@@ -154,3 +157,18 @@ def test_a_step_is_as_much_slower_as_its_collectives_and_its_devices() -> None:
     assert network.provenance == "guessed", "of its devices nothing was measured"
     assert both.provenance == "measured"
     assert both.relative_error < plan.prediction.relative_error
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 33, 64, 300])
+def test_messages_have_a_number_for_each_pair_of_ranks(ranks: int) -> None:
+    parts = [calibrating.part_elements(size, ranks) for size in calibrating.SIZES]
+    assert parts == sorted(parts) and all(part > 0 and part % ranks == 0 for part in parts)
+    assert parts[-1] == calibrating.SIZES[-1] // 4 // (ranks * ranks) * ranks
+
+
+def test_a_processor_of_another_name_is_priced_as_a_processor() -> None:
+    figures = "memory: 8 GiB, memory_bandwidth: 10 GB/s, peak_flops: 320 GFLOP/s"
+    text = "{hosts: [{name: h, count: 2, devices: {kind: %s, %s}}], network: {bandwidth: 1 Gbit/s}}"
+    named, other = (Topology(ClusterSpec.loads(text % (kind, figures))) for kind in ("cpu-epyc", "tensor-thing"))
+    assert backend_of(named).name == "gloo" and is_cpu(named.ranks[0].device)
+    assert backend_of(other).name == "nccl"

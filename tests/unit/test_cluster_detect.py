@@ -12,6 +12,7 @@ import pytest
 
 from autopar.errors import ClusterSpecError
 from autopar.spec.cluster import ClusterSpec
+from autopar.spec.detect import threads_of_rank
 
 ROOT = Path(__file__).parents[2]
 UUIDS = ["GPU-1b6f0a5c-0000", "GPU-2c6f0a5c-0000"]
@@ -156,3 +157,8 @@ def test_contradictions_are_errors(environment: dict[str, str], said: str, tmp_p
     with pytest.raises(ClusterSpecError) as e:
         detect(environment, None, tmp_path)
     assert said in str(e.value)
+
+
+def test_a_rank_computes_with_its_part_of_the_cores_unless_it_is_told() -> None:
+    assert threads_of_rank(4, {"OMP_NUM_THREADS": "3"}) == "3"
+    assert int(threads_of_rank(1, {})) >= int(threads_of_rank(2, {})) >= 1 == int(threads_of_rank(10_000, {}))
