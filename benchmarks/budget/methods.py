@@ -71,7 +71,7 @@ EXACT = Method("exact", "ddp", "exact")
 
 
 def _compressed(name: str, strategy: str, own_momentum: bool = False) -> Method:
-    return Method(name, strategy, "compressed", WARM_UP, own_momentum)
+    return Method(name, strategy, "compressed", WARM_UP, own_momentum=own_momentum)
 
 
 METHODS: dict[str, Method] = {

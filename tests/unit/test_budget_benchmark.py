@@ -46,6 +46,13 @@ def test_a_task_is_a_function_of_its_seed_and_its_model_trains_on_it(name: str) 
     assert torch.equal(parts[0] + parts[1], task.evaluate(model))
 
 
+def test_what_keeps_the_momentum_itself_is_given_an_optimizer_without() -> None:
+    assert {m.name for m in METHODS.values() if m.own_momentum} == {"dgc 1%"}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    METHODS["dgc 1%"].prepare(optimizer)
+    assert optimizer.param_groups[0]["momentum"] == 0 and not METHODS["dgc 1%"].probed
+
+
 def test_a_constant_prediction_is_the_best_that_looks_at_no_input() -> None:
     classes = replace(TASKS["waves"], test_samples=2_000)
     assert float(classes.trivial().mean()) == pytest.approx(0.9, abs=0.02)
