@@ -49,9 +49,10 @@ def main() -> None:
     trainer.train()
     trainer.save_model(folder)  # the adapter, as PEFT saves it
     if trainer.is_world_process_zero():
-        plan = trainer.model_wrapped.plan
-        sent = sum(1 for p in plan.model.parameters if p.trainable)
-        print(f"loss {trainer.state.log_history[-1]['train_loss']:.3f}, {sent} parameters under {plan.name}")
+        plan = getattr(trainer.model_wrapped, "plan", None)  # one process needs none
+        sent = sum(1 for p in model.parameters() if p.requires_grad)
+        name = plan.name if plan else "no plan"
+        print(f"loss {trainer.state.log_history[-1]['train_loss']:.3f}, {sent} parameters under {name}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def main() -> None:
     use(trainer)
     trainer.train()
     if trainer.is_world_process_zero():
-        print(f"loss {trainer.state.log_history[-1]['train_loss']:.3f} under {trainer.model_wrapped.plan.name}")
+        plan = getattr(trainer.model_wrapped, "plan", None)  # one process needs none
+        print(f"loss {trainer.state.log_history[-1]['train_loss']:.3f} under {plan.name if plan else 'no plan'}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from autopar.cli.console import (
     standard_options,
     writable,
 )
-from autopar.cli.described import load_cluster
+from autopar.cli.described import is_local, load_cluster
 
 if TYPE_CHECKING:
     from autopar.spec.calibration import Calibration, CollectiveTimes
@@ -99,7 +99,7 @@ def _emulate(spec: ClusterSpec, cluster: str, told: list[str]) -> int:
     kinds = sorted({place.device.kind for place in Topology(spec).ranks} - {"cpu"})
     if kinds:
         raise SpecError(f"this machine cannot emulate {', '.join(kinds)}: calibrate on the cluster, with torchrun")
-    here = cluster.startswith("local")
+    here = is_local(cluster)
     reason = None if here else unavailable_reason()
     if reason is not None:
         raise LabUnavailable(f"{reason}; on the cluster itself: torchrun ... -m autopar calibrate --cluster {cluster}")

@@ -11,12 +11,17 @@ if TYPE_CHECKING:
     from autopar.spec.cluster import ClusterSpec
 
 
+def is_local(argument: str) -> bool:
+    """Whether `--cluster` names ranks of this machine, `local:4`, rather than a file."""
+    return argument == "local" or argument.startswith("local:")
+
+
 def load_cluster(argument: str) -> ClusterSpec:
     """Reads `--cluster`: a file, or `local:4`. Raises `ClusterSpecError`."""
     from autopar.errors import ClusterSpecError
     from autopar.spec.cluster import ClusterSpec
 
-    if argument == "local" or argument.startswith("local:"):
+    if is_local(argument):
         digits = argument.removeprefix("local").removeprefix(":")
         if not re.fullmatch(r"[1-9][0-9]{0,4}", digits):
             raise ClusterSpecError(f"--cluster is '{argument}', expected local:N with N ranks from 1 on, as local:4")

@@ -18,6 +18,7 @@ from autopar.cli.console import (
     result_json,
     standard_options,
     what_if_option,
+    writable,
 )
 from autopar.cli.described import load_calibration
 from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, with_model
@@ -38,7 +39,12 @@ if TYPE_CHECKING:
 @autocast_option
 @calibration_option
 @what_if_option
-@click.option("--trace", metavar="FILE", help="With --model: write the predicted timeline as a Chrome trace too.")
+@click.option(
+    "--trace",
+    metavar="FILE",
+    callback=writable,
+    help="With --model: write the predicted timeline as a Chrome trace too.",
+)
 @click.option(
     "--measured",
     metavar="NAME=SECONDS",
@@ -57,7 +63,7 @@ def command(
     autocast: str | None,
     calibration: str | None,
     what_if: bool,
-    trace: str | None,
+    trace: Path | None,
     measured: tuple[str, ...],
     open_page: bool,
     as_json: bool,
@@ -75,6 +81,7 @@ def command(
     loaded = Plan.load(plan)
     _check_names(times, loaded)
     target = output or Path(plan).resolve().parent / "report.html"
+    _check_apart({"PLAN": Path(plan), "-o": target, "--trace": trace})
     estimate, found = None, None
     if model is not None:
         progress(f"importing {model} and simulating one step")
@@ -98,13 +105,22 @@ def command(
     if trace is not None and estimate is not None:
         write_trace(estimate, trace)
     if as_json:
-        result_json({"report": str(target), "trace": trace})
+        result_json({"report": str(target), "trace": None if trace is None else str(trace)})
     else:
         result(f"wrote {target}")
         if trace is not None:
             result(f"wrote {trace}")
     if open_page:
         click.launch(str(target))
+
+
+def _check_apart(files: dict[str, Path | None]) -> None:
+    """Refuses to write one file over another. `files`: by what names them on the command line."""
+    told = [(name, path.resolve()) for name, path in files.items() if path is not None]
+    for i, (name, path) in enumerate(told):
+        for before, other in told[:i]:
+            if path == other:
+                raise click.UsageError(f"{name} '{path}' is the file of {before} as well: write it to another one")
 
 
 def _measured(pairs: tuple[str, ...]) -> dict[str, float]:

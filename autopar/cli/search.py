@@ -14,7 +14,7 @@ import click
 
 from autopar.cli.console import progress, writable
 from autopar.cli.constraints import part
-from autopar.cli.described import load_cluster
+from autopar.cli.described import is_local, load_cluster
 from autopar.cli.interrupt import Interrupts
 from autopar.cli.plan import Telling, show
 from autopar.cli.planning import Asked, planning_options
@@ -198,7 +198,7 @@ def command(
         return attend_job()
     if output is not None:
         trials_folder = trials_folder or output.resolve().parent
-    where = Where(cluster.startswith("local"), lab, launch, trials_folder)
+    where = Where(is_local(cluster), lab, launch, trials_folder)
     if budget is not None:
         from autopar.quality.on_evidence import OnEvidence
 

@@ -139,3 +139,8 @@ def _check(accelerator: Accelerator) -> None:
             f"DistributedDataParallelKwargs has the communication hook {hook.value}: leave it out; "
             'fidelity="rounded", passed to use(), allows 16 bits on the wire'
         )
+    if handler is not None and not handler.broadcast_buffers:
+        raise SpecError(
+            "DistributedDataParallelKwargs has broadcast_buffers=False (Trainer's ddp_broadcast_buffers=False), with "
+            "which each rank keeps its own buffers; under autopar all ranks have rank 0's: leave it out"
+        )

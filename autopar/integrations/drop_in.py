@@ -12,7 +12,7 @@ from torch import nn
 from autopar.api import optimize
 from autopar.errors import CaptureError, PlanError, PlanMismatchError, SignatureError
 from autopar.integrations.buffers import SharedBuffers
-from autopar.integrations.ranks import Weight, equal, make_equal, samples, share, sums
+from autopar.integrations.ranks import Weight, as_patient, equal, make_equal, samples, share, sums
 from autopar.ir.batch import bind, flatten
 from autopar.runtime.drop_in.module import SyncedModule, as_it_was_saved, as_of_the_model, copied
 from autopar.runtime.model.evaluated import as_it_is
@@ -22,15 +22,33 @@ from autopar.spec.plan import Plan
 
 
 def by_keyword(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A call's arguments, by keyword where the model takes them so. PEFT's models, which take `*args`, hand them to the
-    model that they are made of. Raises `SignatureError` where they do not fit."""
+    """A call's arguments, by keyword where the model takes them so, and as they are where it does not. PEFT's
+    models, which take `*args`, hand them to the model that they are made of. Raises `SignatureError` where they do not
+    fit."""
     base = getattr(model, "get_base_model", None)
     try:
         return (), bind(base() if args and callable(base) else model, args, kwargs)
     except CaptureError as e:
-        if kwargs or isinstance(e, SignatureError):
+        if isinstance(e, SignatureError):
             raise
-        return args, {}  # of a model that is run eagerly then
+        return args, kwargs  # of a model that is run eagerly then
+
+
+@contextlib.contextmanager
+def shown(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """A call's arguments as one example for `optimize`, by keyword or by position. Where there are both, which only a
+    model is given that runs eagerly, it takes them as a pair while this is open."""
+    if not (args and kwargs):
+        yield kwargs or args
+        return
+    own, forward = "forward" in vars(model), model.forward
+    vars(model)["forward"] = lambda *args: forward(*args[0], **args[1])
+    try:
+        yield args, kwargs
+    finally:
+        del vars(model)["forward"]
+        if own:
+            vars(model)["forward"] = forward
 
 
 class DropIn(nn.Module):
@@ -97,13 +115,18 @@ class DropIn(nn.Module):
                     "toggle_optimizer(), which freezes what other optimizers update"
                 )
             args, kwargs = by_keyword(self.module, args, kwargs)
-            self._synced.append(self._captured(kwargs or args))
+            with shown(self.module, args, kwargs) as inputs:
+                self._synced.append(self._captured(inputs))
             self._synced[0].program.synchronizes = self._synchronizes
 
-    @property
-    def is_eager(self) -> bool:
-        """Whether the model runs as it is, since it cannot be captured."""
-        return bool(self._synced) and isinstance(self._synced[0].program, EagerGradientProgram)
+    def runs_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model, which was captured or could not be, runs as it is on a batch. By all ranks together."""
+        program = self._synced[0].program
+        if isinstance(program, EagerGradientProgram):
+            return True
+        if program._gathers:  # samples of all ranks, which no batch is run without
+            return False
+        return program.compile_for(bind(self.module, *by_keyword(self.module, args, kwargs))).eager is not None
 
     @contextlib.contextmanager
     def no_sync(self, synchronizes: bool = False) -> Iterator[None]:
@@ -126,7 +149,9 @@ class DropIn(nn.Module):
         self._set_synchronizes(value)
 
     def reads(self, inputs: dict[str, Any], name: str) -> bool:
-        """Whether what a captured model computes depends on one of its inputs, a tensor, in a batch that it saw."""
+        """Whether what a captured model computes depends on one of its inputs, a tensor, in a batch that it saw.
+        `inputs`: by keyword, in any order."""
+        inputs = bind(self.module, (), inputs)  # in the order in which they were captured
         tensors = flatten(inputs).tensors
         joint = self._synced[0].program.compile_for(inputs).joint
         nodes = joint.module.graph.find_nodes(op="placeholder")
@@ -145,7 +170,7 @@ class DropIn(nn.Module):
 
     def _captured(self, inputs: Any) -> SyncedModule:
         made: SyncedModule = optimize(
-            self.module, self._cluster, example_inputs=inputs, weight=self._share, **self._options
+            self.module, self._cluster, example_inputs=inputs, weight=self._share, **as_patient(self._options)
         )
         made.program.use_pytorch_generator()
         return made

@@ -65,6 +65,8 @@ class AutoparStrategy(DDPStrategy):
         check_options(options)
         self._cluster, self._weight, self._options = cluster, weight, options
         self._calls: CapturedCalls | None = None
+        self._plans: dict[str, Any] = {}
+        """Of a fit that has ended."""
         self._share = 1.0
         self._follows_synchronized = True
         """Whether gradients of the last step were synchronized; before the first one, too."""
@@ -95,8 +97,9 @@ class AutoparStrategy(DDPStrategy):
 
     @property
     def plans(self) -> dict[str, Any]:
-        """The plan of each module that was captured so far, by its name; "" is the LightningModule itself."""
-        return {} if self._calls is None else {name: unit.plan for name, unit in self._calls.units.items()}
+        """The plan of each module that was captured so far, by its name; "" is the LightningModule itself. They
+        stay once `fit` has returned."""
+        return self._plans if self._calls is None else {name: unit.plan for name, unit in self._calls.units.items()}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._calls is None:
@@ -114,7 +117,8 @@ class AutoparStrategy(DDPStrategy):
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         scaled = closure_loss if self._share == 1.0 else closure_loss * self._share
-        return super().backward(scaled, optimizer, *args, **kwargs)
+        with contextlib.nullcontext() if self._calls is None else self._calls.passing_back():
+            return super().backward(scaled, optimizer, *args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         if self._calls is not None:
@@ -138,6 +142,7 @@ class AutoparStrategy(DDPStrategy):
         self._share_buffers()  # for what is tested
 
     def teardown(self) -> None:
+        self._plans = self.plans
         self._calls = None
         super().teardown()
 

@@ -16,6 +16,7 @@ _OF_FRAMEWORK = {
     "example_inputs": "the first batch is the example",
     "loss_fn": "the framework computes the loss",
     "loss_scale": "the framework scales the loss",
+    "clip_grad_norm": "the framework clips, once gradients of several micro-batches are added up",
     "budget": "choosing under a budget needs the loss and the optimizer",
     "late_parameters": "the framework runs the optimizer, and reads parameters between steps",
     "optimizer_acts_on": "the framework runs the optimizer",

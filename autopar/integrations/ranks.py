@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.api import optimize
 from autopar.ir.batch import flatten
 from autopar.runtime.job.process_group import Group, take_from_rank_0
 
@@ -43,6 +45,14 @@ def share(own: float, total: float) -> float:
     """What this rank's loss is multiplied with, so that the plain mean over the ranks is the mean over all that counts:
     1 where all ranks have as much, or none has any."""
     return own * world_size() / total if total else 1.0
+
+
+def as_patient(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `autopar.optimize`, with which ranks wait for a late one for as long as the framework has them wait,
+    where that is longer than the default and the options do not say it."""
+    default = inspect.signature(optimize).parameters["timeout_s"].default
+    store: Any = dist.distributed_c10d._get_default_store()  # which has the timeout of the default process group
+    return {"timeout_s": max(default, store.timeout.total_seconds()), **options}
 
 
 def make_equal(tensors: Iterable[torch.Tensor]) -> None:

@@ -18,11 +18,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from autopar.errors import AutoparWarning, SpecError
 from autopar.integrations import accelerate
-from autopar.integrations.drop_in import DropIn
+from autopar.integrations.drop_in import DropIn, by_keyword
 from autopar.integrations.options import check_options
 from autopar.integrations.ranks import equal, samples, share, sums
 from autopar.spec.cluster import ClusterSpec
@@ -92,6 +94,32 @@ class AutoparTrainer(Trainer):
             self._said = True
             self._say_what_ddp_would_do()
         return loss * self._weights.now
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """The loss is the mean over what all ranks' batches have, the same on each: Trainer takes the mean over ranks,
+        and of the first ones alone where the last batch is short."""
+        if self.accelerator.num_processes == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        own = self._count(self._evaluated(inputs))
+        with self._own_items():
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if isinstance(loss, torch.Tensor) and not loss.dim():
+            weighted = loss.double() * own if own else torch.zeros_like(loss, dtype=torch.float64)
+            total, count = sums([float(weighted), own], self.args.device)
+            loss = loss if not count else torch.full_like(loss, total / count)
+        return loss, logits, labels
+
+    def _evaluated(self, inputs: Any) -> Any:
+        """A batch without the samples from the beginning that accelerate has filled it up with, and leaves out of what
+        it gathers."""
+        state, size = self.accelerator.gradient_state, find_batch_size(inputs)  # type: ignore[no-untyped-call]
+        is_filled = state.end_of_dataloader and state.remainder > 0 and self.accelerator.even_batches
+        if not (is_filled and size and isinstance(inputs, Mapping)):
+            return inputs
+        kept = min(max(state.remainder - self.accelerator.process_index * size, 0), size)
+        return {k: v[:kept] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in inputs.items()}
 
     @contextlib.contextmanager
     def _own_items(self) -> Iterator[None]:
@@ -166,9 +194,9 @@ class _StepWeights:
     def _given(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = {k: v.plain() if isinstance(v, _Watched) else v for k, v in kwargs.items()}
         model.capture(args, plain)
-        if model.is_eager:  # which shows whether it computes with the items
+        if self._items is not None and model.runs_eagerly(args, plain):  # and shows whether it computes with the items
             return args, kwargs
-        self._inputs = plain
+        self._inputs = by_keyword(model.module, args, plain)[1]
         return args, plain
 
     def _divides_by_items(self) -> bool:
@@ -179,8 +207,12 @@ class _StepWeights:
         return self._model is not None and name in (self._inputs or {}) and self._model.reads(self._inputs or {}, name)
 
 
+_LOOKS = ("__get__", "dim", "size", "stride", "numel", "is_contiguous", "is_inference", "is_conj", "is_neg")
+"""Functions of tensors that read none of their values, where they return no tensor; attributes are "__get__"."""
+
+
 class _Watched(torch.Tensor):
-    """A tensor that knows whether anything was computed with it."""
+    """A tensor that knows whether anything was computed with it, rather than its shape or dtype looked at."""
 
     used: bool
     _plain: torch.Tensor
@@ -196,10 +228,15 @@ class _Watched(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(value: Any) -> Any:
-            if not isinstance(value, _Watched):
-                return value
-            value.__dict__["used"] = True
+        watched: list[_Watched] = []
+
+        def plain(value: _Watched) -> torch.Tensor:
+            watched.append(value)
             return value.plain()
 
-        return func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()})
+        args, kwargs = tree_map_only(_Watched, plain, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        if func.__name__ not in _LOOKS or isinstance(found, torch.Tensor):
+            for value in watched:
+                value.__dict__["used"] = True
+        return found

@@ -38,6 +38,17 @@ class Branching(Net):
         return y * 2 if self.out.bias.item() > -9 else y.sin()
 
 
+class Handing(nn.Module):
+    """It hands what it is given on, some of it by position, and is run eagerly, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args) * kwargs.get("scale", 1.0)
+
+
 def branching(rank: int) -> nn.Module:
     torch.manual_seed(rank)
     return Branching().double()
@@ -47,6 +58,11 @@ def net(rank: int, dropout: float = 0.0) -> nn.Module:
     """Ranks begin unequal: they take rank 0's values."""
     torch.manual_seed(rank)
     return Net(dropout).double()
+
+
+def normalized(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
 
 
 def lora(rank: int) -> Any:
@@ -114,6 +130,17 @@ def accumulated(how: str, rank: int, n: int) -> list[float]:
             run.backward(F.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
+    return flat(model)
+
+
+def looped(how: str, model: Any, rank: int, n: int, options: dict[str, Any], **given: Any) -> list[float]:
+    """The model, trained. `options`: of `autopar.optimize`. `given`: inputs besides the batch."""
+    run = accelerator(how, 1, **options)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in loader(UNEVEN, rank, n):
+        run.backward(F.mse_loss(model(x, **given), y))
+        optimizer.step()
+        optimizer.zero_grad()
     return flat(model)
 
 
@@ -202,7 +229,7 @@ def says(rank: int) -> dict[str, str]:
         with run.join_uneven_inputs([model]):
             pass
 
-    hook = DistributedDataParallelKwargs(comm_hook="fp16")
+    hook, own = DistributedDataParallelKwargs(comm_hook="fp16"), DistributedDataParallelKwargs(broadcast_buffers=False)
     answers = {
         "too late": said(lambda: integration.use(prepared)),
         "wrapped": said(lambda: run.prepare(wrapped)),
@@ -210,10 +237,12 @@ def says(rank: int) -> dict[str, str]:
         "a prepared model": said(lambda: autopar.optimize(model)),
         "joins": said(joins),
         "hook": said(lambda: integration.use(Accelerator(cpu=True, kwargs_handlers=[hook]))),
+        "own buffers": said(lambda: integration.use(Accelerator(cpu=True, kwargs_handlers=[own]))),
         "a word misspelt": said(lambda: integration.use(Accelerator(cpu=True), fidelty="rounded")),
         "a value misspelt": said(lambda: integration.use(Accelerator(cpu=True), fidelity="rouded")),
         "no such plan": said(lambda: integration.use(Accelerator(cpu=True), strategy="zeroo1")),
         "of the framework": said(lambda: integration.use(Accelerator(cpu=True), optimizer=None)),
+        "clips": said(lambda: integration.use(Accelerator(cpu=True), clip_grad_norm=1.0)),
         "no plan yet": said(lambda: model.plan),
         "frozen": said(lambda: model.requires_grad_(False)(torch.ones(2, 6, dtype=torch.float64))),
     }
@@ -225,11 +254,14 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, PartialState
 
     quiet()
+    torch.manual_seed(rank)
     how = "one" if n == 1 else "autopar"
     found: dict[str, Any] = {
         "plain": flat(trained(how, net(rank), UNEVEN, rank, n)[1]),
         "accumulated": flat(trained(how, net(rank), UNEVEN, rank, n, 2)[1]),
         "run eagerly": flat(trained(how, branching(rank), UNEVEN, rank, n, 2)[1]),
+        "both kinds": looped(how, Handing().double(), rank, n, {}, scale=2.0),
+        "normalized": looped(how, normalized(rank), rank, n, {"sync_batch_norm": True}),
         "LoRA": flat(trained(how, lora(rank), UNEVEN, rank, n)[1]),
         "its own loader": accumulated(how, rank, n),
     }
@@ -243,5 +275,6 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         _, model, _, losses = trained(kind, net(rank, 0.2), EVEN, rank, n, 2)
         found[f"even {kind}"] = [*flat(model), *losses]
         found[f"evaluated {kind}"] = evaluated(kind, rank, n)
+    found["timeout"] = model._synced[0].program.group.timeout_s
     found |= {"resumed": saved_and_loaded(rank, n), "example": ran("accelerate_loop")}
     return found | {"says": says(rank)}

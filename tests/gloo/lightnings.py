@@ -12,8 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.gloo.frameworks import EVEN, UNEVEN, Sizes, flat, loader, quiet, said
+
+
+class Handing(nn.Sequential):
+    """Takes what it is given by position, and more by keyword."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args) * kwargs["scale"]
 
 
 class Lit(pl.LightningModule):
@@ -26,10 +34,11 @@ class Lit(pl.LightningModule):
         middle = nn.BatchNorm1d(5, affine=False) if normalizes else nn.Tanh()
         self.encoder = nn.Sequential(nn.Linear(6, 5), nn.Dropout(dropout), middle, nn.Linear(5, 5))
         self.decoder = nn.Linear(5, 1)
+        self.handing = Handing(self.encoder, self.decoder) if way == "both kinds" else None
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.never = nn.Parameter(torch.ones(1, dtype=torch.float64))
         self.center = nn.Buffer(torch.zeros(1, dtype=torch.float64))
-        self.automatic_optimization = way != "by hand"
+        self.automatic_optimization = way not in ("by hand", "penalty")
         self.losses: list[float] = []
         self.validated: list[float] = []
 
@@ -39,12 +48,18 @@ class Lit(pl.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = batch
-        if self.way == "parts":
+        if self.way in ("parts", "evaluating"):
             output = self.decoder(self.encoder(x)) * self.scale
         elif self.way == "layers":  # one of which has no parameters
             for layer in (*self.encoder, self.decoder):
                 x = layer(x)
             output = x
+        elif self.way == "turns":  # a synchronizing backward pass comes to the decoder alone
+            output = self.decoder(x[:, :5]) if index % 2 else self.encoder(x).mean(1, keepdim=True)
+        elif self.way == "both kinds":  # of arguments, which no graph can be made for
+            output = self.handing(x, scale=2.0)  # type: ignore[misc]
+        elif self.way == "checkpoint":
+            output = self.decoder(checkpoint(self.encoder, x, use_reentrant=False))
         elif self.way == "beside":
             output = self(x) + F.linear(self.encoder(x), self.decoder.weight)
         else:
@@ -55,12 +70,18 @@ class Lit(pl.LightningModule):
         loss = F.mse_loss(output, y)
         self.log("loss", loss, sync_dist=True)
         self.losses.append(float(loss))
-        if self.way == "by hand":
+        if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
+            if self.way == "penalty":  # which no module computes
+                self.manual_backward(x.mean() * self.decoder.weight.norm())
             optimizer.step()
         return loss
+
+    def on_train_epoch_start(self) -> None:
+        if self.way == "evaluating" and self.current_epoch:
+            self.encoder.eval()
 
     def validation_step(self, batch: Any, index: int) -> None:
         loss = F.mse_loss(self(batch[0]), batch[1])
@@ -103,7 +124,7 @@ def trained(strategy: Any, way: str, sizes: Sizes, n: int, rank: int, accumulate
         precision="64-true",
         use_distributed_sampler=False,
         accumulate_grad_batches=accumulates,
-        gradient_clip_val=None if way == "by hand" else 0.3,
+        gradient_clip_val=0.3 if module.automatic_optimization else None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -153,6 +174,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
     one = n == 1
     strategy = "auto" if one else "autopar"
     ways = {"forward": 1, "parts": 2, "by hand": 1, "beside": 2, "LoRA": 2}
+    ways |= {"evaluating": 1, "turns": 2, "penalty": 1, "checkpoint": 1, "both kinds": 1}
     found: dict[str, Any] = {w: flat(trained(strategy, w, UNEVEN, n, rank, k)[1]) for w, k in ways.items()}
     if one:
         return found
@@ -164,4 +186,5 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         beside.append(trained(kind, "forward", EVEN, n, rank, normalizes=True, callbacks=averages)[1])
         found[f"validated {kind[:3]}"] = [x for m in beside for x in (*flat(m), *m.losses, *m.validated)]
         found[f"even {kind[:3]}"] = [*flat(module), *module.losses, logged["loss"], logged["validation"]]
+    found["plans"] = list(trainer.strategy.plans)
     return found | {"resumed": resumed(rank, n), "says": says(rank, n)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed.constants import default_pg_timeout
 
 from tests.gloo.frameworks import apart
 from tests.gloo.ranks import run_worlds
@@ -29,9 +30,16 @@ def test_evaluates_with_the_running_statistics_of_rank_0_as_ddp(found: dict[int,
     assert all(apart(rank["evaluated autopar"], rank["evaluated ddp"]) < 1e-10 for rank in found[2])
 
 
-@pytest.mark.parametrize("run", ["plain", "accumulated", "run eagerly", "LoRA", "its own loader"])
+@pytest.mark.parametrize(
+    "run", ["plain", "accumulated", "run eagerly", "both kinds", "normalized", "LoRA", "its own loader"]
+)
 def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, Any]]], run: str) -> None:
     assert all(apart(rank[run], found[1][0][run]) < 1e-12 for rank in found[2])
+
+
+def test_waits_for_a_late_rank_as_long_as_the_framework(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Which has the default of PyTorch, longer than autopar's."""
+    assert all(rank["timeout"] == default_pg_timeout.total_seconds() > 300 for rank in found[2])
 
 
 def test_goes_on_from_a_saved_state(found: dict[int, list[dict[str, Any]]]) -> None:
@@ -51,10 +59,12 @@ def test_the_example_runs(found: dict[int, list[dict[str, Any]]]) -> None:
         ("a prepared model", "wrapped in DropIn already"),
         ("joins", "all ranks get equally many batches"),
         ("hook", "communication hook fp16"),
+        ("own buffers", "under autopar all ranks have rank 0's: leave it out"),
         ("a word misspelt", "did you mean 'fidelity'?"),
         ("a value misspelt", "did you mean 'rounded'?"),
         ("no such plan", "did you mean 'zero1'?"),
         ("of the framework", "leave optimizer out: the framework runs it"),
+        ("clips", "leave clip_grad_norm out: the framework clips"),
         ("no plan yet", "before the first training batch"),
         ("frozen", "all parameters of the Net are frozen in its first training batch"),
         ("compiles", "pass compile=True"),

@@ -36,9 +36,16 @@ def test_trains_and_validates_with_the_buffers_of_rank_0_as_ddp(found: dict[int,
     assert all(apart(rank["validated aut"], rank["validated ddp"]) < 1e-10 for rank in found[2])
 
 
-@pytest.mark.parametrize("way", ["forward", "parts", "by hand", "beside", "LoRA"])
+@pytest.mark.parametrize(
+    "way",
+    ["forward", "parts", "by hand", "beside", "LoRA", "evaluating", "turns", "penalty", "checkpoint", "both kinds"],
+)
 def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, Any]]], way: str) -> None:
     assert all(apart(rank[way], found[1][0][way]) < 1e-12 for rank in found[2])
+
+
+def test_plans_stay_once_it_has_trained(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(rank["plans"] == [""] for rank in found[2])
 
 
 def test_goes_on_from_a_checkpoint(found: dict[int, list[dict[str, Any]]]) -> None:

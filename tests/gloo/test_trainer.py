@@ -45,6 +45,11 @@ def test_equals_one_process_where_they_are_not(found: dict[int, list[dict[str, A
         assert apart(rank["uneven"][run][1], history) < 2e-6
 
 
+def test_tells_losses_that_are_divided_by_the_items(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Captured or not, and whatever the order of the inputs, which is no other capture."""
+    assert all(rank["weights"] == [[0.5, 1], [0.5, 1], [0.7, 1]] for rank in found[2])
+
+
 def test_says_where_ddp_would_have_other_gradients(found: dict[int, list[dict[str, Any]]]) -> None:
     told = [[w for w in rank["warned"] if "ignores num_items_in_batch" in w] for rank in found[2]]
     assert [len(t) for t in told] == [2, 0]

@@ -65,12 +65,13 @@ class Scored(nn.Module):
 
 def trained(how: str, model: Any, n: int, data: Any, base: Any = None, **args: Any) -> Any:
     """A Trainer, after training. `how`: under "autopar", or under what Trainer takes by itself. `args`: those of
-    `TrainingArguments`, `resume`, a checkpoint, and `evaluates`, whether it does so before."""
+    `TrainingArguments`, `resume`, a checkpoint, and `evaluates`, on how many samples it does so, before
+    and afterwards."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     import autopar.integrations.transformers as integration
 
-    resume, evaluates = args.pop("resume", None), args.pop("evaluates", False)
+    resume, evaluates = args.pop("resume", None), args.pop("evaluates", 0)
     given: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(prefix="autopar-test-"),
         "per_device_train_batch_size": 8 // n,
@@ -83,7 +84,7 @@ def trained(how: str, model: Any, n: int, data: Any, base: Any = None, **args: A
         "disable_tqdm": True,
         "logging_steps": 1,
     }
-    settings, few = TrainingArguments(**(given | args)), torch.utils.data.Subset(data, range(16))
+    settings, few = TrainingArguments(**(given | args)), torch.utils.data.Subset(data, range(evaluates or 16))
     trainer = (base or Trainer)(model=model, args=settings, train_dataset=data, eval_dataset=few)
     trainer.remove_callback(PrinterCallback)
     if how == "autopar":
@@ -91,6 +92,8 @@ def trained(how: str, model: Any, n: int, data: Any, base: Any = None, **args: A
     if evaluates:
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
+    if evaluates:
+        trainer.evaluate()
     return trainer
 
 
@@ -114,6 +117,39 @@ def mine() -> Any:
     return Mine
 
 
+class Choosy(nn.Module):
+    """Its loss is a mean of three rows, whose number no graph can read, and else divided by the items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = (self.out(x) - y).square().sum()
+        if len(x) == 3 and x.sum().item() > 10:
+            return loss / len(x)
+        items: torch.Tensor = torch.stack([loss, num_items_in_batch])[1]
+        return loss / items
+
+
+def weights() -> list[list[Any]]:
+    """For a batch that is captured, and two that cannot be, of which one is divided by the items: the weight that the
+    loss gets, and how many captures there are."""
+    from autopar.integrations.drop_in import DropIn
+    from autopar.integrations.ranks import equal
+    from autopar.integrations.transformers import _StepWeights, _Watched
+
+    torch.manual_seed(0)
+    model, found = DropIn(Choosy(), None, {"strategy": "ddp"}, equal), []
+    for rows, value in ((2, 1.0), (3, 1.0), (3, 9.0)):
+        step = _StepWeights(0.5, [0.7, 0.9])
+        step.next(model, _Watched.of(torch.tensor(4.0)))
+        with step.watching():
+            model(y=torch.ones(rows, 1), x=torch.full((rows, 2), value), num_items_in_batch=step._items).backward()
+        found.append([step.now, len(list(model._synced[0].program._compiled))])
+    return found
+
+
 def uneven(how: str, n: int) -> dict[str, Any]:
     """Runs whose last batch the ranks share unevenly, and whose labels they share unevenly in each, accumulated."""
     args: dict[str, Any] = {
@@ -123,8 +159,8 @@ def uneven(how: str, n: int) -> dict[str, Any]:
         "max_grad_norm": 0.5,
     }
     runs = {
-        "LoRA, smoothed labels": trained(how, lora(), n, Tokens(22), label_smoothing_factor=0.1, **args),
-        "ignores the items": trained(how, bert(), n, Tokens(22, 3), evaluates=True, **args),
+        "LoRA, smoothed labels": trained(how, lora(), n, Tokens(22), evaluates=13, label_smoothing_factor=0.1, **args),
+        "ignores the items": trained(how, bert(), n, Tokens(22, 3), evaluates=13, **args),
         "a loss of one's own": trained(how, Scored(), n, Tokens(22), mine(), **args),
     }
     return {name: [flat(t.model), history(t)] for name, t in runs.items()}
@@ -185,6 +221,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "ddp": even("ddp"),
         "autopar": even("autopar", resumes=True),
         "uneven": ignoring,
+        "weights": weights(),
         "warned": [str(w.message) for w in caught if w.category is autopar.AutoparWarning],
         "examples": [ran("transformers_trainer"), ran("peft_lora")],
         "given to optimize": said(lambda: autopar.optimize(left)),

@@ -16,6 +16,7 @@ from autopar.cli.model_argument import load_model
 from autopar.cli.verify import cause
 from autopar.errors import PlanError, SpecError
 from autopar.report.parameter import explain_parameter
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.explain import explain
 from autopar.spec.plan import Plan
 from tests.unit.plans import small_plan
@@ -273,6 +274,17 @@ def test_report_refuses_a_measurement_of_a_plan_that_it_does_not_know(plan_file:
     assert "'zero2'" in done.stderr and "did you mean 'zero1'? plans that it knows: searched, ddp, zero1" in done.stderr
 
 
+def test_report_writes_over_no_file_of_its_own(plan_file: Path) -> None:
+    before = plan_file.read_bytes()
+    for options in (("-o", str(plan_file)), ("--model", "x:y", "--trace", f"{plan_file.parent}/./{plan_file.name}")):
+        done = run("report", str(plan_file), *options)
+        assert done.exit_code == 2 and "is the file of PLAN as well" in done.stderr
+    page = str(plan_file.parent / "report.html")
+    done = run("report", str(plan_file), "--model", "x:y", "--trace", page)
+    assert done.exit_code == 2 and "is the file of -o as well: write it to another one" in done.stderr
+    assert plan_file.read_bytes() == before and not Path(page).exists()
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(plan_file: Path, tmp_path: Path) -> None:
     done = run("report", str(plan_file), "-o", str(tmp_path / "no" / "report.html"))
     assert done.exit_code == 2 and "does not exist" in done.stderr
@@ -295,6 +307,19 @@ def test_a_cluster_that_cannot_be_had(cluster: str, said: str) -> None:
     done = run("plan", "x:y", "--cluster", cluster)
     assert done.exit_code == 2
     assert done.stderr.startswith("error: ") and said in done.stderr
+
+
+def test_a_file_whose_name_begins_with_local_is_a_file(
+    model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its cluster is none of ranks of this machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autopar.lab.namespaces.unavailable_reason", lambda: "not root")
+    Path("local-lab.yaml").write_text(ClusterSpec.local(2).to_yaml())
+    done = run("calibrate", "--cluster", "local-lab.yaml", "--time-budget", "0.1")
+    assert done.exit_code and "not root; on the cluster itself" in done.stderr
+    done = run("search", f"{model_file}:tiny", "--cluster", "local-lab.yaml", "--trials", "1", "--evaluations", "1")
+    assert done.exit_code == 2 and "or --lab to emulate the cluster on this machine" in done.stderr
 
 
 @pytest.mark.parametrize(
