@@ -16,6 +16,9 @@ A sign cannot say zero. Elements of which the variance is zero have never had a 
 they are (the paper's authors ask their users for such a mask). What they get later stays in the residual, which is
 said once. On one rank, the variance is frozen and nothing is lost.
 
+Parameters in 16 bits are refused. Adam's correction for the zeros that its variance began with soon grows by less than
+a thousandth a step; a variance in 16 bits, which has to grow with it, would be rounded back, and steps would grow.
+
 Each rank sends about a thirty-second of the bytes of an all-reduce in 32 bits, as `scaled_sign` does, and computes some
 twenty passes more than that. It wins where a network is slow beside the processor, under Adam, where `scaled_sign`
 itself feeds the variance with what it has lost. The variance must have settled: the paper takes 15 to 20 % of steps,
@@ -58,6 +61,11 @@ class OneBitAdam(Compressed):
             return (
                 "it freezes Adam's variance, so the optimizer must be torch.optim.Adam or AdamW with amsgrad=False and "
                 "differentiable=False: pass one of them, or use scaled_sign, which takes any optimizer"
+            )
+        if member.parameter.spec.dtype in ("bfloat16", "float16"):
+            return (
+                "Adam's variance is in 16 bits, as its parameter is, and cannot hold what a frozen one changes in a "
+                "step: keep the parameter in float32, as under torch.autocast, or use scaled_sign"
             )
         return super().applies(member, context)
 

@@ -8,6 +8,8 @@ see gets it whole, one that leaves rows without gradient alone gets only those t
 
 from __future__ import annotations
 
+from autopar.ops.context import Context
+from autopar.ops.group import Member
 from autopar.strategies.gathered_parts import GatheredParts
 
 
@@ -17,3 +19,9 @@ class SparseRows(GatheredParts):
     kind = "rows"
     otherwise = "its gradient is not made of rows that were looked up"
     of_a_slice = "a slice of a table is not looked up by itself"
+
+    def applies(self, member: Member, context: Context) -> str | None:
+        parts = member.parameter.parts
+        if parts is not None and len({t.padding for t in parts.terms}) > 1:  # their rows are merged, padding or not
+            return "its lookups differ in padding_idx: give them all the same, or use row_sharded_table"
+        return super().applies(member, context)

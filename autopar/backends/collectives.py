@@ -34,6 +34,8 @@ class CommunicationFailure(RuntimeError):
 
 class _Calls:
     so_far = 0
+    issued = 0
+    updates = 0
 
 
 def calls_so_far() -> int:
@@ -41,10 +43,24 @@ def calls_so_far() -> int:
     return _Calls.so_far
 
 
+def progress() -> tuple[int, int]:
+    """How many collectives this rank has issued, and how many updates of its replicas it has begun and ended. Between
+    two places of a step, ranks that have come equally far have counted equally many of both. Waits do not count: a
+    rank waits for parameters, or for answers, whenever it needs them."""
+    return _Calls.issued, _Calls.updates
+
+
+def note_update() -> None:
+    """Counts the beginning, or the end, of an update that every rank makes of its own replica."""
+    _Calls.updates += 1
+
+
 @contextlib.contextmanager
-def may_fail() -> Iterator[None]:
-    """Marks what fails within as a failure of communication, which no other error is then taken for."""
+def may_fail(issues: bool = True) -> Iterator[None]:
+    """Marks what fails within as a failure of communication, which no other error is then taken for. `issues`: whether
+    a collective is issued within, rather than waited for."""
     _Calls.so_far += 1
+    _Calls.issued += issues
     try:
         yield
     except RuntimeError as e:  # torch has no narrower class for what gloo raises
@@ -59,7 +75,7 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
         return _functional.all_reduce_.default(x, "sum", group)  # type: ignore[no-any-return]
 
 
-@may_fail()
+@may_fail(issues=False)
 def wait(x: torch.Tensor) -> torch.Tensor:
     """Blocks until the collective that writes `x` is complete."""
     with _below_autograd():
@@ -125,6 +141,7 @@ def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], gr
     return registered(*backend.all_to_all(x, sent, received, pg))
 
 
+@may_fail()
 def server_reduce(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.Tensor:
     """The sum over ranks, in place, with the help of servers. `adds_up`: elements that each rank and each server of
     the mesh adds up."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autopar.backends.collectives import note_update
 from autopar.errors import AutoparWarning, OptimizerError
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
@@ -84,9 +85,8 @@ class GrowMomentum(Operation):
         return copied(3 * call.bytes + 2 * own + kept, 2 + 2 * MEMBER_START * len(call.members))
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
-        """What is looked at where an element has no variance; and a momentum in the format that is sent."""
-        narrow = DTYPE_BYTES[call.owner_group.dtype] < DTYPE_BYTES[call.dtype]
-        return 2 * call.elements + (narrow + (len(call.inputs) > 2)) * call.bytes
+        """What is looked at where an element has no variance."""
+        return 2 * call.elements + (len(call.inputs) > 2) * call.bytes
 
     def write(self, site: Site, call: Call) -> Any:
         group = call.owner_group
@@ -133,9 +133,8 @@ class FrozenUpdate(Operation):
         return 0
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
-        """The root of the variance; and the momentum, where it is clipped, or comes in another format."""
-        copies = 1 + (len(call.inputs) > 1) + (call.inputs[0].dtype != call.dtype)
-        return copies * call.bytes
+        """The root of the variance; and the momentum, where it is clipped."""
+        return (1 + (len(call.inputs) > 1)) * call.bytes
 
     def write(self, site: Site, call: Call) -> Any:
         module = FrozenStep(_part(site, call), None, site.device)
@@ -259,7 +258,9 @@ class FrozenStep(Step):
             self._show_gradients(self.observer, momentum)
         for fragment in parts:
             fragment.read()
+        note_update()
         self.part.step_frozen([f.of(momentum).to(f.tensor.dtype) for f in parts])
+        note_update()
         for fragment in parts:
             fragment.write()
 

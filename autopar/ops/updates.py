@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autopar.backends.collectives import note_update
 from autopar.ir.dtypes import DTYPE_BYTES
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
@@ -184,7 +185,11 @@ class Step(nn.Module):
         if views:
             for fragment in parts:
                 fragment.read()
+            if self.sent_as is None:  # else what is sent makes replicas equal
+                note_update()
             self.part.step(views)
+            if self.sent_as is None:
+                note_update()
             for fragment in parts:
                 fragment.write()
         if self.sent_as is None:

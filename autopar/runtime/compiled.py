@@ -136,4 +136,6 @@ class Compiled:
     def tangent(self, seed: float, device: torch.device) -> torch.Tensor:
         """What the backward pass of a step starts from."""
         like = self.joint.outputs[0].meta["val"]  # a fake tensor: its shape and dtype alone
-        return torch.full(tuple(like.shape), seed, dtype=like.dtype, device=device)
+        # On GPUs, `full` refuses what float16 does not hold, as a loss's first scale: it is to become infinite.
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return torch.full(tuple(like.shape), seed, dtype=dtype, device=device).to(like.dtype)

@@ -1,8 +1,8 @@
 """What operators take on the device at hand, each measured once and kept.
 
-In `~/.cache/autopar` (`$XDG_CACHE_HOME/autopar`, or `$AUTOPAR_CACHE` where that is set), one file for each device,
-number of threads, version of torch and, on processors, number of ranks that computed at once. Remove it to have
-everything measured again.
+In `~/.cache/autopar` (`$XDG_CACHE_HOME/autopar`, or `$AUTOPAR_CACHE` where that is set), one file for each device and
+version of torch and, on processors, number of cores that the process may use, of threads, and of ranks that computed at
+once. Machines may share that folder. Remove it to have everything measured again.
 """
 
 from __future__ import annotations
@@ -80,11 +80,13 @@ def _described(argument: Any) -> str:
 
 
 def device_name(device: torch.device, ranks: int = 1) -> str:
-    """The device, with what else decides how fast it is: processors may be shared by ranks that compute at once."""
+    """The device, with what else decides how fast it is: ranks that compute at once may share the processor's cores,
+    and a container may have but some of them."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     at_once = f", {ranks} ranks at once" if ranks > 1 else ""
-    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}{at_once}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}{at_once}"
 
 
 def _path(device: str) -> Path:

@@ -30,9 +30,9 @@ class SyncedBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input`: [samples, channels, ...]; as many samples on each rank as it has."""
-        if not self.training and self.running_mean is not None:
-            held, eps = (self.running_mean, self.running_var, self.weight, self.bias), self.eps
-            return F.batch_norm(input, *held, training=False, eps=eps)
+        if not self.training:  # without running statistics, over this rank's own batch
+            held, alone = (self.running_mean, self.running_var, self.weight, self.bias), self.running_mean is None
+            return F.batch_norm(input, *held, training=alone, eps=self.eps)
         dims = [0, *range(2, input.dim())]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         wide = input if input.dtype in (torch.float32, torch.float64) else input.float()
@@ -42,7 +42,7 @@ class SyncedBatchNorm(_BatchNorm):
         mean = sums[:-1] / total
         centered = wide - mean.view(shape)
         variance = sum_over_ranks(centered.square().sum(dims), self.autopar_group) / total
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._update(mean.detach(), variance.detach() * total / (total - 1))
         found: torch.Tensor = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:

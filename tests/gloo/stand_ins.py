@@ -200,6 +200,42 @@ def added_up(rank: int, n: int) -> float:
     return worst
 
 
+class Mean(Unwritten):
+    """Returns a mean over the samples that a mask leaves: NaN where it leaves none."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
+        return (super().forward(x).square().mean(1) * mask).sum() / mask.sum()
+
+
+def uncounted(rank: int, n: int, capture: Any) -> float:
+    """How far gradients are from one process's where rank 0's batch counts as nothing and its loss is NaN, in one pass
+    or behind one that was kept back; and where none counts on any rank, but all losses are numbers."""
+    model, other, _ = pair()
+    counts, every = [1.0], torch.ones(4)
+    synced: Any = autopar.optimize(
+        Mean(model),
+        example_inputs={"x": torch.ones(4, 4), "mask": every},
+        weight=lambda batch: counts[0] * float(batch["mask"].sum()),
+        capture=capture,
+    )
+    worst = 0.0
+    for size, kind in ((size, kind) for size in (4, ODD) for kind in ("", "kept", "nowhere")[2 * (n == 1) :]):
+        every, of_all = torch.ones(size), [torch.full((size, 4), r + 1.0) for r in range(n)]
+        model.zero_grad()
+        other.zero_grad()
+        counts[0] = float(kind != "nowhere")
+        if kind == "kept":
+            with synced.no_sync():
+                synced(of_all[rank], every).backward()
+        synced(of_all[rank], every if rank or kind == "nowhere" else 0 * every).backward()
+        losses = [Mean(other)(x, every) for x in of_all]
+        counted = {"": losses[1:], "kept": losses + losses[1:], "nowhere": losses}[kind]
+        (torch.stack(counted).mean() * (2 if kind == "kept" else 1)).backward()
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        worst = max(worst, *(float((a.grad - b.grad).abs().nan_to_num(1e9).max()) for a, b in pairs))  # type: ignore[operator]
+    return worst
+
+
 def refused(rank: int, n: int, strategy: str) -> str:
     """Why a batch that cannot be captured is refused under a plan that needs the graph."""
     model, _, (optimizer, _) = pair()
@@ -221,6 +257,7 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "kinds": {k: steps(rank, n, "ddp", k) for k in ("micro-batches", "outputs", "changes", "at once")},
         "module": {str(a): module(rank, n, a) for a in (False, True)},
         "added up": added_up(rank, n),
+        "uncounted": {c: uncounted(rank, n, c) for c in ("auto", "never")},
         "one pass": [one_pass(rank, n, captured_first) for captured_first in (False, True)],
     }
     if n > 1:

@@ -1,6 +1,10 @@
-"""Reduce-scatter and all-gather of parts that are large enough to go in rounds, and the sums they come to."""
+"""Reduce-scatter and all-gather of parts that are large enough to go in rounds, and the sums they come to; and which
+collectives ranks have issued that leave a step by errors."""
 
 from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 from autopar.backends import collectives
 from autopar.backends.exchange import in_rounds
 from autopar.backends.nccl import NCCL
+from autopar.errors import CollectiveError
 from autopar.runtime.job.process_group import join
 from tests.gloo.ranks import run_ranks
 
@@ -64,5 +69,39 @@ def library_sums(rank: int, n: int) -> list[float]:
     return errors
 
 
-def test_nccls_own_reduce_scatter_gives_the_same_sums() -> None:
-    assert run_ranks(2, library_sums) == [[0.0] * 3] * 2
+def leave(rank: int, n: int) -> list[str]:
+    """What ranks are told that have left a step by errors, with as many sums issued each, and then with more on one."""
+    group, told = join(60.0), []
+    assert group.name is not None
+    for issued in (1, 1), (1, 2):
+        with suppress(MemoryError), group.guard("a step"):
+            for _ in range(issued[rank]):
+                collectives.all_reduce(torch.ones(3), group.name)
+            raise MemoryError
+        try:
+            with group.guard("the next step"):
+                total = collectives.wait(collectives.all_reduce(torch.ones(3), group.name))
+            told.append(str(total.tolist()))
+        except CollectiveError as e:
+            told.append(str(e))
+    return told
+
+
+def on_two(rank: int, n: int) -> dict[str, Any]:
+    return {"sums": library_sums(rank, n), "told": leave(rank, n)}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(2, on_two)
+
+
+def test_nccls_own_reduce_scatter_gives_the_same_sums(two: list[dict[str, Any]]) -> None:
+    assert [found["sums"] for found in two] == [[0.0] * 3] * 2
+
+
+def test_ranks_that_leave_a_step_go_on_where_they_were_equally_far(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        went_on, refused = found["told"]
+        assert went_on == "[2.0, 2.0, 2.0]"
+        assert "rank 0 had issued 1 collectives" in refused and "rank 1 had issued 2 collectives" in refused

@@ -51,3 +51,9 @@ def test_plans_that_need_the_graph_refuse_with_the_remedy(worlds: dict[int, list
             assert why.startswith("CaptureError") and "stand_ins.py" in why and "capture='never'" in why, strategy
         assert "rows of '" in found["refused"]["sharded_parameters"]
         assert "'table.weight' cannot use sparse_rows" in found["refused"]["sparse_rows"]
+
+
+def test_what_counts_as_nothing_adds_nothing_but_where_nothing_counts_anywhere(
+    worlds: dict[int, list[dict[str, Any]]],
+) -> None:
+    assert all(off < 1e-12 for ranks in worlds.values() for found in ranks for off in found["uncounted"].values())

@@ -156,3 +156,29 @@ def test_a_float32_region_has_float32_gradients(is_step: bool, capture: Literal[
             optimizer.step()
             losses.append(float(loss.detach()))
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("capture", ["always", "never"])
+def test_a_scale_that_float16_does_not_hold_skips_the_step(
+    capture: Literal["always", "never"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.full
+
+    def as_on_gpus(shape: Any, value: float, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if abs(value) > torch.finfo(dtype).max:
+            raise RuntimeError(f"value cannot be converted to type {dtype} without overflow")
+        return full(shape, value, dtype=dtype, device=device)
+
+    x, y = batch()
+    model = nn.Linear(8, 4)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+    settings: dict[str, Any] = {"example_inputs": (x, y), "loss_fn": lambda o, t: (o - t.to(o)).mean()}
+    with autocast(torch.float16):
+        program: Any = autopar.optimize(
+            model, optimizer=optimizer, capture=capture, loss_scale="dynamic", check="never", **settings
+        )
+        monkeypatch.setattr(torch, "full", as_on_gpus)
+        assert program.step((x, y)).dtype is torch.float16
+        assert torch.equal(model.weight, before) and program.loss_scaler.get_scale() == 2**15
+        program.step((x, y))
+    assert not torch.equal(model.weight, before)

@@ -201,7 +201,10 @@ def test_parameters_may_be_frozen_for_a_while_and_used_late(optimizer: str) -> N
     for i, x in enumerate([X, late, X, late, X]):
         for one in (net, other):
             one.first.requires_grad_(i not in (2, 3))
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)  # the user's own, which is no gradient of the step's
         step.step((x, Y))
+        assert all(p.grad is None for p in net.parameters())
         theirs.zero_grad()
         F.mse_loss(other(x), Y).backward()
         theirs.step()

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from autopar.backends.collectives import CommunicationFailure
+from autopar.backends.collectives import CommunicationFailure, may_fail, note_update
 from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import TORCHRUN, meet
 from autopar.runtime.job.ports import held_port
@@ -181,6 +182,37 @@ def test_a_rank_that_raises_has_not_been_through(other: tuple[Presence, Any]) ->
             pass
         places.append(presence._pulse.place)
     assert places == [2, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("issued", "updates", "said"),
+    [
+        ((2, 2), (1, 1), ""),
+        ((3, 5), (0, 0), "rank 0 had issued 3 collectives, and .* 0 updates, .*, rank 1 had issued 5 collectives"),
+        ((2, 2), (2, 1), "rank 0 had issued 2 collectives, and .* 2 updates, .*, rank 1 .* 1 updates"),
+    ],
+)
+def test_ranks_that_have_all_left_a_step_go_on_if_they_were_equally_far(
+    issued: tuple[int, int], updates: tuple[int, int], said: str
+) -> None:
+    """Else collectives of the next step would be paired with others, and replicas differ: gloo says nothing."""
+    plain = HashStore()
+    ranks = [Presence(Connection(plain), "left", r, 2, TORCHRUN) for r in range(2)]
+    for rank, presence in enumerate(ranks):
+        with pytest.raises(MemoryError), presence.guard("a step"), presence.guard("a part of it"):
+            for _ in range(issued[rank]):
+                with may_fail():
+                    pass
+            for _ in range(rank + 1):  # how often a rank waits is up to it
+                with may_fail(issues=False):
+                    pass
+            for _ in range(updates[rank]):
+                note_update()
+            raise MemoryError
+    for presence in ranks:
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=said) if said else nullcontext(), presence.guard("a step"):
+                pass
 
 
 def test_a_rank_that_is_silent_throughout_is_gone_though_the_store_answers_late(

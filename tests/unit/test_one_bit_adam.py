@@ -88,6 +88,13 @@ def test_which_optimizers_it_takes() -> None:
         lower_plan([_group(from_step=4, every=4)], training_graph(MLP), Context(4))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_in_16_bits_are_refused(dtype: str) -> None:
+    """Their variance cannot grow with Adam's correction."""
+    with pytest.raises(PlanError, match=r"Adam's variance is in 16 bits.*keep the parameter in float32"):
+        lower_plan([_group(from_step=5)], training_graph(MLP, dtypes=[dtype]), Context(4))
+
+
 def test_it_is_less_to_send_and_is_priced() -> None:
     """Its bytes, its residuals, and the passes on the device."""
     graph, context = training_graph(MLP), Context(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from pathlib import Path
 
@@ -113,6 +114,15 @@ def test_what_more_ranks_take_at_once_is_kept_apart(nothing_known: Path) -> None
     assert known is not None and known.keys() == found.keys()
     (table,) = nothing_known.iterdir()
     assert OperatorTimes.load(table).device.endswith(", 3 ranks at once")
+
+
+def test_what_other_cores_take_is_kept_apart(nothing_known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines of the same processor may share the folder, as may containers with few and with many of its cores."""
+    cpu = torch.device("cpu")
+    OperatorTimes.of(cpu).add({"mm": [1e-3]})
+    assert OperatorTimes.of(cpu).seconds
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1000), raising=False)
+    assert not OperatorTimes.of(cpu).seconds and ", 1000 cores, " in OperatorTimes.of(cpu).device
 
 
 def test_ranks_that_share_cores_take_longer_than_one_that_measures_alone() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from autopar.ops.context import Context
 from autopar.runtime.base_program import BaseProgram
 from autopar.runtime.compiled import Settings
-from autopar.runtime.drop_in.kept_gradients import KeptGradients
+from autopar.runtime.drop_in.kept_gradients import Kept, KeptGradients
 from autopar.runtime.job.process_group import Group
 from autopar.spec.plan import Plan
 
@@ -26,6 +26,8 @@ class DropInProgram(BaseProgram):
         self.synchronizes = True
         """Whether gradients are sent, rather than kept for a later backward pass: of what is called or passed back
         through while it is set."""
+        self._keeps = group.world_size > 1 or settings.clip_grad_norm is not None
+        """Whether gradients are kept back within `no_sync()`; else what lies in `grad` is nobody's but autograd's."""
         self._kept = KeptGradients(self._parameters)
         self._steps = 0
         """Backward passes that have synchronized gradients."""
@@ -53,6 +55,14 @@ class DropInProgram(BaseProgram):
     def accumulates(self) -> bool:
         """Whether gradients of earlier backward passes wait on this rank to be synchronized."""
         return self._kept.passes > 0
+
+    def _sends(self, synchronizes: bool) -> bool:
+        """Whether a backward pass is not kept back. `synchronizes`: whether its forward pass was to be sent."""
+        return not self._keeps or synchronizes or self.synchronizes
+
+    def _synchronizing(self, kept: Kept) -> str:
+        """The backward pass that synchronizes gradients, given those that were kept back before it."""
+        return self.synchronizing[bool(kept.sums)]
 
     @property
     def _has_run(self) -> bool:

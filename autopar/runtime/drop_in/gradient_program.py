@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from autopar.errors import CaptureError
 from autopar.ir.arrivals import Reached
@@ -131,6 +132,8 @@ class GradientProgram(DropInProgram):
 
     def _weight(self, batch: Batch, inputs: dict[str, Any]) -> float:
         """How much this rank's batch counts."""
+        if self._group.world_size == 1:
+            return 1.0
         samples = 1 if batch.size is None else batch.size
         return float(one_weight(self.settings.weight, inputs) if self.settings.weight else samples)
 
@@ -153,7 +156,7 @@ class GradientProgram(DropInProgram):
         around = self._others.begin()
 
         def backward(saved: list[Any], tangents: list[torch.Tensor], reached: Reached) -> Gradients:
-            sends = self._group.world_size == 1 or synchronizes or self.synchronizes
+            sends = self._sends(synchronizes)
             if self._eagerly is not None:
                 self._eagerly.pass_captured(not sends)
             run = self.run_backward if sends else self.run_backward_alone
@@ -171,12 +174,8 @@ class GradientProgram(DropInProgram):
         """The output of a batch that could not be captured, from which gradients flow as autograd has it."""
         self._stands_in = c
         if self._eagerly is None:
-
-            def may_keep(synchronizes: bool) -> bool:
-                return self._group.world_size > 1 and not (synchronizes or self.synchronizes)
-
-            kept, forget = self._kept if self._group.world_size > 1 else None, self._others.forget
-            self._eagerly = StandInGradients(c, kept, may_keep, self._synchronized, self._guard, forget)
+            kept, forget = self._kept if self._keeps else None, self._others.forget
+            self._eagerly = StandInGradients(c, kept, self._sends, self._synchronized, self._guard, forget)
         with self._random:
             return self._eagerly.forward(weight, self.synchronizes, lambda: self.model(**inputs))
 
@@ -186,17 +185,18 @@ class GradientProgram(DropInProgram):
         assert c is not None
         names = [p.name for p in c.graph.parameters]
         total, count = weight + kept.weight, 1 + kept.passes
-        has = [n in own or n in kept.sums for n in names]
-        scalars, earlier, proof, expected = [], [], None, {}
+        # Where ranks do not tell each other, each of the others has all gradients, and so has a batch without a share.
+        has = [n in own or n in kept.sums or not (weight or self._tells) for n in names]
+        earlier = kept.sums_of({n: self._parameters[n] for n in names})
+        scalars, proof, expected = [], None, {}
         if self._group.world_size > 1:
             scalars = self._scalars(names, has, weight, total, count, asks=True)
-            earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names] if kept.sums else []
             if self.settings.check == "always" or (self.settings.check == "first" and not self._compared):
                 proof = self._new_proof(c)
                 local = [own.get(n, torch.zeros_like(self._parameters[n])) for n in names]
                 expected = proof.expected(local, kept.sums, weight, count, total)
-        step = self.written(c, "backward after accumulation" if earlier else "backward")
-        gradients = run_backward(step, c.tangent(1.0, self._device), own, scalars, earlier)
+        step = self.written(c, self._synchronizing(kept))
+        gradients = run_backward(step, c.tangent(1.0, self._device), own, weight, scalars, earlier)
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)])
         self._share_buffers(c, f"backward pass {self._steps}")
@@ -207,6 +207,8 @@ class GradientProgram(DropInProgram):
                 has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
             self._others.expect(dict.fromkeys(names), total / count, sums)
             self._others.arrived()
+        elif self._keeps:
+            Variable._execution_engine.queue_callback(self._kept.note)
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
     def _scalars(
@@ -244,7 +246,7 @@ class GradientProgram(DropInProgram):
         pass comes to."""
         names = [p.name for p in c.graph.parameters]
         if self._group.world_size == 1:
-            return only(self._backward(c, "backward", reached)(*saved, *tangents), reached.parameters)
+            return self._run_backward_on_one_rank(c, saved, tangents, reached)
         with self._guard():
             kept = self._kept.take(weight, names, lambda name: is_added_to(self._parameters[name]))
         total, count = weight + kept.weight, 1 + kept.passes
@@ -260,12 +262,9 @@ class GradientProgram(DropInProgram):
         if proof is not None:
             expected = expected_of(proof, 1.0)
         with self._guard():
-            if kept.sums:
-                earlier = [kept.sums.get(n, torch.zeros_like(self._parameters[n])) for n in names]
-                after = self._backward(c, "backward after accumulation", reached)
-                *gradients, sums = after(*saved, *tangents, *scalars, *earlier)
-            else:
-                *gradients, sums = self._backward(c, "backward", reached)(*saved, *tangents, *scalars)
+            earlier = kept.sums_of({n: self._parameters[n] for n in names})
+            run = self._backward(c, self._synchronizing(kept), reached, weight > 0)
+            *gradients, sums = run(*saved, *tangents, *scalars, *earlier)
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)], partial(expected_of, proof))
         self._share_buffers(c, f"backward pass {self._steps}")
@@ -275,6 +274,18 @@ class GradientProgram(DropInProgram):
             found = only(found, [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()])
         self._others.expect(dict(zip(names, found, strict=False)), total / count, sums)
         return found
+
+    def _run_backward_on_one_rank(
+        self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached
+    ) -> Gradients:
+        """The same of one rank, whose gradients are clipped together with those that were kept back."""
+        names, kept = [p.name for p in c.graph.parameters], Kept()
+        if self._keeps:
+            kept = self._kept.take(1.0, names, lambda name: is_added_to(self._parameters[name]))
+            Variable._execution_engine.queue_callback(self._kept.note)
+        earlier = kept.sums_of({n: self._parameters[n] for n in names})
+        found = self._backward(c, self._synchronizing(kept), reached)(*saved, *tangents, *earlier)
+        return only(found, [r or n in kept.sums for n, r in zip(names, reached.parameters, strict=True)])
 
     def run_backward_alone(
         self, c: Compiled, saved: list[Any], tangents: list[torch.Tensor], reached: Reached, weight: float
@@ -292,14 +303,16 @@ class GradientProgram(DropInProgram):
         self._kept.expect({p.name: g for p, g in zip(c.graph.parameters, found, strict=False)}, weight)
         return found
 
-    def _backward(self, c: Compiled, name: str, reached: Reached) -> Any:
+    def _backward(self, c: Compiled, name: str, reached: Reached, counts: bool = True) -> Any:
         """One of a capture's backward passes. Of outputs that are not used, the passes compute with zeros: where these
-        need not lead to zeros, the pass is one of its own, in which they do."""
-        if not reached.silent:
+        need not lead to zeros, the pass is one of its own, in which they do; so is that of a batch which does not count
+        as anything."""
+        if counts and not reached.silent:
             return self.written(c, name)
-        own = f"{name} from outputs {sorted(reached.outputs)}"
+        own = f"{name} from outputs {sorted(reached.outputs)}{'' if counts else ' of nothing'}"
         if own not in c.graphs:
-            c.graphs[own] = _BACKWARD[name](BackwardWriter(c.graph, c.program, self._target(), reached.silent))
+            writer = BackwardWriter(c.graph, c.program, self._target(), reached.silent, counts)
+            c.graphs[own] = _BACKWARD[name](writer)
         return c.graphs[own]
 
     def _prove(self, c: Compiled, batch: Batch) -> None:

@@ -30,6 +30,10 @@ class Kept:
     """The sum of the weights of the backward passes."""
     passes: int = 0
 
+    def sums_of(self, parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What a backward pass takes of it, by its parameters; nothing where nothing was kept back."""
+        return [self.sums.get(n, torch.zeros_like(p)) for n, p in parameters.items()] if self.sums else []
+
 
 class _InGrad:
     """What lies in one parameter's `grad`: the plain sum of its kept gradients, and of what others have added."""

@@ -30,9 +30,9 @@ class SyncedModule(nn.Module):
     Used like the model, and like `DistributedDataParallel`: `output = module(...)`, `loss.backward()`, and any
     optimizer. The module does not see the loss, so each rank's counts by the samples in its batch (dimension 0 of its
     first tensor), or as `weight` says: that is one process's gradient where the loss is a mean over samples. A batch of
-    no samples counts as nothing. Outside training mode, or without autograd, it is the model itself; on several
-    ranks, a backward pass that gives its parameters gradients then raises `CaptureError`. Its state dict is the
-    model's.
+    no samples counts as nothing, unless no rank's has any. Outside training mode, or without autograd, it is the model
+    itself; on several ranks, a backward pass that gives its parameters gradients then raises `CaptureError`. Its state
+    dict is the model's.
     """
 
     def __init__(self, program: GradientProgram | EagerGradientProgram) -> None:

@@ -65,11 +65,17 @@ class BackwardWriter(_Half):
         program: StepProgram,
         target: Target,
         silent: Collection[torch.fx.Node] = frozenset(),
+        counts: bool = True,
     ) -> None:
-        """`silent`: nodes of the backward pass whose values are zeros, whatever they compute."""
+        """`silent`: nodes of the backward pass whose values are zeros, whatever they compute. `counts`: whether this
+        rank's batch counts as something; else its gradients may be no numbers, and are zeros to all ranks, unless
+        nothing counts on any rank."""
         super().__init__(graph, program, target)
         self.silent = silent
+        self.counts = counts
         self.earlier: dict[str, torch.fx.Node] = {}
+        self.is_left_out: torch.fx.Node | None = None
+        """Of a batch that counts as nothing: whether another rank's counts, so that this one's gradients are zeros."""
         self.share: torch.fx.Node | None = None
         """What the tangents were multiplied with, where they were."""
         self.sums: torch.fx.Node | None = None
@@ -127,11 +133,22 @@ class BackwardWriter(_Half):
             self.copies[node].meta["val"] = node.meta["val"]
 
     def gradient(self, name: str, node: torch.fx.Node) -> torch.fx.Node:
+        node = self._counted(node)
         if name not in self.earlier:
             return node
+        if self.target.world_size == 1:  # where no gradient counts more than another
+            return self.call(torch.add, (node, self.earlier[name]))
         if self.scale is not None:  # all is divided by the global weight later
             return self.call(torch.addcmul, (self.earlier[name], node, self.own_weight))
         return self.call(torch.addcmul, (node, self.earlier[name], self.per_weight))
+
+    def _counted(self, value: torch.fx.Node) -> torch.fx.Node:
+        """A value, or zeros where this rank's gradients are to be: NaN times a share of 0 is NaN."""
+        if self.is_left_out is None:
+            return value
+        found = self.call(torch.where, (self.is_left_out, 0.0, value))
+        found.meta["val"] = value.meta["val"]
+        return found
 
     def begin_step_sum(self, of: str) -> torch.fx.Node:
         return self.call(collectives.all_reduce_copy, (self.totals, self.channel()))
@@ -142,6 +159,9 @@ class BackwardWriter(_Half):
             self.sums = sums
         total = self.call(operator.getitem, (sums, 0))
         count = self.call(torch.div, (self.call(operator.getitem, (sums, 1)), self.target.world_size))
+        if not self.counts:
+            self.is_left_out = self.call(torch.ne, (total, 0))
+            self.copies |= {t: self._counted(self.copies[t]) for t in self.tangents}
         dtypes = {t.meta["val"].dtype for t in self.tangents}
         counted = self.call(torch.mul, (self.weight, count))
         if dtypes & set(NARROW) or self.training.eager:  # an eager backward pass has begun, at the user's own loss

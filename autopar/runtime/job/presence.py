@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from autopar.backends.collectives import CommunicationFailure, calls_so_far
+from autopar.backends.collectives import CommunicationFailure, calls_so_far, progress
 from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import RANK_0
 from autopar.runtime.job.pulse import BEAT_S, ENDED, Pulse
@@ -71,6 +71,8 @@ class Presence:
         self._pulse = Pulse(connection.store, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
         self._left: tuple[str, str] | None = None
         """What this rank has left in its middle, and by which error, until it is known that all ranks have left it."""
+        self._begun: tuple[str, int, int] | None = None
+        """What the outermost guard that is open is around, and the `progress` before it."""
         self._times_left = 0
         """How often all ranks have left something in its middle, by an error that they had alike."""
         self._pulse.start()
@@ -84,8 +86,10 @@ class Presence:
     def guard(self, what: str) -> Iterator[None]:
         """Around communication that all ranks take part in: where it fails, raises `CollectiveError` with the ranks
         that are gone or late. A rank that leaves it by an error of its own has not taken part in all of it, so that
-        what it sends next would be taken for the rest: unless all ranks have left it, the next guard refuses."""
+        what it sends next would be taken for the rest: unless all ranks have left it, equally far in it, the next guard
+        refuses."""
         self._check_left()
+        begun, self._begun = self._begun, self._begun or (what, *progress())
         self._pulse.place += 1
         before = calls_so_far()
         try:
@@ -102,17 +106,22 @@ class Presence:
             raise
         else:
             self._pulse.place += 1
+        finally:
+            self._begun = begun
 
     def leave(self, what: str, error: BaseException) -> None:
         """Says that this rank has left what the others wait in, by an error of its own: its next guard refuses, unless
-        all ranks have left it."""
+        all ranks have left it, equally far in it."""
         if self._left is None:  # by the inner one of two guards
             self._left = what, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            within, issued, updates = self._begun or (what, *progress())
+            far = [within, progress()[0] - issued, progress()[1] - updates]
             with contextlib.suppress(StoreFailure):  # the error that is raised says more
-                self.store.set(f"left/{self._times_left}/{self.rank}", "1")
+                self.store.set(f"left/{self._times_left}/{self.rank}", json.dumps(far))
 
     def _check_left(self) -> None:
-        """Raises `CollectiveError` where this rank has left something in its middle, and another one has not."""
+        """Raises `CollectiveError` where this rank has left something in its middle, and another one has not, or is not
+        equally far in it."""
         if self._left is None:
             return
         what, error = self._left
@@ -130,7 +139,21 @@ class Presence:
                     f"together, and rank {others[0]} has not: what this rank sends now would be taken for the rest of "
                     "it. End this process, so that the others end too, and go on from a checkpoint"
                 )
+            far = {r: self.store.get(f"left/{self._times_left}/{r}") for r in range(self.world_size)}
+            other = next((r for r, text in far.items() if text != far[self.rank]), None)
+            if other is not None:
+                raise CollectiveError(
+                    f"{here}: all ranks have left it by errors of their own (here {error}), but not equally far in "
+                    f"what ranks do together: {', '.join(map(self._how_far, sorted((self.rank, other))))}. What they "
+                    "send now would be taken for something else, and their replicas may differ. End this process, and "
+                    "go on from a checkpoint"
+                )
         self._left, self._times_left = None, self._times_left + 1
+
+    def _how_far(self, rank: int) -> str:
+        """In words, where a rank has left."""
+        key = f"left/{self._times_left}/{rank}"
+        return f"rank {rank} had {self.store.read(key, self.store.get(key) or '', _far_in_words)}"
 
     def _has_left(self, rank: int, signs: Signs) -> bool:
         """Whether a rank has left, in its middle, what this rank is in or has left."""
@@ -266,6 +289,11 @@ class Presence:
     def place(self) -> int:
         """How many guarded regions this rank has entered and left."""
         return self._pulse.place
+
+
+def _far_in_words(text: str) -> str:
+    what, issued, updates = json.loads(text)
+    return f"issued {issued} collectives, and begun or ended {updates} updates, of {what}"
 
 
 def without_store(here: str, served_by: str, error: BaseException) -> str:

@@ -37,7 +37,6 @@ ELEMENTWISE = frozenset(
 
 _FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
-
 Scope = Literal["element", "parameter"]
 """The smallest unit whose update depends on nothing else."""
 
@@ -206,6 +205,8 @@ class OptimizerPart:
         after the other."""
         if unused := self._unused():
             gradients = [None if f.name in unused else g for f, g in zip(self.fragments, gradients, strict=True)]
+        for leaf in self._leaves:
+            leaf.grad = None  # where the user's own backward pass has left one, or an update that has failed
         formed = [isinstance(g, torch.Tensor) for g in gradients]
         known = [g for g in gradients if isinstance(g, torch.Tensor)]
         sparse = any(g.is_sparse for g in known)

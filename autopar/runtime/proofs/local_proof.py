@@ -99,7 +99,7 @@ class SynchronizedOnce:
         weight of all that this rank has, and how many backward passes that is. By all ranks together."""
         flats = []
         for (n, probe), gradient in zip(self._probes.items(), local, strict=True):
-            flat = weight * probe.see(gradient).flat
+            flat = probe.see(gradient if weight else torch.zeros_like(gradient)).flat * weight
             flats.append(flat + probe.see(earlier[n]).flat if n in earlier else flat)
         whole = summed(torch.cat([torch.tensor([total, count], dtype=torch.float64), *flats]), self._group)
         mean_count = whole[1] / self._group.world_size

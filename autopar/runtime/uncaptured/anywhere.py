@@ -38,7 +38,7 @@ class Anywhere:
     def answers(self) -> list[bool]:
         """Waits for all ranks; returns, for each question, whether any rank has answered yes."""
         if self._work is not None:
-            with may_fail():
+            with may_fail(issues=False):
                 self._work.wait()
         found: list[bool] = self._all.any(0).tolist()
         return found

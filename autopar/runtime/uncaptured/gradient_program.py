@@ -79,6 +79,8 @@ class EagerGradientProgram(DropInProgram):
             )
 
     def _weight(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        if self._group.world_size == 1:
+            return 1.0
         if self.settings.weight is None:
             size = flatten((args, kwargs), needs_tensor=False).size
             return 1.0 if size is None else float(size)
@@ -88,19 +90,16 @@ class EagerGradientProgram(DropInProgram):
         """Begins to synchronize the gradients of a backward pass. `synchronizes`: whether the forward pass was to."""
         c, model = self._parts()
         arguments: list[Any] = [None, c.tangent(1.0, self._device)]
-        if self._group.world_size == 1:
-            return Run(self.written(c, "backward"), arguments)
-        if not (synchronizes or self.synchronizes):
+        if not self._sends(synchronizes):
             return None
-        kept = self._taken = self._kept.take(weight, model.parameters)
-        numbers = [weight, [weight + kept.weight, 1 + kept.passes]]
-        arguments += [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
-        if not kept.sums:
+        if not self._keeps:
             return Run(self.written(c, "backward"), arguments)
+        kept = self._taken = self._kept.take(weight, model.parameters)
+        numbers = [weight, [weight + kept.weight, 1 + kept.passes]] if self._group.world_size > 1 else []
+        arguments += [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
         for name in kept.sums:
             model.reach(name)
-        arguments += [kept.sums.get(n, torch.zeros_like(p)) for n, p in model.parameters.items()]
-        return Run(self.written(c, "backward after accumulation"), arguments)
+        return Run(self.written(c, self._synchronizing(kept)), [*arguments, *kept.sums_of(model.parameters)])
 
     def _end(self, own: Mapping[str, torch.Tensor], weight: float, run: Run | None) -> dict[str, torch.Tensor]:
         """Ends a backward pass; returns the synchronized gradients, by name. Without `run`, this rank keeps its own."""

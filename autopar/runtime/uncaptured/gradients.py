@@ -96,6 +96,8 @@ class EagerGradients:
         """The last backward pass in which a gradient came to an output of the module, since that was last called."""
         self._run: Run | None = None
         self._weight = 0.0
+        self._is_left_out = False
+        """Whether this rank's gradients, of a batch that counts as nothing, are zeros to all ranks."""
         self._is_open = False
         self._before: dict[str, torch.Tensor | None] = {}
         self._own: dict[str, torch.Tensor] = {}
@@ -168,6 +170,7 @@ class EagerGradients:
             self._run = self._begin(self._weight, any(f.synchronizes for f in reached))
             if self._run is not None:
                 self._run.advance()
+            self._is_left_out = self._run is not None and self._run.is_left_out(self._weight)
 
     def _begins(self, name: str) -> None:
         """A gradient is about to be added to `grad`."""
@@ -191,7 +194,7 @@ class EagerGradients:
             return
         with self._guarded():
             gradient = None
-            if self._weight or self._run is None:  # else, of a batch that counts as nothing, it may be no number
+            if not self._is_left_out:
                 gradient = self._model.own_gradient(name)
             self._model.parameters[name].grad = self._before.pop(name)
             if gradient is None:

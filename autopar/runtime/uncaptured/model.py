@@ -118,6 +118,7 @@ class EagerModel:
     def begin(self, goes_on: bool = False) -> None:
         """Begins a step, of one or several micro-batches. `goes_on`: whether forward passes before are part of it."""
         self._reached.clear()
+        self._outputs.clear()  # of a step that has failed
         self._asked_before = self._asked or self._asked_before
         self._unused, self._asked = frozenset(), None
         if not goes_on:

@@ -34,18 +34,18 @@ class StandInGradients:
         self,
         c: Compiled,
         kept: KeptGradients | None,
-        may_keep: Callable[[bool], bool],
+        sends: Callable[[bool], bool],
         synchronize: Synchronize,
         guard: Callable[[], AbstractContextManager[None]],
         arrived: Callable[[Collection[str]], None],
     ) -> None:
-        """`kept`: the module's; `None` with one rank, where what lies in `grad` is nobody's but autograd's. `may_keep`:
-        whether a backward pass is kept to this rank, given whether its forward pass was to be sent. `guard`: as of
+        """`kept`: the module's; `None` where what lies in `grad` is nobody's but autograd's. `sends`: whether a
+        backward pass is not kept to this rank, given whether its forward pass was to be sent. `guard`: as of
         `EagerGradients`. `arrived`: is told the parameters all of whose gradients of a backward pass are synchronized
         here."""
         assert c.eager is not None
         self._kept = kept
-        self._may_keep = may_keep
+        self._sends = sends
         self._synchronize = synchronize
         self._taken: Kept | None = None
         self._arrived = arrived
@@ -96,7 +96,7 @@ class StandInGradients:
         )
 
     def _begin(self, weight: float, synchronizes: bool) -> None:
-        keeps = self._may_keep(synchronizes)
+        keeps = not self._sends(synchronizes)
         if self._captured_task == torch._C._current_graph_task_id():
             self._check_apart(keeps)
         self._taken = None if keeps else Kept() if self._kept is None else self._kept.take(weight, self._parameters)
@@ -107,11 +107,9 @@ class StandInGradients:
             captured = {n: g for n, g in self._captured.items() if n in own}
         self._captured = {}
         counted = {n: g - captured[n] if n in captured else g for n, g in own.items()}
-        if not weight:  # what counts as nothing may be no number
-            counted = {}
         taken, self._taken = self._taken, None
         if taken is None:
-            assert self._kept is not None, "one rank keeps nothing back"
+            assert self._kept is not None, "only what has a place for them keeps gradients back"
             self._kept.add(counted, weight)
             return {}
         self._arrived(own)
@@ -123,14 +121,15 @@ def run_backward(
     step: EagerStep,
     tangent: torch.Tensor,
     own: Mapping[str, torch.Tensor],
+    weight: float,
     scalars: Sequence[torch.Tensor],
     earlier: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Runs what stands in for a backward graph, on gradients that are complete. `scalars`, `earlier`: what the graph
-    takes behind its tangent."""
+    """Runs what stands in for a backward graph, on gradients that are complete, of a batch that counts by `weight`.
+    `scalars`, `earlier`: what the graph takes behind its tangent."""
     run = Run(step, [None, tangent, *scalars, *earlier])
     run.advance()
-    for name, gradient in own.items():
+    for name, gradient in ({} if run.is_left_out(weight) else own).items():
         run.take(name, gradient)
     run.end()
     return list(run.result())

@@ -23,6 +23,7 @@ from autopar.ir.outline import go_forward, opaque, run_backward, run_forward, ta
 from autopar.ir.seen import nonzero_rows
 from autopar.ops.base import Call
 from autopar.ops.spared import sparable
+from autopar.runtime.step_writer import batch_share
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.runtime.writer import CALL
 
@@ -73,6 +74,9 @@ class EagerStep(nn.Module):
         self.results = written.graph.output_node().args[0]
         nodes = [n for n in written.graph.nodes if n.op not in ("placeholder", "output")]
         self.parts = self._cut(nodes)
+        self.share = next((n for n in nodes if n.target is batch_share), None)
+        """What gradients are multiplied with as they are sent, in a drop-in module's backward pass on several ranks."""
+        self.adds_earlier = any(n.name.startswith("earlier_") for n in self.inputs)
         self.gradients = {str(n.args[1]): n for n in nodes if n.target is take_gradient}
         self.names = {n: name for name, n in self.gradients.items()}
         self.place = {n: i for i, part in enumerate(self.parts) for n in _makes(part)}
@@ -189,6 +193,14 @@ class Run:
                 self.stalls = True  # the backward pass goes on meanwhile
                 return
             self._run(part)
+
+    def is_left_out(self, weight: float) -> bool:
+        """Whether this rank's gradients, of a batch that counts by `weight`, are zeros to all ranks, as they may be no
+        numbers. Where nothing counts on any rank, all ranks' gradients have equal shares. Known once the run waits for
+        the first gradient."""
+        if weight or self.of.adds_earlier:
+            return not weight
+        return self.of.share is None or not self.values.get(self.of.share)
 
     def use(self, place: int) -> None:
         """Runs what stands before a part of the forward pass, in which the parameters are used that it begins with."""
