@@ -105,7 +105,7 @@ class RunnersUp:
         for strategy, offered in self.near.choices.items():
             if strategy == group.strategy or not self.near.possible(offered[0], group):
                 continue
-            costs = [(self.alone_s(choice.of(group)), choice) for choice in offered[:MAX_OPTIONS]]
+            costs = [(self.alone_s(switched((group,), 0, choice)[0]), choice) for choice in offered[:MAX_OPTIONS]]
             usable = [(seconds, choice) for seconds, choice in costs if seconds is not None]
             if usable:
                 found.append(min(usable, key=lambda c: c[0]))
