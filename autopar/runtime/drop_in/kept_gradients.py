@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from autopar.errors import CaptureError
+from autopar.runtime.model.gradient_layout import laid_out
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class KeptGradients:
             p = self._parameters[name]
             others = self._others(name)
             excess = gradient * (weight - self._unit) if weight != self._unit else None
-            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+            p.grad = laid_out(gradient, p) if p.grad is None else p.grad.add_(gradient)
             self._keep(name, others, excess)
 
     def take(self, weight: float, among: Collection[str], delivers: Callable[[str], bool] = lambda name: True) -> Kept:

@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from autopar.backends.collectives import may_fail
 from autopar.errors import AutoparWarning, CaptureError
 from autopar.runtime.job.process_group import Group
+from autopar.runtime.model.gradient_layout import laid_out
 
 _ASKS = 2
 """Where ranks ask each other, in the message that begins a backward pass: behind weights and numbers of batches."""
@@ -239,7 +240,7 @@ class OtherGradients:
             self._sum(torch.view_as_real(flat) if flat.is_complex() else flat)
             for p, mean in zip(alike, torch.split(flat, [p.numel() for p in alike]), strict=True):
                 if p.grad is None or p.grad.is_sparse:
-                    p.grad = mean.view(p.shape).clone()
+                    p.grad = laid_out(mean.view(p.shape).clone(), p)
                 else:
                     p.grad.copy_(mean.view(p.shape))
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from autopar.errors import AutoparWarning, CaptureError
 from autopar.ir.held_tensors import held_tensors
+from autopar.runtime.model.gradient_layout import laid_out
 from autopar.runtime.uncaptured.steps import Run
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class EagerGradients:
             self._fresh = [f for f in self._fresh if not f.is_hooked][1:]
             for name, gradient in found.items():
                 p = self._model.parameters[name]
-                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+                p.grad = laid_out(gradient, p) if p.grad is None else p.grad.add_(gradient)
             if run is not None:
                 self._ended()
             for name, _, of_parameter in hooks:
