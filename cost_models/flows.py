@@ -7,7 +7,7 @@ of one host it stays there. All messages between two hosts take one way through 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import permutations
@@ -69,43 +69,51 @@ class Ways:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._host_of = [place.host.name for place in topology.ranks]
-        self._on: dict[str, list[int]] = {}
-        for rank, host in enumerate(self._host_of):
-            self._on.setdefault(host, []).append(rank)
-        found: dict[str, Link] = {}
-        self.latency_s = 0.0
-        """Of the longest way."""
-        for ranks in self._on.values():
-            for a, b in permutations(ranks, 2):
-                self._add(topology.path(a, b), found)
-        apart = len(self._on) > 1
-        ends = [(topology.leave(r), topology.enter(r)) if apart else ((), ()) for r in range(topology.world_size)]
-        for way in (way for both in ends for way in both):
-            self._add(way, found)
-        for one, other in topology.pairs(self._on):
-            leave = max((ends[r][0] for r in self._on[one]), key=_latency_s)
-            enter = max((ends[r][1] for r in self._on[other]), key=_latency_s)
-            self._add((*leave, *topology.through(one, other), *enter), found)
-        for host in self._on if apart else ():  # that the pairs above stand for
-            if topology.switch_of(host) is not None:
-                self._add(topology.cables(host), found)
+        everyone = range(topology.world_size)
+        on = self._by_host(everyone)
+        apart = len(on) > 1
+        ends = [(topology.leave(r), topology.enter(r)) if apart else ((), ()) for r in everyone]
+        self._leave, self._enter = tuple(zip(*ends, strict=True))
+        among = list(self._among(everyone))
+        cables = [topology.cables(host) for host in on if apart and topology.switch_of(host) is not None]
+        """Those that some pairs of hosts stand for, as do the ends of ranks."""
+        found = {link.id: link for way in (*among, *self._leave, *self._enter, *cables) for link in way}
         self.of_ranks = len(found)
         """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
-        for server in topology.servers:
-            for rank in range(topology.world_size):
-                self._add(topology.path(rank, server), found)
-                self._add(topology.path(server, rank), found)
+        served = [topology.path(*way) for s in topology.servers for rank in everyone for way in ((rank, s), (s, rank))]
+        found |= {link.id: link for way in served for link in way}
         self.links = tuple(found.values())
         self._index = {link: i for i, link in enumerate(found)}
+        self._served_latency_s = max(map(_latency_s, served), default=0.0)
+        self._latencies_s: dict[Subgroups, float] = {(): max(map(_latency_s, among), default=0.0)}
         self._known: dict[tuple[str, Subgroups], Traffic] = {}
         self._between: dict[tuple[int | str, int | str], list[int]] = {}
         self._ends = [(self._numbers(leave), self._numbers(enter)) for leave, enter in ends]
         """Of each rank: the links by which a message leaves it for another host, and by which one enters."""
 
-    def _add(self, way: Sequence[Link], found: dict[str, Link]) -> None:
-        self.latency_s = max(self.latency_s, _latency_s(way))
-        for link in way:
-            found.setdefault(link.id, link)
+    def latency_s(self, subgroups: Subgroups, served: bool = False) -> float:
+        """Of the longest way between two ranks of a subgroup; where hosts serve, also of those from ranks to them."""
+        if subgroups not in self._latencies_s:
+            ways = (way for subgroup in subgroups for way in self._among(subgroup))
+            self._latencies_s[subgroups] = max(map(_latency_s, ways), default=0.0)
+        return max(self._latencies_s[subgroups], self._served_latency_s if served else 0.0)
+
+    def _by_host(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        on: dict[str, list[int]] = {}
+        for rank in ranks:
+            on.setdefault(self._host_of[rank], []).append(rank)
+        return on
+
+    def _among(self, ranks: Iterable[int]) -> Iterator[Sequence[Link]]:
+        """Ways between these ranks, as long as any: all within a host, and some that stand for those between hosts."""
+        on = self._by_host(ranks)
+        for here in on.values():
+            for a, b in permutations(here, 2):
+                yield self._topology.path(a, b)
+        for one, other in self._topology.pairs(on):
+            leave = max((self._leave[r] for r in on[one]), key=_latency_s)
+            enter = max((self._enter[r] for r in on[other]), key=_latency_s)
+            yield (*leave, *self._topology.through(one, other), *enter)
 
     def between(self, a: int | str, b: int | str) -> list[int]:
         """The links that a message between two ranks crosses."""
@@ -147,9 +155,7 @@ class Ways:
         subgroup_of, here = np.zeros((2, len(self._host_of)), np.int64)
         places = 0
         for group_number, subgroup in enumerate(subgroups):
-            on: dict[str, list[int]] = {}
-            for rank in subgroup:
-                on.setdefault(self._host_of[rank], []).append(rank)
+            on = self._by_host(subgroup)
             for a, b in ((a, b) for ranks in on.values() for a, b in permutations(ranks, 2)):
                 entries.update((number, a if of_sender else b) for number in self.between(a, b))
             for (number, host), messages in self._between_hosts(on, of_sender).items():

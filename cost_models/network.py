@@ -4,7 +4,7 @@ The flows are those that `autopar.ops` declares, of the algorithms that `autopar
 at the same time, so a link that several of them cross carries the sum, and the fullest link decides; phases follow one
 another:
 
-    time = call + rounds x (hop + latency of the longest path)
+    time = call + rounds x (hop + latency of the longest path that it takes)
          + sum over phases of max over links of bytes / (fraction x bandwidth)
 
 Links are directed: what a host's card sends does not get in the way of what it receives. Where the processors that
@@ -63,9 +63,11 @@ class Network:
         backend: Backend | None = None,
         hosts: Sequence[Host] | None = None,
         calibration: Calibration | None = None,
+        latency_s: float | None = None,
     ) -> None:
         """`hosts` are, by default, those of the topology that compute on processors, each with its ranks' cores. Where
-        there is a `calibration`, it corrects what collectives take."""
+        there is a `calibration`, it corrects what collectives take. `latency_s` is of all paths alike; by default, each
+        has its links'."""
         self.backend = _as_measured(backend or backend_of(topology), calibration, topology.world_size)
         self.world_size = n = topology.world_size
         self._summing: list[int | str] = [*range(n), *topology.servers]
@@ -73,10 +75,9 @@ class Network:
         self._channels: dict[tuple[Subgroups, int, bool], int] = {}
         """Numbers of channels, by the subgroups and the communicator, and by whether a server sums up."""
         self._ways, self._topology = ways_of(topology), topology
+        self._latency_s = latency_s
         self.links, self.links_of_ranks = self._ways.links, self._ways.of_ranks
         """So many of the links, the first ones, lie between ranks; the others lead to hosts that serve."""
-        self.latency_s = self._ways.latency_s
-        """Of the longest path."""
         self.bandwidth: Floats = np.array([link.bandwidth_bytes_per_s for link in self.links])
         self._cores = np.array(
             [p.device.flops_per_s().value / CORE_FLOPS if is_cpu(p.device) else 0.0 for p in topology.ranks]
@@ -182,8 +183,12 @@ class Network:
         hosts_s = [float(moved[list(host.ranks)].sum()) / host.bytes_per_s for host in self.hosts]
         size = max(map(len, all_subgroups(op.subgroups, n)))
         rounds = op.rounds(size, len(phases), backend.chains)
-        start_s = backend.call_s + rounds * (backend.hop_s + self.latency_s)
-        if pieces := op.pieces(call):  # the last piece's sum comes back when all parts have gone
+        pieces = op.pieces(call)
+        latency_s = self._latency_s
+        if latency_s is None:
+            latency_s = self._ways.latency_s(op.subgroups, served=pieces > 0)
+        start_s = backend.call_s + rounds * (backend.hop_s + latency_s)
+        if pieces:  # the last piece's sum comes back when all parts have gone
             start_s += backend.served_call_s + wire_s / pieces
         seconds = start_s + max(wire_s, float(host_s.max()) / backend.host_threads, *hosts_s, 0.0)
         links_s: Floats = np.asarray(sum(x / self.bandwidth / backend.fraction[kind] for kind, x in phases))

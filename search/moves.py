@@ -86,25 +86,49 @@ class Neighbourhood:
         """What the group can be synchronized by, judged by its largest parameter."""
         largest = max(group.members, key=self.bytes_of_piece)
         if largest.name not in self._kinds:
-            alone = SyncGroup(strategy="all_reduce", members=(largest,))
-            names = [name for name, options in self.choices.items() if self.possible(options[0], alone)]
+            names = [name for name, options in self.choices.items() if self._follow(options[0], [largest])]
             self._kinds[largest.name] = frozenset([*names, self.table[largest.name].spec.dtype])
         return self._kinds[largest.name]
 
     def possible(self, choice: Choice, group: SyncGroup) -> bool:
-        """Whether every member of the group can be synchronized this way."""
-        strategy, context = STRATEGIES[choice.strategy], self.problem.context
-        if not self.problem.rules.allow(choice.strategy, choice.options, (m.name for m in group.members)):
+        """Whether the group can be synchronized this way."""
+        layer = layer_of(choice.strategy, group.members[0], self.table)
+        if layer is not None and layer != {m.name for m in group.members}:
             return False
-        return all(strategy.applies(Member(m, self.table[m.name]), context) is None for m in group.members)
+        return self._follow(choice, group.members)
+
+    def followed(self, choice: Choice, group: SyncGroup) -> list[SyncGroup]:
+        """The group, synchronized this way; those members that cannot be in a group of their own, as they were, and
+        each layer in one, where the strategy holds layers."""
+        if self.possible(choice, group):
+            return [choice.of(group)]
+        if self.holds_layer(group):
+            return [group]
+        able: dict[frozenset[str] | None, list[ParameterSlice]] = {}
+        for member in group.members:
+            if self._follow(choice, [member]):
+                able.setdefault(layer_of(choice.strategy, member, self.table), []).append(member)
+        parts = [m for layer, m in able.items() if layer is None or layer == {member.name for member in m}]
+        taken = {id(member) for members in parts for member in members}
+        rest = tuple(member for member in group.members if id(member) not in taken)
+        found = [choice.of(group.model_copy(update={"members": tuple(members)})) for members in parts]
+        return [*found, *([group.model_copy(update={"members": rest})] if rest else [])]
+
+    def _follow(self, choice: Choice, members: Sequence[ParameterSlice]) -> bool:
+        strategy, context = STRATEGIES[choice.strategy], self.problem.context
+        if not self.problem.rules.allow(choice.strategy, choice.options, (m.name for m in members)):
+            return False
+        return all(strategy.applies(Member(m, self.table[m.name]), context) is None for m in members)
+
+    def holds_layer(self, group: SyncGroup) -> bool:
+        """Whether the group must hold the parameters that it holds, and no others."""
+        return layer_of(group.strategy, group.members[0], self.table) is not None
 
     def switch(self, groups: Groups, draw: random.Random) -> Groups | None:
         """Another strategy, or other options (another owner, say), for one group."""
         i = draw.randrange(len(groups))
         choice = self._draw_choice(draw)
-        if not self.possible(choice, groups[i]):
-            return None
-        return (*groups[:i], choice.of(groups[i]), *groups[i + 1 :])
+        return self.switched(groups, i, i + 1, choice)
 
     def switch_all(self, groups: Groups, draw: random.Random) -> Groups | None:
         """One strategy for all groups that can use it."""
@@ -117,8 +141,8 @@ class Neighbourhood:
         return self.switched(groups, first, last + 1, self._draw_choice(draw))
 
     def switched(self, groups: Groups, first: int, end: int, choice: Choice) -> Groups:
-        """The same choice for those of `groups[first:end]` that can use it."""
-        run = (choice.of(g) if self.possible(choice, g) else g for g in groups[first:end])
+        """The same choice for those members of `groups[first:end]` that can use it."""
+        run = (part for group in groups[first:end] for part in self.followed(choice, group))
         return (*groups[:first], *run, *groups[end:])
 
     def tune(self, groups: Groups, draw: random.Random) -> Groups | None:
@@ -140,7 +164,7 @@ class Neighbourhood:
         """One group becomes two."""
         i = draw.randrange(len(groups))
         members = groups[i].members
-        if len(members) < 2:
+        if len(members) < 2 or self.holds_layer(groups[i]):
             return None
         at = draw.randrange(1, len(members))
         parts = (groups[i].model_copy(update={"members": m}) for m in (members[:at], members[at:]))
@@ -172,8 +196,13 @@ class Neighbourhood:
 
     def rebucketed(self, groups: Groups, size: int) -> Groups:
         """All members in buckets of so many bytes or more."""
-        single = [g.model_copy(update={"members": (m,)}) for g in groups for m in g.members]
-        return fuse(single, self.parameters, size)
+        layers, single = list[SyncGroup](), list[SyncGroup]()
+        for group in groups:
+            if self.holds_layer(group):
+                layers.append(group)
+            else:
+                single += (group.model_copy(update={"members": (m,)}) for m in group.members)
+        return issue_order((*layers, *fuse(single, self.parameters, size)), self.parameters)
 
     def _draw_choice(self, draw: random.Random) -> Choice:
         strategy = draw.choice(list(self.choices))
@@ -211,6 +240,13 @@ def merged(groups: Groups, i: int, table: Mapping[str, Parameter]) -> Groups | N
 
 
 def following(groups: Groups, i: int, table: Mapping[str, Parameter]) -> int | None:
-    """The neighbour of group i: the next one of the same dtype."""
+    """The neighbour of group i: the next one of the same dtype. Groups that hold a layer have none, and are none."""
+    free = [layer_of(g.strategy, g.members[0], table) is None for g in groups[i:]]
     dtypes = [table[g.members[0].name].spec.dtype for g in groups[i:]]
-    return next((i + k for k, dtype in enumerate(dtypes) if k and dtype == dtypes[0]), None)
+    return next((i + k for k in range(1, len(free)) if free[0] and free[k] and dtypes[k] == dtypes[0]), None)
+
+
+def layer_of(strategy: str, member: ParameterSlice, table: Mapping[str, Parameter]) -> frozenset[str] | None:
+    """The parameters that a group of this strategy holds, and no others, if it holds this one; `None` where it may hold
+    any."""
+    return STRATEGIES[strategy].layer(Member(member, table[member.name]))

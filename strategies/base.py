@@ -87,6 +87,10 @@ class Strategy(ABC):
         """What becomes of what is not sent, where the strategy compresses with these options."""
         return "kept"
 
+    def keeps_gradients(self, options: Options) -> bool:
+        """Whether a step's update may hold what was not sent of the gradients of steps before."""
+        return self.fidelity(options) == "compressed" and self.remainder(options) == "kept"
+
     def exact_steps(self, options: Options, steps: int, context: Context) -> int | None:
         """How many of a training's steps are to be exact before it begins, where it loses something with these options;
         `None` where the training is too short for it."""
@@ -104,6 +108,11 @@ class Strategy(ABC):
 
     def applies(self, member: Member, context: Context) -> str | None:
         """`None` where the parameter can use this strategy, else the reason why not."""
+        return None
+
+    def layer(self, member: Member) -> frozenset[str] | None:
+        """The names of the parameters that a group holds, and no others, where it holds this one; `None` where it may
+        hold any."""
         return None
 
     @abstractmethod

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import PlanError
 from autopar.ir.dtypes import WireDtype
 from autopar.ir.training_graph import Head
 from autopar.ops.base import Call
@@ -60,6 +59,10 @@ class ClassShardedHead(Strategy):
             return "its softmax is computed in 16 bits, too few for sums over ranks"
         return None if member.slice.whole else "the classes are shared out, not slices of the layer"
 
+    def layer(self, member: Member) -> frozenset[str] | None:
+        head = member.parameter.head
+        return None if head is None else frozenset({head.weight, *([head.bias] if head.bias else [])})
+
     def options(self, context: Context) -> Sequence[ClassShardedHeadOptions]:
         return [ClassShardedHeadOptions(wire=w) for w in ("same", "bfloat16")]
 
@@ -67,12 +70,6 @@ class ClassShardedHead(Strategy):
         assert isinstance(options, ClassShardedHeadOptions)
         head = group.members[0].parameter.head
         assert head is not None
-        members, needed = {m.slice.name for m in group.members}, {head.weight, head.bias} - {None}
-        if members != needed:
-            raise PlanError(
-                f"group {group.index}: a class-sharded head holds its layer's parameters, and no others: "
-                f"{' and '.join(sorted(map(str, needed)))}, not {', '.join(sorted(members))}"
-            )
         if emit.world_size == 1:
             emit.update(emit.pack(group), group)
             return

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import PlanError
 from autopar.ir.dtypes import WireDtype
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
@@ -52,6 +51,9 @@ class ColumnParallelLinear(Strategy):
             return "it is not the weight of a linear layer, or something else reads it as well"
         return None if member.slice.whole else "a layer's outputs are shared out, not slices of it"
 
+    def layer(self, member: Member) -> frozenset[str] | None:
+        return frozenset({member.slice.name})
+
     def options(self, context: Context) -> Sequence[ColumnParallelLinearOptions]:
         return [ColumnParallelLinearOptions(wire=w) for w in ("same", "bfloat16")]
 
@@ -60,8 +62,6 @@ class ColumnParallelLinear(Strategy):
         if emit.world_size == 1:
             emit.update(emit.pack(group), group)
             return
-        if len(group.members) > 1:
-            raise PlanError(f"group {group.index}: {self.name} synchronizes one weight, not {len(group.members)}")
         _exchange(group, options.wire, emit)
 
 

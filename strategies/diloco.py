@@ -40,6 +40,8 @@ from autopar.strategies.base import HELD, Options, Strategy
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.quantized_exchange import Block, quantized_sum
 
+OUTER = "outer_"
+"""What the names of its states begin with that are in units of parameters."""
 BITS: dict[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
@@ -87,7 +89,7 @@ class DiLoCo(Strategy):
         summed = self._mean(anchor, updated, options, emit)
         inputs = [anchor, summed]
         if options.outer_momentum:
-            inputs.append(emit.state(group, "outer_momentum", layout=REPLICATE, dtype=wide))
+            inputs.append(emit.state(group, f"{OUTER}momentum", layout=REPLICATE, dtype=wide))
         stepped = emit.emit(OuterStep(options.outer_lr, options.outer_momentum), group, inputs)
         emit.emit(StoreAverage(), group, [stepped])
 
@@ -103,8 +105,8 @@ class DiLoCo(Strategy):
         if options.wire in BITS and group.elements:
             own = emit.emit(OuterGradient(wide), group, [anchor, updated])
             quantizer = Quantizer(BITS[options.wire], options.block)
-            return quantized_sum(own, quantizer, emit.world_size > 2, emit)
+            return quantized_sum(own, quantizer, emit.world_size > 2, emit, of=OUTER)
         sent = group.dtype if options.wire in ("same", *BITS) else options.wire
-        residual = [emit.state(group, "residual", dtype=wide)] if sent != wide else []
+        residual = [emit.state(group, f"{OUTER}residual", dtype=wide)] if sent != wide else []
         own = emit.emit(OuterGradient(sent), group, [anchor, updated, *residual])
         return emit.wait(emit.all_reduce(own))

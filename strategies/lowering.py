@@ -138,6 +138,7 @@ def lower_plan(
                 reason = "the optimizer's update is not elementwise, so it cannot run on a slice"
             if reason is not None:
                 raise PlanError(f"group {index}: '{member.slice}' cannot use {spec.strategy}: {reason}")
+        _check_layer(strategy, group, context)
         lower_group(strategy, group, options, emit)
         resolved.append(group)
     calls = emit.finish()
@@ -158,6 +159,16 @@ def resolve(index: int, spec: SyncGroup, graph: TrainingGraph) -> Group:
     if len(dtypes) > 1:
         raise PlanError(f"group {index}: parameters of different dtypes ({', '.join(sorted(dtypes))}) in one group")
     return Group(index, spec, tuple(members))
+
+
+def _check_layer(strategy: Strategy, group: Group, context: Context) -> None:
+    names = {m.slice.name for m in group.members}
+    needed = strategy.layer(group.members[0])
+    if context.world_size > 1 and needed is not None and names != needed:
+        raise PlanError(
+            f"group {group.index}: {strategy.name} holds one layer's parameters, and no others: "
+            f"{' and '.join(sorted(needed))}, not {', '.join(sorted(names))}"
+        )
 
 
 def check_options(strategy: Strategy, spec: SyncGroup, context: Context) -> Options:

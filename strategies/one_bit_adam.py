@@ -85,5 +85,7 @@ class OneBitAdam(Compressed):
         if sends:
             quantizer = Quantizer(1, options.block, scale="mean")
             summed = quantized_sum(summed, quantizer, options.exchange == "parts", emit, left_out=without)
+        else:
+            summed = emit.wait(emit.all_reduce(summed))
         momentum = emit.emit(TakeMomentum(), group, [summed, without])
         emit.update(momentum, group, op=FrozenUpdate())

@@ -52,28 +52,29 @@ class QuantizedExchange(Compressed):
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         if emit.world_size == 1 or not group.elements:
-            emit.update(emit.pack(group), group)
+            emit.update(emit.wait(emit.all_reduce(emit.pack(group))), group)
             return
         quantizer, in_parts = self.quantizer(options), self.exchange(options) == "parts"
         emit.update(quantized_sum(emit.pack(group), quantizer, in_parts, emit), group)
 
 
 def quantized_sum(
-    packed: Call, quantizer: Quantizer, in_parts: bool, emit: Emitter, left_out: Call | None = None
+    packed: Call, quantizer: Quantizer, in_parts: bool, emit: Emitter, left_out: Call | None = None, of: str = ""
 ) -> Call:
     """The sum over ranks of what each has packed, on every rank, through a quantizer; what it loses is kept.
 
     `in_parts`: whether ranks share out what they add up. `left_out`: which elements are kept, and not sent, the same on
-    all ranks; what is received of them means nothing."""
+    all ranks; what is received of them means nothing. `of`: what the names of residuals begin with, where they are no
+    gradients."""
     group = packed.owner_group
     wide, kept = wide_dtype(group.dtype), quantizer.is_contractive
     also, some = [] if left_out is None else [left_out], left_out is not None
     also += [_step_count(group, emit)] if quantizer.stochastic else []
-    residual = [emit.state(group, "residual", dtype=wide)] if kept else []
+    residual = [emit.state(group, f"{of}residual", dtype=wide)] if kept else []
     messages = emit.emit(EncodeGradients(quantizer, kept, some, in_parts), group, [packed, *also, *residual])
     if in_parts:
         layout = Shard(part_elements(group.elements, emit.world_size, quantizer.block))
-        of_parts = [emit.state(group, "residual_of_sum", layout=layout, dtype=wide)] if kept else []
+        of_parts = [emit.state(group, f"{of}residual_of_sum", layout=layout, dtype=wide)] if kept else []
         received = emit.wait(emit.all_to_all(messages))
         messages = emit.emit(SumAndEncode(quantizer, kept, some, wide), group, [received, *also, *of_parts])
     gathered = emit.wait(emit.all_gather(messages))

@@ -1,7 +1,7 @@
 """TernGrad: -1, 0 or 1 times the largest magnitude of a block, rounded at random; nothing is kept.
 
 Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning" (NeurIPS 2017):
-magnitudes are cut off at 2.5 standard deviations first, which makes it biased, and 0 leaves that out. Scales are of
+magnitudes are cut off at 2.5 root mean squares first, which makes it biased, and 0 leaves that out. Scales are of
 blocks here, of layers there. For comparison: `quantized` in 4 bits sends twice as much, and loses far less.
 """
 
@@ -21,7 +21,7 @@ class TernGradOptions(Options):
     block: int = Field(default=512, ge=8, le=1 << 20, multiple_of=8)
     """Numbers that share a scale."""
     clip: float = Field(default=2.5, ge=0)
-    """Magnitudes are cut off at so many standard deviations of the block; 0 for not at all."""
+    """Magnitudes are cut off at so many root mean squares of the block; 0 for not at all."""
     exchange: Exchange = "gather"
     """`gather`: every rank adds up all messages; `parts`: ranks share out what they add up, and round twice."""
 

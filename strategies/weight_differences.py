@@ -67,6 +67,9 @@ class WeightDifferences(Compressed):
         assert isinstance(options, WeightDifferencesOptions)
         return "kept" if options.wire == "same" else "lost"
 
+    def keeps_gradients(self, options: Options) -> bool:
+        return False  # what it keeps is of parameters
+
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, WeightDifferencesOptions)
         exactly = group.moment.doing == "plain"

@@ -37,7 +37,8 @@ class Quantizer:
     """Whether a block is multiplied with a random rotation first, which spreads an outlier over all of it: signs, and
     the Walsh-Hadamard matrix."""
     clip: float = 0.0
-    """Magnitudes are cut off at so many standard deviations of the block; 0 for not at all."""
+    """Magnitudes are cut off at so many root mean squares of the block; 0 for not at all. (TernGrad has standard
+    deviations, which is the same of gradients whose mean is near zero, and cuts numbers that are alike to nothing.)"""
 
     @property
     def is_contractive(self) -> bool:
@@ -73,14 +74,16 @@ class Quantizer:
     ) -> torch.Tensor:
         """uint8 [blocks * row_bytes], from x [blocks, block] in 32 bits or more, of which the first `elements` count.
         What is not finite comes back as a block of which nothing is finite. `generator`: for stochastic rounding.
-        `counted`, [blocks]: how many numbers of each block the mean magnitude is of, where others are zeros that do not
-        count."""
+        `counted`, [blocks]: how many numbers of each block a mean is of, where others are zeros that do not count."""
+        if counted is None:
+            counted = elements - torch.arange(0, x.numel(), self.block, device=x.device)
+        counted = counted.clamp(1, self.block)
         if self.rotated:
             x = _rotated(x)
         if self.clip:
-            most = self.clip * x.std(1, correction=0, keepdim=True)
+            most = self.clip * (x.square().sum(1) / counted).sqrt()[:, None]
             x = torch.clamp(x, -most, most)
-        scale = self._scales(x, elements, counted)
+        scale = self._scales(x, counted)
         if self.bits == 1:
             codes = (x >= 0).to(torch.uint8)
         else:
@@ -105,16 +108,14 @@ class Quantizer:
             codes.sub_(self.levels).mul_(scale / self.levels)
         return _rotated(codes, back=True) if self.rotated else codes
 
-    def _scales(self, x: torch.Tensor, elements: int, counted: torch.Tensor | None = None) -> torch.Tensor:
+    def _scales(self, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """float32 [blocks]"""
         if self.scale == "largest":
             return x.abs().amax(1).float()
         if self.scale == "norm":
             norms: torch.Tensor = torch.linalg.vector_norm(x, dim=1)
             return norms.float()
-        if counted is None:
-            counted = elements - torch.arange(0, x.numel(), self.block, device=x.device)
-        mean: torch.Tensor = x.abs().sum(1) / counted.clamp(1, self.block)
+        mean: torch.Tensor = x.abs().sum(1) / counted
         return mean.float()
 
     def passing_bytes(self, blocks: int, width: int) -> int:

@@ -33,6 +33,9 @@ def count(steps: torch.Tensor) -> torch.Tensor:
 
 def generator_of(steps: torch.Tensor, stream: int, device: torch.device) -> torch.Generator:
     """Draws what is drawn in this step. `stream`: ranks and groups that are to draw other numbers have others."""
-    # The multiplier is that of SplitMix64: seeds that are near each other lie far apart.
-    mixed = (int(steps) * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9) % 2**63
-    return torch.Generator(device).manual_seed(mixed)
+    # SplitMix64 (Steele, Lea and Flood, 2014): seeds that are near each other lie far apart, also in their lower half,
+    # which is all that a generator on a CPU takes.
+    mixed = (int(steps) * 0x9E3779B97F4A7C15 + stream * 0xD1342543DE82EF95) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return torch.Generator(device).manual_seed((mixed ^ mixed >> 31) % 2**63)

@@ -27,7 +27,7 @@ from autopar.runtime.random import RandomStream
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.states import States
 from autopar.spec.plan import Plan
-from autopar.strategies.timing import is_local, is_timed, lacks_held, moments_of
+from autopar.strategies.timing import is_local, is_timed, lacks_held, moment_of, moments_of
 
 
 class Watch(Protocol):
@@ -107,6 +107,16 @@ class Lasting:
         groups = enumerate(zip(self._groups, self.since, strict=True))
         return frozenset(i for i, (group, since) in groups if lacks_held(group, self.steps, since))
 
+    def apart_behind(self, steps: int, found: frozenset[tuple[str, str]]) -> frozenset[str]:
+        """Parameters whose replicas go on apart behind a checkpoint of so many steps; others of `local` begin anew
+        there, all alike. `found`: the states that the checkpoint has, by their names and those of places."""
+        names = set[str]()
+        for i, group in enumerate(self._groups):
+            moment = moment_of(group, steps, 0 if self.states.has_held(i, found) else steps)
+            if is_local(group) and moment.doing != "plain" and not moment.begins:
+                names |= {member.name for member in group.members}
+        return frozenset(names)
+
     def arrive(self) -> None:
         """Receives parameters that are on their way from the last step; for any rank by itself."""
         try:
@@ -150,6 +160,6 @@ class Lasting:
         the guard."""
         if self.guard is not None:
             self.guard.load(guard)
-        there = map(self.states.found_held, range(len(self._groups)))
+        there = (self.states.has_held(i, self.states.found) for i in range(len(self._groups)))
         self.since, self.steps, self.has_loaded = [0 if complete else steps for complete in there], steps, True
         self.parts.settle(loaded=True)

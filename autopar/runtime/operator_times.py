@@ -2,7 +2,7 @@
 
 In `~/.cache/autopar` (`$XDG_CACHE_HOME/autopar`, or `$AUTOPAR_CACHE` where that is set), one file for each device and
 version of torch and, on processors, number of cores that the process may use, of threads, and of ranks that computed at
-once. Machines may share that folder. Remove it to have everything measured again.
+once, in all and on this machine. Machines may share that folder. Remove it to have everything measured again.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def device_name(device: torch.device, ranks: int = 1) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     at_once = f", {ranks} ranks at once" if ranks > 1 else ""
+    if at_once and (here := os.environ.get("LOCAL_WORLD_SIZE")):
+        at_once += f", {here} of them here"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}{at_once}"
 

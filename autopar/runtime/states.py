@@ -109,9 +109,9 @@ class States:
         places = ((key, place) for key, call in held for place in _places(call, self._parameters))
         return {(key, place.name) for key, place in places if place.begin < place.end}
 
-    def found_held(self, group: int) -> bool:
-        """Whether the last checkpoint had all that a group holds of earlier steps."""
-        return all(name in self.found for name in self.names(group) if name[0].startswith(HELD))
+    def has_held(self, group: int, found: Collection[tuple[str, str]]) -> bool:
+        """Whether a checkpoint that has `found`, as in `found`, has all that a group holds of earlier steps."""
+        return all(name in found for name in self.names(group) if name[0].startswith(HELD))
 
     def left_out(self, unsaved: Collection[int]) -> set[str]:
         """The names of the pieces that `save` leaves out."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from autopar.errors import AutoparWarning
+from autopar.ops.group import Group
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.spec.plan import SyncGroup
 from autopar.strategies import strategy_named
@@ -15,7 +16,8 @@ from autopar.strategies.timing import moment_of
 class UnusedParameters:
     """Of a model that runs eagerly: in this step, and in those before for groups that update with earlier gradients.
 
-    Groups that compress update with what they have kept of any step, so that all of theirs counts as zeros.
+    Groups that keep what they have not sent update with it, so that a missing gradient counts as zeros there; but
+    parameters that are frozen now stay as they are.
     Of steps before a checkpoint that was loaded, nothing is known: their gradients count as there.
     """
 
@@ -37,7 +39,7 @@ class UnusedParameters:
             return frozenset()
         moment = moment_of(self._groups[index], step, since[index])
         if self._kept[index] and (moment.doing != "plain" or strategy_named(self._groups[index].strategy).warms_up):
-            return frozenset()
+            return frozenset(name for name, p in model.parameters.items() if not p.requires_grad)
         if moment.doing == "delayed":
             return self._by_step.get(step - moment.slot, frozenset())
         if moment.doing in ("alone", "average"):
@@ -66,7 +68,13 @@ class UnusedParameters:
             self._by_step[step] = model.unused()
 
 
+def updated_with_more(groups: Sequence[Group]) -> set[str]:
+    """Parts of parameters whose updates may hold something else than the step's gradients."""
+    others = (g for g in groups if g.label not in ("exact", "rounded"))
+    return {str(m.slice) for g in others if g.label != "compressed" or _keeps(g.spec) for m in g.members}
+
+
 def _keeps(group: SyncGroup) -> bool:
     """Whether a group's strategy keeps gradients of a step for later ones."""
     strategy = strategy_named(group.strategy)
-    return strategy.fidelity(strategy.options_type.model_validate(group.options)) == "compressed"
+    return strategy.keeps_gradients(strategy.options_type.model_validate(group.options))

@@ -124,9 +124,7 @@ class Lab:
         machine = Host(tuple(range(topology.world_size)), d * cores * CORE_BYTES_PER_S)
         known = self.data.calibrations.get((trial.cluster, d)) if trial.compute == "virtual" else None
         calibration = None if known is None else slower(known.calibration, 1 / d)
-        network = Network(topology, backend, [machine], calibration)
-        network.latency_s = 0.0
-        return network
+        return Network(topology, backend, [machine], calibration, latency_s=0.0)
 
 
 def _sent_s(program: StepProgram, pricer: StepPricer) -> float:

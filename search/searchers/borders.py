@@ -40,8 +40,8 @@ class Borders(Searcher):
         if best is None or evaluate.used >= self.share:
             return
         best = simplify(best, near, evaluate, self.share)
-        if len(best.groups) == len({near.kind(group) for group in best.groups}):
-            return  # no two groups have a border
+        if not _have_borders(best.groups, near):
+            return
         spread, idle = WIDEST, 0
         for _ in tries(evaluate, self.share):
             if idle >= self.patience:
@@ -54,14 +54,24 @@ class Borders(Searcher):
                 spread, idle = max(NARROWEST, spread * NARROWER), idle + evaluate.priced - known
 
 
+def _kinds(groups: Groups, near: Neighbourhood) -> list[list[SyncGroup]]:
+    """The groups of each kind, but for those that hold a layer: these stay as they are."""
+    kinds: dict[Kind, list[SyncGroup]] = {}
+    for group in groups:
+        if not near.holds_layer(group):
+            kinds.setdefault(near.kind(group), []).append(group)
+    return list(kinds.values())
+
+
+def _have_borders(groups: Groups, near: Neighbourhood) -> bool:
+    return any(len(alike) > 1 for alike in _kinds(groups, near))
+
+
 def moved(groups: Groups, spread: float, near: Neighbourhood, draw: random.Random) -> Groups:
     """The groups with each border between two of one kind moved by a normally distributed number of members, whose
     standard deviation is `spread` mean lengths of a group. Groups that lose all their members are left out."""
-    kinds: dict[Kind, list[SyncGroup]] = {}
-    for group in groups:
-        kinds.setdefault(near.kind(group), []).append(group)
-    changed: list[SyncGroup] = []
-    for alike in kinds.values():
+    changed = [group for group in groups if near.holds_layer(group)]
+    for alike in _kinds(groups, near):
         members = sorted((m for group in alike for m in group.members), key=near.place_of)
         mean = len(members) / len(alike)
         ends = itertools.accumulate(len(group.members) for group in alike[:-1])

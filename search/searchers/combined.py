@@ -13,9 +13,10 @@ from autopar.search.searchers.evolutionary import Evolutionary
 from autopar.search.searchers.local import SIMPLIFY_SHARE, LocalSearch
 from autopar.search.searchers.stretches import Stretches
 
-FIRST_SHARE, LOCAL_SHARE, BORDERS_SHARE, AGAIN_SHARE = 0.3, 0.45, 0.55, 0.65
+FIRST_SHARE, LOCAL_SHARE, MERGING_SHARE, BORDERS_SHARE, AGAIN_SHARE = 0.3, 0.45, 0.5, 0.55, 0.65
 """Parts of what the seeds have left of the budget that are used up, at most, when stretches are left, when the local
-search is, when borders are, and when stretches are left again; what remains is for crossing plans."""
+search begins to merge groups, when it is left, when borders are, and when stretches are left again; what remains is for
+crossing plans."""
 FIRST_PLANS, FIRST_MOST = 100, 0.6
 """Plans that stretches price at first where time is short, until this part of it is used up: nothing else gains as much
 by as few."""
@@ -39,7 +40,8 @@ class Combined(Searcher):
         idle = number = 0
         while idle < IDLE_ROUNDS and evaluate.used < 1 - SIMPLIFY_SHARE:
             before, own = evaluate.best, seed + 7919 * number
-            LocalSearch(simplify_share=1 - until(LOCAL_SHARE)).search(evaluate.candidates, evaluate, seed=own)
+            local = LocalSearch(share=until(LOCAL_SHARE), in_all=until(MERGING_SHARE))
+            local.search(evaluate.candidates, evaluate, seed=own)
             Borders(share=until(BORDERS_SHARE)).search(seeds, evaluate, seed=own)
             Stretches(until(AGAIN_SHARE)).search(seeds, evaluate, seed=own)
             Evolutionary(share=1 - SIMPLIFY_SHARE).search(seeds, evaluate, seed=own)

@@ -22,11 +22,14 @@ SIMPLIFY_SHARE = 0.15
 class LocalSearch(Searcher):
     """Improves the best few seeds step by step."""
 
-    def __init__(self, starts: int = 3, patience: int = 100, simplify_share: float = SIMPLIFY_SHARE) -> None:
+    def __init__(
+        self, starts: int = 3, patience: int = 100, share: float = 1 - SIMPLIFY_SHARE, in_all: float = 1.0
+    ) -> None:
         self.starts = starts
         self.patience = patience
         """Plans in a row without improvement after which it stops."""
-        self.simplify_share = simplify_share
+        self.share, self.in_all = share, in_all
+        """Parts of the budget that may be used up when it begins to merge groups, and when it stops."""
 
     def search(self, seeds: Sequence[Candidate], evaluate: Evaluator, *, seed: int = 0) -> None:
         if not seeds:
@@ -35,7 +38,7 @@ class LocalSearch(Searcher):
         near = Neighbourhood(evaluate.problem)
         current = self._recombined(starts(seeds, self.starts), near, evaluate, draw)
         idle = 0
-        for _ in tries(evaluate, 1 - self.simplify_share):
+        for _ in tries(evaluate, self.share):
             if idle >= self.patience:
                 break
             # Half of the moves go to the best plan, the others to any, so that no start is given up too soon.
@@ -50,7 +53,7 @@ class LocalSearch(Searcher):
                 if candidate.order < current[best].order:
                     idle = 0
                 current[i] = candidate
-        simplify(min(current, key=lambda c: c.order), near, evaluate)
+        simplify(min(current, key=lambda c: c.order), near, evaluate, self.in_all)
 
     def _recombined(
         self, starts: list[Candidate], near: Neighbourhood, evaluate: Evaluator, draw: random.Random

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.ops.group import Member
 from autopar.search.base import SEARCHED, Candidate
-from autopar.search.builders.common import fuse, whole
+from autopar.search.builders.common import whole
 from autopar.search.evaluate import Evaluator
 from autopar.search.moves import MAX_BUCKETS, Groups, Neighbourhood
 from autopar.search.searchers.base import Searcher, tries
@@ -39,4 +39,4 @@ def drawn(near: Neighbourhood, draw: random.Random) -> Groups:
         choice = common[name] if draw.random() >= mixed else draw.choice(near.choices[name])
         groups.append(choice.of(SyncGroup(strategy=name, members=(member.slice,))))
     kept = near.problem.rules.applied(tuple(groups))
-    return fuse(kept, near.parameters, round(max(1, near.bytes_total) * MAX_BUCKETS ** -draw.random()))
+    return near.rebucketed(kept, round(max(1, near.bytes_total) * MAX_BUCKETS ** -draw.random()))

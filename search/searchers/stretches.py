@@ -125,7 +125,7 @@ class _Over:
         for choice in stretch.choices:
             if self.is_done():
                 break
-            changed = (choice.of(g) if inside and self.near.possible(choice, g) else g for g, inside in parts)
+            changed = (one for g, inside in parts for one in (self.near.followed(choice, g) if inside else [g]))
             candidate = self.evaluate(SEARCHED, issue_order(changed, self.near.parameters))
             if candidate is not None:
                 found.setdefault((candidate.overflow_bytes, f"{candidate.step_time_s:.4g}"), (candidate, choice))
@@ -135,13 +135,13 @@ class _Over:
         """The groups, and whether each lies in the stretch. Where there are too few of them for short stretches, those
         are parted in which the stretch begins and ends."""
         mine = [self.near.kind(group) == stretch.kind for group in self.groups]
-        whole = sum(mine) >= 1 / SHORTEST
-        sizes = [(1 if whole else len(g.members)) if own else 0 for g, own in zip(self.groups, mine, strict=True)]
+        many = sum(mine) >= 1 / SHORTEST
+        sizes = [(1 if many else len(g.members)) if own else 0 for g, own in zip(self.groups, mine, strict=True)]
         begin, end = round(stretch.begin * sum(sizes)), round(stretch.end * sum(sizes))
         parts: list[tuple[SyncGroup, bool]] = []
         at = 0
         for group, size in zip(self.groups, sizes, strict=True):
-            cuts = [b - at for b in (begin, end) if 0 < b - at < size]
+            cuts = [b - at for b in (begin, end) if 0 < b - at < size and not self.near.holds_layer(group)]
             if cuts:
                 bounds = [0, *dict.fromkeys(cuts), size]
                 for low, high in itertools.pairwise(bounds):
@@ -154,18 +154,20 @@ class _Over:
 
     def _promising(self, members: Sequence[ParameterSlice]) -> list[Choice]:
         """Choices that may be worth trying for parameters of one kind. A strategy is judged by the seconds that its
-        first option takes for all of them in one group."""
+        first option takes for all of them in one group, or for those that it applies to beside an all-reduce of the
+        others."""
         group = SyncGroup(strategy="all_reduce", members=tuple(members))
         pricer = self.evaluate.problem.pricer
         seconds: dict[str, float] = {}
         for name, options in self.near.choices.items():
             if self.is_done():
                 break
-            if not self.near.possible(options[0], group):
-                continue
-            alone = self.evaluate.problem.alone(options[0].of(group))
-            if alone is not None:
-                seconds[name] = 0.0 if pricer is None else sum(pricer.alone_s(alone))
+            parts = self.near.followed(options[0], group)
+            if len(parts) > 2 or parts[0].strategy != name:
+                continue  # it holds layers, or nothing can follow
+            alone = [program for part in parts if (program := self.evaluate.problem.alone(part)) is not None]
+            if len(alone) == len(parts):
+                seconds[name] = 0.0 if pricer is None else sum(sum(pricer.alone_s(program)) for program in alone)
         least = min(seconds.values(), default=0.0)
         fast = [name for name, s in seconds.items() if s <= SLOWER * least]
         return [choice for name in fast for choice in self.near.choices[name][:MOST_OPTIONS]]

@@ -17,6 +17,7 @@ from scipy.linalg import hadamard
 from torch import nn
 
 import autopar
+from autopar.ops.step_count import generator_of
 from autopar.runtime.program import Program
 from autopar.spec.plan import ParameterSlice, SyncGroup
 from tests.gloo.captures import traced_once
@@ -275,8 +276,7 @@ class Quantizing:
         draws = np.zeros((blocks, self.block))
         if self.stochastic:
             stream = self.index * 2**32 + rank * 2 + phase
-            seed = (self.rounds * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9) % 2**63
-            generator = torch.Generator().manual_seed(seed)
+            generator = generator_of(torch.tensor(self.rounds), stream, torch.device("cpu"))
             draws = torch.rand(blocks, self.block, generator=generator).double().numpy()
         found = []
         for i in range(blocks):
@@ -291,7 +291,7 @@ class Quantizing:
             turn = hadamard(self.block) / math.sqrt(self.block) * (drawn.numpy() * 2.0 - 1)
         x = turn @ x
         if self.clip:
-            most = self.clip * x.std()
+            most = self.clip * np.sqrt((x * x).sum() / count)
             x = np.clip(x, -most, most)
         magnitudes = np.abs(x)
         of = {"largest": magnitudes.max(), "norm": np.sqrt((x * x).sum()), "mean": magnitudes.sum() / count}[self.scale]

@@ -373,6 +373,6 @@ def sums_of(state: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, by_name in state["state"].items():
         for name, value in by_name.items():
-            of = "residual" if key.startswith("residual") else key
+            of = "residual" if "residual" in key else key
             found[f"{of} of {name}"] = found.get(f"{of} of {name}", 0.0) + float(value.double().sum())
     return found

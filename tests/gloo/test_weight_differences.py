@@ -58,7 +58,7 @@ def test_it_learns(worlds: Worlds) -> None:
     assert losses[-1] == pytest.approx(LAST, rel=1e-6)
 
 
-def test_small_steps_of_16_bits_add_up(worlds: Worlds) -> None:
+def test_models_in_16_bits_train(worlds: Worlds) -> None:
     for found in worlds[2]:
         assert found["narrow"]["apart"] == 0
         assert found["narrow"]["moved"] > 0 and found["narrow"]["fell"] > 0.5

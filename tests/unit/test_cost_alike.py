@@ -105,9 +105,10 @@ def test_traffic_is_that_of_each_message(name: str, split: bool) -> None:
     assert ways.to_each(subgroups)(sizes).tolist() == expected["to each"].tolist()
     of_pairs = {link.id for a, b in permutations(range(n), 2) for link in topology.path(a, b)}
     assert {link.id for link in ways.links[: ways.of_ranks]} == of_pairs
-    paths = [topology.path(a, b) for a, b in permutations([*range(n), *topology.servers], 2)]
-    served = [p for p in paths if p]
-    assert ways.latency_s == pytest.approx(max(sum(link.latency_s for link in p) for p in served))
+    among = [topology.latency_s(a, b) for s in all_subgroups(subgroups, n) for a, b in permutations(s, 2)]
+    to_servers = [topology.latency_s(*way) for s in topology.servers for r in range(n) for way in ((r, s), (s, r))]
+    assert ways.latency_s(subgroups) == pytest.approx(max(among, default=0.0))
+    assert ways.latency_s(subgroups, served=True) == pytest.approx(max(among + to_servers, default=0.0))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

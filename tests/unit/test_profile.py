@@ -125,6 +125,17 @@ def test_what_other_cores_take_is_kept_apart(nothing_known: Path, monkeypatch: p
     assert not OperatorTimes.of(cpu).seconds and ", 1000 cores, " in OperatorTimes.of(cpu).device
 
 
+def test_ranks_that_share_no_machine_take_no_times_of_those_that_do(
+    nothing_known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    OperatorTimes.of(cpu, 4).add({"mm": [1e-3]})
+    assert OperatorTimes.of(cpu, 4).seconds
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert not OperatorTimes.of(cpu, 4).seconds
+
+
 def test_ranks_that_share_cores_take_longer_than_one_that_measures_alone() -> None:
     """By as much as the cluster's calibration says."""
     found = []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autopar.ops.quantizers import Quantizer
+from autopar.ops.step_count import generator_of
 from autopar.testing.mean import Mean
 
 CONTRACTIVE = {
@@ -100,3 +101,24 @@ def test_what_is_not_finite_arrives(q: Quantizer, bad: float) -> None:
 
 def test_bytes_of_a_block() -> None:
     assert [Quantizer(bits, 64).row_bytes for bits in (8, 4, 2, 1)] == [68, 36, 20, 12]
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 64])
+def test_what_is_cut_off_does_not_depend_on_the_padding(count: int) -> None:
+    """One number, or numbers that are alike, are no outliers."""
+    q = Quantizer(2, 64, stochastic=True, clip=2.5)
+    x = torch.zeros(1, 64, dtype=torch.float64)
+    x[0, :count] = 3.0
+    received = q.decode(q.encode(x, count, torch.Generator().manual_seed(0)), torch.float64)
+    assert received[0, :count].tolist() == [3.0] * count
+
+
+def test_groups_ranks_and_steps_draw_other_numbers() -> None:
+    """A generator on a CPU takes the lower half of its seed alone."""
+    cpu, draws = torch.device("cpu"), set()
+    for step in range(3):
+        for group in range(3):
+            for rank in range(3):
+                stream = (group << 32) + (rank << 1)
+                draws.add(float(torch.rand(1, generator=generator_of(torch.tensor(step), stream, cpu))))
+    assert len(draws) == 27

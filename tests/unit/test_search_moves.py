@@ -5,11 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from autopar.cost_models import AnalyticCostModel, Estimate
+from autopar.errors import PlanError
+from autopar.ir.batch import flatten
+from autopar.ir.build import training_graph as capture
 from autopar.search.base import Candidate, Problem, choose
 from autopar.search.builders import builder_named, fuse
-from autopar.search.moves import Groups, Neighbourhood, merged
+from autopar.search.builders.common import issue_order
+from autopar.search.moves import Choice, Groups, Neighbourhood, merged
+from autopar.search.searchers.borders import moved
 from autopar.spec.plan import Fidelity, ParameterSlice, SyncGroup, partition_problems
 from autopar.spec.topology import Topology
 from autopar.strategies import Context
@@ -118,3 +126,53 @@ def test_the_fastest_wins_but_for_ties() -> None:
     # The best seed itself is not given up for a plan that is slower, however little.
     assert choose([fast, simple, slow], limit_s=1.000) is fast
     assert choose([slow, fast], limit_s=2.0) is fast
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.body(x))
+        return scores
+
+
+def test_moves_leave_groups_whole_that_hold_a_layer() -> None:
+    """A head with its bias and a layer's weight: cut, merged or fused with others, no plan could be used."""
+    batch = flatten((torch.randn(4, 6), torch.randint(10, (4,))))
+    graph = capture(Classifier(), batch, F.cross_entropy)
+    of = Problem(graph, CLUSTER, Topology(CLUSTER), Context(4), AnalyticCostModel())
+    near, draw = Neighbourhood(of), random.Random(5)
+    layers = {"class_sharded_head": ("head.weight", "head.bias"), "column_parallel_linear": ("body.1.weight",)}
+    held = [m for names in layers.values() for m in names]
+    rest = [SyncGroup(strategy="all_reduce", members=(ParameterSlice(name=n),)) for n in near.table if n not in held]
+    own = [SyncGroup(strategy=s, members=tuple(ParameterSlice(name=n) for n in names)) for s, names in layers.items()]
+    groups = issue_order((*own, *rest), near.parameters)
+    made = 0
+    for _ in range(300):
+        move = draw.choice([near.split, near.shift, near.merge, near.rebucket, near.switch, near.switch_all])
+        changed = move(groups, draw) if draw.random() < 0.8 else moved(groups, 0.5, near, draw)
+        if changed is not None:
+            made += changed != groups
+            assert partition_problems(changed, graph.model.parameters) == []
+            try:
+                lower_plan(changed, graph, of.context)
+            except PlanError as e:  # as for factors, of a bias
+                assert "cannot use" in str(e)
+                continue
+            if all(group in changed for group in own):
+                groups = changed
+    assert made > 50
+    everything = SyncGroup(strategy="all_reduce", members=tuple(ParameterSlice(name=n) for n in near.table))
+    parts = near.followed(Choice("class_sharded_head", {}), everything)
+    assert [sorted(m.name for m in part.members) for part in parts] == [
+        ["head.bias", "head.weight"],
+        sorted(n for n in near.table if not n.startswith("head")),
+    ]
+    columns = near.followed(Choice("column_parallel_linear", {}), everything)
+    assert [len(part.members) for part in columns] == [1] * 7 + [7]
+    assert not near.possible(
+        Choice("class_sharded_head", {}), own[0].model_copy(update={"members": own[0].members[:1]})
+    )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +25,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparWarning, SpecError
+from autopar.errors import SpecError
 from autopar.runtime.checkpoints.checks import check_module, check_scale, check_settings, checked_state, digest
+from autopar.runtime.checkpoints.lost import say_dropped, say_lacking
 from autopar.runtime.job.process_group import Group, average, average_buffers
 from autopar.runtime.job.together import agreed, meet
 from autopar.runtime.lasting import Lasting
 from autopar.runtime.optimizers.initial_state import initial_state, placeholder
 from autopar.runtime.optimizers.joint_optimizer import apart, group_counts, of_group, of_parameter, together
 from autopar.runtime.optimizers.state import State, Take, cut_out, gather_state, scatter_state
+from autopar.runtime.states import STATE
 
 SAVE, LOAD = "program.state_dict()", "program.load_state_dict()"
 REFUSAL = "cannot load the checkpoint, so no rank has changed anything"
@@ -86,36 +87,10 @@ def load(lasting: Lasting, state: Any) -> None:
         lasting.loss_module.load_state_dict(read.loss_fn)
     hand_out(lasting, read, read.state)
     if lasting.group.rank == 0:
-        names = sorted(lasting.states.found - lasting.states.names())
-        say_dropped([f"{key}.{name}" for key, name in names], lasting.is_timed)
-        _say_lacking(read.lacking)
+        names = lasting.states.found - lasting.states.names()
+        say_dropped({f"{STATE}.{key}.{name}" for key, name in names}, lasting.is_timed)
+        say_lacking(read.lacking)
     lasting.resume(read.steps, read.guard)
-
-
-def say_dropped(names: Sequence[str], may_be_asked_for: bool, stacklevel: int = 4) -> None:
-    """Warns of what strategies have kept and this plan does not keep, by the names of the tensors. `may_be_asked_for`:
-    whether later steps may keep them."""
-    if names:
-        unless = ", unless a later step of this plan keeps it" if may_be_asked_for else ""
-        warnings.warn(
-            f"the checkpoint holds {len(names)} tensors that strategies keep from step to step and that this plan does "
-            f"not keep, such as '{names[0]}': what they held back of earlier steps is lost{unless}",
-            AutoparWarning,
-            stacklevel=stacklevel,
-        )
-
-
-def _say_lacking(names: Sequence[str]) -> None:
-    """Warns of what strategies had kept when the checkpoint was saved, and what the checkpoint lacks now."""
-    if names:
-        warnings.warn(
-            f"the checkpoint was saved with {len(names)} tensors that strategies keep from step to step, such as "
-            f"'{names[0]}', which are missing here: what they held back of earlier steps is lost. "
-            "torch.distributed.checkpoint.load loads only into what a state dict has, and a program has these from its "
-            "first step on: take that step before, or save and load with program.save and program.load",
-            AutoparWarning,
-            stacklevel=4,
-        )
 
 
 def hand_out(lasting: Lasting, read: Read, state: State, take: Take = cut_out) -> None:

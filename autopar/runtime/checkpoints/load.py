@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from autopar.runtime.checkpoints.checkpoint import (
     hand_out,
     read_checked,
     same_on_all_ranks,
-    say_dropped,
 )
 from autopar.runtime.checkpoints.content import live_piece, live_tensors, opened, over_of
 from autopar.runtime.checkpoints.files import Stored
-from autopar.runtime.checkpoints.pieces import Piece, fragment_pieces, whole_piece
+from autopar.runtime.checkpoints.lost import say_dropped
+from autopar.runtime.checkpoints.pieces import Over, Piece, fragment_pieces, whole_piece
 from autopar.runtime.checkpoints.plain_values import from_json
 from autopar.runtime.checkpoints.sharing import box_json
 from autopar.runtime.job.together import DISK_S, agreed, meet
@@ -63,6 +63,10 @@ class _Loading:
         self.stored = stored
         self._lasting, self._spread = lasting, spread
         self._read: Read | None = None
+        tensors = stored.index.tensors
+        self._states = {n for n, t in tensors.items() if n.startswith(f"{STATE}.") and t.layout != "Varying"}
+        """The names of what strategies have kept, which another number of ranks may go on with."""
+        self._apart = lasting.apart_behind(stored.index.steps, _names(self._states))
 
     def checked(self) -> str:
         """What this rank has found, for all ranks. Raises `SpecError` where the checkpoint cannot be loaded here."""
@@ -99,9 +103,7 @@ class _Loading:
         for name, values in state.items():
             read_whole = {k: v for k, v in values.items() if self._is_read_whole(name, k, v)}
             made = {k: torch.empty(v.shape, dtype=v.dtype, device=v.device) for k, v in read_whole.items()}
-            pieces += [
-                whole_piece(str(self._stored_state(name, k)), v, over_of(lasting, name, v)) for k, v in made.items()
-            ]
+            pieces += [whole_piece(str(self._stored_state(name, k)), v, self._over(name, v)) for k, v in made.items()]
             state[name] = {**values, **made}
         stored.read_into(pieces)
         pieces.clear()
@@ -110,7 +112,7 @@ class _Loading:
             if (name := self._stored_state(fragment.name, key)) is None:
                 into.copy_(fragment.cut(value))
             else:
-                pieces.extend(fragment_pieces(name, fragment, value.shape, into, over_of(lasting, fragment.name, into)))
+                pieces.extend(fragment_pieces(name, fragment, value.shape, into, self._over(fragment.name, into)))
 
         hand_out(lasting, read, state, take)
         stored.read_into(pieces)
@@ -130,7 +132,15 @@ class _Loading:
     def _pieces_in(self, values: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> list[Piece]:
         """What this rank has of a module's own tensors, by their names in the checkpoint."""
         named = {(id(t), n): t for key, t in live.items() if (n := tensor_name(values.get(key))) is not None}
-        return [live_piece(self._lasting, name, tensor, self._spread, True) for (_, name), tensor in named.items()]
+        names = self._lasting.names
+        return [
+            live_piece(self._lasting, name, tensor, self._spread, names.get(tensor) in self._apart)  # type: ignore[call-overload]
+            for (_, name), tensor in named.items()
+        ]
+
+    def _over(self, parameter: str, value: torch.Tensor) -> Over:
+        """How a tensor of a parameter's optimizer state is read: what begins anew, all alike, from the mean."""
+        return over_of(self._lasting, parameter, value) if parameter in self._apart else "kept"
 
     def _stand_ins(self) -> dict[str, Any]:
         """The checkpoint in the form of `program.state_dict()`, with stand-ins for what is large."""
@@ -174,11 +184,9 @@ class _Loading:
         dropped, which rank 0 says, unless a later step asks for it."""
         stored, rank = self.stored, self._lasting.group.rank
         kept = {name for one in own for name in one if one[name]["there"]}
-        dropped = sorted(n for n, t in stored.index.tensors.items() if t.layout == "Partial" and n not in kept)
         if rank == 0:
-            say_dropped(dropped, self._lasting.is_timed, stacklevel=5)
-        of_states = (name.removeprefix(f"{STATE}.").partition(".") for name in kept)
-        self._lasting.states.found = frozenset((key, of) for key, _, of in of_states)
+            say_dropped(self._states - kept, self._lasting.is_timed, stacklevel=5)
+        self._lasting.states.found = _names(kept)
         for name, pieces in self._by_name().items():
             there, over, parts = self._found(pieces[0]), pieces[0].over, stored.index.tensors.get(name)
             alike = [one[name]["same"] for one in own if name in one]
@@ -207,6 +215,12 @@ class _Loading:
             if elements_of(piece.box):
                 found.setdefault(piece.name, []).append(piece)
         return found
+
+
+def _names(names: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """Names of states on disk, taken apart: what the state is called, and the place that it is of."""
+    parts = (name.removeprefix(f"{STATE}.").partition(".") for name in names)
+    return frozenset((key, of) for key, _, of in parts)
 
 
 def load_checkpoint(folder: str | Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from autopar.runtime.proofs.subject import Subject, largest, summed
 from autopar.runtime.proofs.tracing import tracing_fault
 from autopar.runtime.proofs.wire_range import beyond_float16
 from autopar.runtime.uncaptured.model import EagerModel
+from autopar.runtime.unused import updated_with_more
 from autopar.strategies.lowering import rounded_forward
 
 _LOWERED, _MOST_LOWERED = 1 / 16, 8
@@ -131,8 +132,9 @@ class Proof:
             whole = {f.name for f, _, _ in held if f.whole}
             compared = gradients.keys() & states.keys()
             if of.eager is not None:  # what no rank has a gradient of is left as it was, unless some of it was kept
-                kept = {str(m.slice) for g in of.groups if g.label not in ("exact", "rounded") for m in g.members}
-                still = [n for n in compared - kept if of.probes[n].piece.name in of.eager.unused()]
+                still = [
+                    n for n in compared - updated_with_more(of.groups) if of.probes[n].piece.name in of.eager.unused()
+                ]
                 compared -= {*still, *(n for n in compared if of.probes[n].piece.name in of.eager.written)}
                 found += [Difference(f"the updated '{n}'", math.inf) for n in still if not before[n].equal(after[n])]
             known = {n: states[n] for n in compared if self.is_first or of.probes[n].piece.name in whole}
