@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.backends import collectives
+from autopar.cost_models.compute import is_cpu
 from autopar.ops.context import Context
 from autopar.ops.subgroups import Subgroups, subgroup_of
 from autopar.runtime.job.process_group import Group, Rendezvous, join
@@ -84,7 +85,8 @@ class _Bench:
         self.cluster, self.group = cluster, group
         self.rank, self.world_size = group.rank, group.world_size
         self.topology = Topology(cluster)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = torch.cuda.is_available() and not is_cpu(self.topology.ranks[self.rank].device)
+        self.device = torch.device("cuda" if on_gpu else "cpu")
         self.width = 512 if self.device.type == "cpu" else 4096
         """Of the matrices that are multiplied."""
         self.on_processors = False

@@ -55,6 +55,9 @@ class Outcome:
     """The name of the fastest other plan that fits: a builder's, or `searched`; empty where none fits."""
     best_step_time_s: float | None = None
     best_groups: tuple[SyncGroup, ...] = ()
+    written: str = ""
+    """The name of the fastest other plan that fits, of those that a person would write; empty where none fits."""
+    written_step_time_s: float | None = None
     assumption: str = ""
     """What the circumstance's prices rest on, besides the cost model."""
 
@@ -67,9 +70,7 @@ class Outcome:
     def lead(self) -> float | None:
         """By which part of the plan's own time the best other plan takes longer; negative where it is faster. `None`
         where one of the two cannot be used."""
-        if not self.usable or self.best_step_time_s is None or not self.step_time_s:
-            return None
-        return self.best_step_time_s / self.step_time_s - 1
+        return self._lead(self.best_step_time_s)
 
     @property
     def changes(self) -> bool:
@@ -94,9 +95,13 @@ class Outcome:
         if self.changes:
             head = "is not the best here" if self.name == AS_IT_IS else "changes"
             return f"{head}: {other} would take {_percent(-self.lead)} less time"
-        if self.lead <= TIE:
-            return f"holds: {other} is as fast"
-        return f"holds: stays the best by {_percent(self.lead)} ({other} is next)"
+        tied = self.lead <= TIE
+        said = f"{other} is as fast" if tied else f"stays the best by {_percent(self.lead)} ({other} is next)"
+        lead = self._lead(self.written_step_time_s)
+        if lead is not None and self.written != self.best:
+            said += f"; of those that a person would write, {self.written} is "
+            said += "as fast" if lead <= TIE else f"next, by {_percent(lead)}"
+        return f"holds: {said}"
 
     @property
     def text(self) -> str:
@@ -105,6 +110,12 @@ class Outcome:
         if self.step_time_s is None:
             return f"{head}: {self.verdict}"
         return f"{head}: {duration(self.step_time_s)}; {self.verdict}"
+
+    def _lead(self, other_s: float | None) -> float | None:
+        """By which part of the plan's own time one that takes `other_s` seconds a step takes longer."""
+        if not self.usable or other_s is None or not self.step_time_s:
+            return None
+        return other_s / self.step_time_s - 1
 
 
 @dataclass(frozen=True)
@@ -188,7 +199,7 @@ def _outcome(
             seed=seed,
             cost_model=problem.cost_model,
         ).candidates
-    best = _best(others, own)
+    best, written = _fastest(others, own)
     carried = is_calibrated(model) and there != cluster
     return Outcome(
         name=place.name,
@@ -198,6 +209,8 @@ def _outcome(
         best=best.name if best else "",
         best_step_time_s=float(best.step_time_s) if best else None,
         best_groups=best.groups if best else (),
+        written=written.name if written else "",
+        written_step_time_s=float(written.step_time_s) if written else None,
         assumption="; ".join(a for a in (place.assumption, CARRIED if carried else "") if a),
     )
 
@@ -208,16 +221,13 @@ def kept_free(plan: Plan) -> Constraints:
     return NONE if use is None else Constraints(memory_reserve=use.reserve_bytes / use.device_bytes)
 
 
-def _best(others: Sequence[Candidate], own: Candidate | None) -> Candidate | None:
-    """The fastest other plan that fits. Where the plan holds against all, the fastest that a person would write: to one
-    that a search finds near it, it hardly ever has a lead."""
+def _fastest(others: Sequence[Candidate], own: Candidate | None) -> tuple[Candidate | None, Candidate | None]:
+    """The fastest other plan that fits, and the fastest of those that a person would write: to one that a search finds
+    near it, a plan that holds hardly ever has a lead."""
     mine = own and executed(own.groups)
     fitting = [c for c in others if c.feasible and executed(c.groups) != mine]
-    best = min(fitting, key=lambda c: (c.step_time_s, c.name == SEARCHED, len(c.groups)), default=None)
-    if best is None or own is None or own.overflow_bytes or best.step_time_s < own.step_time_s * (1 - TIE):
-        return best
-    written = [c for c in fitting if c.name != SEARCHED]
-    return min(written, key=lambda c: (c.step_time_s, len(c.groups)), default=best)
+    fitting.sort(key=lambda c: (c.step_time_s, c.name == SEARCHED, len(c.groups)))
+    return next(iter(fitting), None), next((c for c in fitting if c.name != SEARCHED), None)
 
 
 def _own(plan: Plan, cluster: ClusterSpec, problem: Problem) -> Candidate | None:

@@ -71,6 +71,8 @@ class Commands(click.Group):
             click.echo("interrupted", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
         except Exception as e:
+            if isinstance(e, OSError) and e.errno == errno.EPIPE:
+                raise  # who read the output has gone: click ends quietly
             if debugging(ctx):
                 import traceback
 

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 def command(cluster: str | None, output: Path | None, time_budget: float, complete: Path | None, as_json: bool) -> None:
     """Measure what a cluster does: collectives, links, devices.
 
-    On the cluster, once a rank: torchrun ... -m autopar calibrate -o calibration.json. By itself, the cluster is
-    emulated on this machine (`autopar lab`), which needs root, but for local:N. `autopar plan --calibration` uses what
-    was measured.
+    On the cluster, once a rank: torchrun ... -m autopar calibrate --cluster cluster.yaml -o calibration.json. By
+    itself, the cluster is emulated on this machine (`autopar lab`), which needs root, but for local:N. `autopar plan
+    --calibration` uses what was measured.
     """
     if cluster is None and "WORLD_SIZE" not in os.environ:
         raise click.UsageError("give a --cluster to emulate, or start it on the cluster with torchrun")

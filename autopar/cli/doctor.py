@@ -7,7 +7,6 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import click
@@ -88,22 +87,13 @@ def _torch() -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = [Finding("cores", "ok", f"{usable} usable of {os.cpu_count() or usable}")]
-    memory = _memory_gib()
-    if memory is not None:
-        found.append(Finding("memory", "ok", f"{memory[1]:.1f} GiB free of {memory[0]:.1f} GiB"))
+    from autopar.spec.detect import cores, free_memory_bytes, memory_bytes
+
+    found = [Finding("cores", "ok", f"{cores()} usable of {os.cpu_count() or cores()}")]
+    memory, free = memory_bytes(), free_memory_bytes()
+    if memory is not None and free is not None:
+        found.append(Finding("memory", "ok", f"{free / 2**30:.1f} GiB free of {memory / 2**30:.1f} GiB"))
     return found
-
-
-def _memory_gib() -> tuple[float, float] | None:
-    """Total and available memory, where the kernel tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
-        return fields["MemTotal"] / 2**20, fields["MemAvailable"] / 2**20
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
 
 
 def _lab() -> list[Finding]:

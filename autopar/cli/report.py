@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,7 @@ def command(
         estimate=estimate,
         measured=times,
         what_if=found,
-        commands=[f"autopar run {plan} train.py"],
+        commands=[f"autopar run {shlex.quote(plan)} train.py"],
     )
     detail(f"{target.stat().st_size / 2**20:.1f} MiB")
     if trace is not None and estimate is not None:

@@ -11,11 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from autopar.cli.console import progress, result, standard_options
 from autopar.spec.plan_variable import PLAN_VARIABLE
+
+if TYPE_CHECKING:
+    from autopar.spec.cluster import ClusterFingerprint
 
 DEFAULT_PORT = 29500
 
@@ -27,7 +31,8 @@ DEFAULT_PORT = 29500
 @click.option(
     "--nproc-per-node",
     type=click.IntRange(min=1),
-    help="Ranks on this host. Default: the plan's, shared evenly over the hosts.",
+    help="Ranks on this host. Default: as many devices as the plan's cluster has on it, where that has --nnodes hosts "
+    "with devices: --node-rank counts them in the order of its description. Else the plan's, shared evenly.",
 )
 @click.option("--nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Hosts.")
 @click.option("--node-rank", type=click.IntRange(min=0), help="Which of the hosts this is, from 0.")
@@ -60,6 +65,8 @@ def command(
         raise SpecError(f"there is no script '{script}' (looked in {Path.cwd()})")
     world_size = loaded.cluster.world_size
     if nproc_per_node is None:
+        nproc_per_node = _devices_of(loaded.cluster, nnodes, node_rank)
+    if nproc_per_node is None:
         if world_size % nnodes:
             raise SpecError(
                 f"the plan is for {world_size} ranks, which do not share evenly over {nnodes} hosts: "
@@ -86,6 +93,15 @@ def command(
     progress(shown)
     code = run_to_end(line, {**os.environ, **extra})
     click.get_current_context().exit(code)
+
+
+def _devices_of(cluster: ClusterFingerprint, nnodes: int, node_rank: int | None) -> int | None:
+    """How many devices a host has, of those that have any; `None` where it is not known which host of the cluster it
+    is, or the cluster has another number of them."""
+    hosts = [host for host in cluster.cluster.all_hosts if host.devices] if cluster.spec else []
+    if node_rank is None or not node_rank < nnodes == len(hosts):
+        return None
+    return len(hosts[node_rank].devices)
 
 
 def torchrun_command(

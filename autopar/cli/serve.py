@@ -39,6 +39,7 @@ def command(master: str, name: str | None, timeout_s: float) -> None:
     is given as --master-addr and --master-port. Start it before the ranks, or up to their timeout later.
     """
     address, _, port = master.rpartition(":")
+    address = address.strip("[]")  # an IPv6 address's
     if not address or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 65536:
         said = f"expected ADDRESS:PORT, as in 10.0.0.1:29500, with a port of 1 to 65535, got '{master}'"
         raise click.BadParameter(said, param_hint="ADDRESS")

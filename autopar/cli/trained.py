@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from autopar.ir.build import named_parameters
 class Trained:
     """The model, its optimizer and its example batch, which every rank trains on in every step."""
 
-    def __init__(self, argument: str, optimizer: str = "", dtype: str = "", autocast: str = "") -> None:
+    def __init__(
+        self, argument: str, optimizer: str = "", dtype: str = "", autocast: str = "", on_processors: str = ""
+    ) -> None:
         """Arguments are those of `autopar search`; empty where they were not given. The model stands under autocast for
-        as long as this process lives."""
+        as long as this process lives. `on_processors`: the ranks that compute on processors, as in `0,1`, whatever else
+        their machines have."""
         torch.manual_seed(0)
         self._made = load_model(argument, dtype=dtype or None)
         chosen = chosen_optimizer(self._made, optimizer or None)
@@ -33,7 +37,7 @@ class Trained:
         self._batch = example_batch(self._made.model) if example is None else example
         self._modes = contextlib.ExitStack()
         self._modes.enter_context(autocasting(self._made.model, autocast or None))
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and os.environ.get("RANK", "0") not in on_processors.split(","):
             device = torch.device("cuda", torch.cuda.current_device())
             self._made.model.to(device)
             self._batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), self._batch)

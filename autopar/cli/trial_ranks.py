@@ -83,12 +83,15 @@ class Where:
 def measuring(model: str, spec: ClusterSpec, asked: Asked, where: Where) -> Iterator[Measure]:
     """What runs plans for MODEL on ranks that live as long as it is open. Raises `UsageError` where nothing says where
     these are, and `LabUnavailable`."""
+    from autopar.cost_models.compute import is_cpu
     from autopar.lab.trial import RealCompute
     from autopar.trials import Measure
 
     if asked.optimizer == "none":
         raise click.UsageError("trials run whole steps, which takes an optimizer: leave --optimizer none out")
-    compute = RealCompute(COMPUTE, (model, asked.optimizer or "", asked.dtype or "", asked.autocast or ""))
+    processors = ",".join(str(place.rank) for place in spec.ranks if is_cpu(place.device))
+    arguments = (model, asked.optimizer or "", asked.dtype or "", asked.autocast or "", processors)
+    compute = RealCompute(COMPUTE, arguments)
     with where.pool(spec) as (pool, said):
         progress(f"trials run on {said}")
         yield Measure(pool, compute, said, one_machine=where.one_machine)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.errors import CaptureError, SignatureError
+from autopar.ir.batch_memory import copies_of
 from autopar.ir.constants import constant
 from autopar.ir.form import Form, Held, taken_apart
 from autopar.ir.held_tensors import held_tensors
@@ -97,6 +98,10 @@ class Batch:
         """The batch on a device."""
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
 
+    def leaves(self) -> Batch:
+        """The batch with tensors that have no history: what is captured begins with them."""
+        return replace(self, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in self.tensors))
+
     def rebuild(self, tensors: tuple[torch.Tensor, ...], made: list[Held] | None = None) -> Any:
         """The batch in its original structure, with other tensors in place of its own. `made` takes the dataclasses in
         it, which are other ones than the batch's."""
@@ -106,7 +111,7 @@ class Batch:
 
     def copied(self) -> tuple[torch.Tensor, ...]:
         """Copies of its tensors, for a run that may write to them."""
-        return tuple(t.clone() for t in self.tensors)
+        return copies_of(self.tensors)
 
 
 class Weighted(NamedTuple):

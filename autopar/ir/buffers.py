@@ -25,7 +25,8 @@ _STATISTICS = slice(3, 5)
 
 
 def read_and_written(joint: JointGraph) -> tuple[str, ...]:
-    """Names of the buffers that the graph writes, and that its outputs or gradients depend on, in the graph's order.
+    """Names of the buffers that the graph writes, and that its outputs or gradients depend on, in this step or through
+    other buffers in later ones; in the graph's order.
 
     Running statistics of batch normalization in training mode are not among them: nothing else reads them there.
     """
@@ -35,7 +36,12 @@ def read_and_written(joint: JointGraph) -> tuple[str, ...]:
     placeholders = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
     outputs = joint.outputs[:1] if joint.has_outputs else joint.outputs
     results = {*outputs, *joint.gradients.values(), *joint.input_gradients.values()}
-    return tuple(n for n in written if _reaches(placeholders["buffer", n], results))
+    new = dict(joint.mutations)
+    found: set[str] = set()
+    while more := {n for n in written if n not in found and _reaches(placeholders["buffer", n], results)}:
+        found |= more  # and what their next values are made of
+        results |= {new[n] for n in more}
+    return tuple(n for n in written if n in found)
 
 
 def _reaches(start: torch.fx.Node, results: set[torch.fx.Node]) -> bool:

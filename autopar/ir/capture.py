@@ -23,6 +23,7 @@ from autopar.ir.alignments import sized_alignments
 from autopar.ir.apart import Apart, copy_tangents, outputs_apart
 from autopar.ir.attributes import harmless_attributes
 from autopar.ir.batch import Batch, call_model, misfit
+from autopar.ir.batch_memory import refuse_shared
 from autopar.ir.compat import kept_checks, with_captured_tensors
 from autopar.ir.effects import remove_tokens
 from autopar.ir.form import Held, check_as_given
@@ -39,7 +40,7 @@ from autopar.ir.refusals import let_go_of_frames, own_error, places, refusal, wa
 from autopar.ir.served import Varying
 from autopar.ir.sizes import with_sizes
 from autopar.ir.sparse_gradients import with_dense_gradients
-from autopar.ir.unfit import refuse_unfit
+from autopar.ir.unfit import has_global_hooks, refuse_unfit
 from autopar.ir.untraceable import Distributions, cumulative_averages, masks_as_they_are, traceable_means
 from autopar.ir.weightless import traced_as_real
 
@@ -74,9 +75,10 @@ class _Step(nn.Module):
         held = [(_module_at(self, path), key) for path, key in self.assigned]
         before = [getattr(module, key) for module, key in held]
         result = self._result(*tensors)
-        for (module, key), buffer in zip(held, before, strict=True):
-            new = getattr(module, key)
-            if new is buffer:  # the module's others are as they were, perhaps in expanded memory
+        found = [getattr(module, key) for module, key in held]
+        made = [None if new is None else new.clone() for new in found]  # they may take each other's places
+        for (_, key), buffer, now, new in zip(held, before, found, made, strict=True):
+            if now is buffer:  # the module's others are as they were, perhaps in expanded memory
                 continue
             if buffer is None or new is None or new.shape != buffer.shape or new.dtype != buffer.dtype:
                 raise CaptureError(
@@ -114,11 +116,6 @@ def _module_at(module: Any, path: tuple[str, ...]) -> Any:
     return module
 
 
-def has_global_hooks() -> bool:
-    """Whether hooks are registered for all modules that there are, which PyTorch cannot trace here."""
-    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
-
-
 def capture_joint(
     model: nn.Module,
     batch: Batch,
@@ -149,6 +146,7 @@ def capture_joint(
                 apart = step.apart | outputs_apart(module, step, tensors) if mode == "module" else step.apart
                 if (written := _written(module)) <= step.copied and apart.copied == step.apart.copied:
                     break
+                refuse_shared(written, batch.tensors)
                 step.copied, step.apart = step.copied | written, apart
             except AutoparError:
                 raise

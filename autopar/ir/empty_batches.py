@@ -53,6 +53,8 @@ def _may_be_nan(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.numel() == 0 or node.op == "placeholder":
         return False
+    if value.dtype == torch.bool:
+        return False
     return node.target is not operator.getitem or bool(node.args[1] == 0)
 
 

@@ -212,6 +212,8 @@ class Reader:
             key: Hashable = ("classes", self._key_of[target], self._key_of[class_weight], ignored)
             count = Count(key, "class weights of the targets", 1.0, target, ignored, class_weight, node)
         elif target in self.by_model:
+            if ignored >= 0 or not _are_indices(target):
+                return Unknown(node, "leaves out targets by what is drawn or learned")
             count = elements(rows.size)
         else:
             kept = self._id(("not", self._id(("eq", self._arguments((target, ignored))))))
@@ -324,6 +326,15 @@ def _is_random(node: torch.fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     return torch.Tag.nondeterministic_seeded in _tags(node) or not _name(node)
+
+
+def _are_indices(node: torch.fx.Node) -> bool:
+    """Whether its numbers are places in a dimension, in another form perhaps: none is negative."""
+    while _name(node) in _VIEWS | _CASTS | {"select", "slice", "contiguous"}:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is operator.getitem:
+        return bool(node.args[1] == 1) and _name(node.all_input_nodes[0]) in ("max", "min", "topk", "sort")
+    return _name(node) in ("argmax", "argmin", "multinomial", "argsort")
 
 
 def _val(node: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.ir.checkpointed import line_of, refuse_writes
@@ -19,3 +20,8 @@ def refuse_unfit(graph: torch.fx.GraphModule) -> None:
             raise CaptureError(f"PyTorch's tracing gives other numbers for '{node.target.__name__}'{line_of(node)}")
     refuse_writes(graph)
     refuse_writes_to_held(graph)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules that there are, which PyTorch cannot trace here."""
+    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -24,6 +24,7 @@ class ParameterRow:
     strategy: str
     options: Mapping[str, OptionValue]
     reason: str
+    """Empty where it was given for another plan."""
 
 
 def parameter_rows(plan: Plan) -> list[ParameterRow]:
@@ -33,9 +34,8 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     for index, group in enumerate(plan.groups):
         for piece in group.members:
             spec = table[piece.name]
-            row = ParameterRow(
-                spec, piece, parameter_bytes(spec, piece), index, group.strategy, group.settings, group.reason
-            )
+            reason = "" if plan.was_edited else group.reason
+            row = ParameterRow(spec, piece, parameter_bytes(spec, piece), index, group.strategy, group.settings, reason)
             held[piece.name].append(row)
     rows: list[ParameterRow] = []
     for name, spec in table.items():
@@ -63,6 +63,8 @@ def explain_parameter(plan: Plan, name: str) -> str:
         lines.append(fact("group", "none: a frozen parameter has no gradient to synchronize"))
     for row in rows:
         lines += _parameter_group(plan, row, alone=len(rows) == 1)
+    if rows and plan.was_edited:
+        lines += wrapped("edited", "since the plan was priced: the reasons that it records are those of another one")
     return "\n".join(lines) + "\n"
 
 

@@ -79,6 +79,8 @@ def _data(outcome: Outcome) -> dict[str, Any]:
         "best": outcome.best or None,
         "best_step_time_s": outcome.best_step_time_s,
         "lead": outcome.lead,
+        "written": outcome.written or None,
+        "written_step_time_s": outcome.written_step_time_s,
         "changes": outcome.changes,
         "verdict": outcome.verdict,
         "assumption": outcome.assumption or None,

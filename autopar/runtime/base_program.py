@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from autopar.errors import (
     UnusedParameterError,
 )
 from autopar.ir.batch import Batch, flatten
+from autopar.ir.batch_memory import refuse_shared
 from autopar.ir.build import named_parameters, training_graph
 from autopar.ir.capture import Mode
 from autopar.ir.leftovers import forget, forgotten_but
@@ -34,7 +35,7 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.job.order import CollectiveOrder
 from autopar.runtime.job.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
-from autopar.runtime.model.buffers import shared_buffers
+from autopar.runtime.model.buffers import SharedBuffers, shared_buffers
 from autopar.runtime.model.eager import kept_attributes, owners_of
 from autopar.runtime.model.hooks import ModuleHooks
 from autopar.runtime.model.outputs import NO_OUTPUT
@@ -47,6 +48,7 @@ from autopar.runtime.shapes import BatchShapes
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.runtime.uncaptured.stand_ins import StandIns, Wanted
 from autopar.runtime.uncaptured.steps import EagerStep
+from autopar.runtime.unused import move_frozen
 from autopar.runtime.writer import Target
 from autopar.spec.plan import FIDELITIES, Plan
 from autopar.strategies.lowering import StepProgram, fidelity_of, lower_plan
@@ -95,9 +97,10 @@ class BaseProgram:
         self._compiled = Captures[Compiled](group.rank == 0, settings.max_captures, lambda c: forget(c.every_graph))
         self._shapes = BatchShapes(are_symbolic=settings.compiler is None)
         self._hooks = ModuleHooks(owners.values())
-        self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never")
+        self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never", move_frozen(plan))
         self.statistics = RunningStatistics(owners, group)
         self._random = RandomStream(group.rank, group.world_size)
+        self._shared = SharedBuffers()
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike)
         self._crosses_ranks = False
@@ -226,7 +229,7 @@ class BaseProgram:
         with self._traceable():
             return training_graph(
                 self.model,
-                leaves(batch),
+                batch.leaves(),
                 s.loss_fn,
                 self.mode,
                 s.unused_parameters,
@@ -246,6 +249,7 @@ class BaseProgram:
     def _serves(self, compiled: Compiled, batch: Batch, kind: Hashable) -> bool:
         """Whether a capture serves a batch: one with symbols is compared with the model run eagerly at the first two
         sizes that it meets, and let go of where it differs."""
+        refuse_shared(compiled.joint.copied_inputs, batch.tensors)
         sizes = compiled.joint.sizes
         if sizes is None or self.settings.check == "never" or len(sizes.proved) > 1 or batch.shapes in sizes.proved:
             return True
@@ -388,13 +392,9 @@ class BaseProgram:
     def _arguments(self, compiled: Compiled, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         return compiled.arguments(batch, self._parameters, self._buffers, self._device)
 
-    def _share_buffers(self, compiled: Compiled, when: str) -> None:
-        """Has all ranks take rank 0's values of the buffers that are to be alike."""
+    def _share_buffers(self, when: str, names: Iterable[str] | None = None) -> None:
+        """Has all ranks take rank 0's values of the buffers that are to be alike, or of those that are named."""
         if self._eager is not None:
             return self._eager.share_buffers(f"buffers of {when}")
-        take_from_rank_0([self._buffers[n] for n in compiled.shared_buffers], self._group, f"buffers of {when}")
-
-
-def leaves(batch: Batch) -> Batch:
-    """The batch with tensors that have no history: what is captured begins with them."""
-    return replace(batch, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in batch.tensors))
+        chosen = self._shared.settle() if names is None else sorted(names)
+        take_from_rank_0([self._buffers[n] for n in chosen], self._group, f"buffers of {when}")

@@ -8,7 +8,7 @@ between need not ask the other ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -47,11 +47,11 @@ class Deferred(nn.Module):
 class DeferredParameters(KeptByProgram):
     """All groups of a program, whichever of its graphs begins or completes a step."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, owners: Iterable[nn.Module]) -> None:
         self._groups: dict[int, Deferred] = {}
         self._left: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Parameters that are on their way, by name, as the last step has left them."""
-        self._hooks = PreUseHooks(model, self.arrive)
+        self._hooks = PreUseHooks(owners, self.arrive)
 
     def of(self, group: int, store: Received | None) -> Deferred:
         """A sync group's, by its index: the same for every graph."""

@@ -67,8 +67,9 @@ class Lasting:
         """Keeps the scale of the loss, where it is scaled."""
         self.elementwise = elementwise
         self.device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        self.rows = ShardedRows(model, parameters, group)
-        self.deferred = DeferredParameters(model)
+        trained = [m for m in (model, loss_fn) if isinstance(m, nn.Module) and any(True for _ in m.parameters())]
+        self.rows = ShardedRows(trained, parameters, group)
+        self.deferred = DeferredParameters(trained)
         self.states = States(group, parameters, self.device)
         self.is_timed = any(map(is_timed, plan.groups))
         """Whether steps differ, so that a later one may ask for states that none before has asked for."""

@@ -20,7 +20,7 @@ import torch
 import torch.fx
 
 from autopar.errors import SpecError
-from autopar.spec.detect import processor
+from autopar.spec.detect import cores, processor
 from autopar.spec.json_file import JsonFile
 
 VARIABLE = "AUTOPAR_CACHE"
@@ -43,15 +43,15 @@ class OperatorTimes(JsonFile):
     def of(cls, device: torch.device, ranks: int = 1) -> OperatorTimes:
         """What is known of a device while so many ranks compute at once; nothing where no file can be read."""
         name = device_name(device, ranks)
-        with suppress(SpecError):
+        with suppress(SpecError, RuntimeError):
             return cls.load(_path(name))
         return cls(device=name, seconds={})
 
     def add(self, seconds: Mapping[str, list[float]]) -> None:
         """Keeps what was not known; where no file can be written, it is measured again the next time."""
         known = self.model_copy(update={"seconds": {k: fmean(v) for k, v in seconds.items()} | self.seconds})
-        path = _path(self.device)
-        with suppress(OSError, SpecError):
+        with suppress(OSError, SpecError, RuntimeError):
+            path = _path(self.device)
             path.parent.mkdir(parents=True, exist_ok=True)
             known.save(path)
 
@@ -87,11 +87,11 @@ def device_name(device: torch.device, ranks: int = 1) -> str:
     at_once = f", {ranks} ranks at once" if ranks > 1 else ""
     if at_once and (here := os.environ.get("LOCAL_WORLD_SIZE")):
         at_once += f", {here} of them here"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}{at_once}"
+    return f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}{at_once}"
 
 
 def _path(device: str) -> Path:
+    """Raises `RuntimeError` where nothing says which folder is the user's."""
     given, shared = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
     folder = Path(given) if given else Path(shared) / "autopar" if shared else Path.home() / ".cache" / "autopar"
     return folder / f"operators-{hashlib.sha256(device.encode()).hexdigest()[:12]}.json"

@@ -25,6 +25,7 @@ from autopar.runtime.captures import check_batches
 from autopar.runtime.checkpoints import checkpoint
 from autopar.runtime.checkpoints import load as checkpoint_load
 from autopar.runtime.checkpoints import save as checkpoint_save
+from autopar.runtime.checkpoints.checks import digest
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.gathering import gathered_sizes, gathering
 from autopar.runtime.gradient_norm import GradientNorms
@@ -41,7 +42,7 @@ from autopar.runtime.model.shared_memory import Memory
 from autopar.runtime.optimizers.joint_optimizer import each_of
 from autopar.runtime.optimizers.joint_part import Part
 from autopar.runtime.optimizers.parameter_groups import ParameterGroups
-from autopar.runtime.optimizers.same_settings import SameSettings
+from autopar.runtime.optimizers.same_settings import SameSettings, refuse_states
 from autopar.runtime.proofs.drift import StepTimes
 from autopar.runtime.proofs.step_proof import StepProofs
 from autopar.runtime.proofs.subject import Subject
@@ -94,6 +95,8 @@ class Program(BaseProgram):
         )
         self._held = ParameterGroups(optimizer, self._parameters)
         self._same_settings = SameSettings(optimizer, group, self._device)
+        self._given = ""
+        """A digest of the optimizer's state as the user has put it in last."""
         self._is_timed = any(map(is_timed, plan.groups))
         self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._lasting.steps, self._lasting.since))
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
@@ -104,8 +107,8 @@ class Program(BaseProgram):
         self._stand_ins.per_sample = self._meaning.per_sample
         self._looks = LossLooks(self._lasting, settings.check)
         self._shares = LossShares(settings.weight, group, self._device, self._meaning)
-        how = self._arguments, self.written, self._scale
-        self._runs = StepRuns(group, self._device, self._buffers, self._meaning, self._same_settings, *how)
+        how = self._same_settings, self._shared, self._arguments, self.written, self._scale
+        self._runs = StepRuns(group, self._device, self._buffers, self._meaning, *how)
         self._gathers = False  # samples of all ranks, in the model or its loss
         self._has_stepped = False
         """Whether a step was run since the program was made; `_lasting.steps` goes on where a checkpoint was saved."""
@@ -115,6 +118,7 @@ class Program(BaseProgram):
             Subject,
             lasting=self._lasting,
             max_norm=settings.clip_grad_norm,
+            shared_buffers=self._shared,
             scale=self._scale,
             observed=self._looking.also,
         )
@@ -181,7 +185,7 @@ class Program(BaseProgram):
         self._lasting.deferred.check()
         self._unchanged.check()
         self.statistics.share()
-        self._lasting.parts.take_over()
+        self._compare_states(self._lasting.parts.take_over(not self._has_stepped))
         batches = [self._flat(b) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
         sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
@@ -329,18 +333,28 @@ class Program(BaseProgram):
     def _prove(self, compiled: Compiled, batch: Batch) -> None:
         self._proofs.capture(compiled, batch)
 
+    def _compare_states(self, given: Mapping[str, Any]) -> None:
+        """Has ranks compare, with the next step's weights, the state that the user has put into the optimizer last."""
+        alike = {name: state for name, state in given.items() if name not in self._lasting.local}
+        self._given = digest(alike) if alike else self._given
+        self._same_settings.compare("state of the optimizer", self._given, self._given, refuse_states)
+
     def _run(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> torch.Tensor:
         with torch.no_grad(), self._random, self._group.guard(f"step {self._lasting.steps}"):
             self._lasting.parts.begin()
             for model in {c.eager for c in compiled if c.eager is not None}:
-                model.begin()
+                model.begin(loss_scale=1.0 if self._scale is None else float(self._scale.scaler.get_scale()))
             if len(batches) == 1:
                 loss = self._runs.one(compiled[0], batches[0], originals[0])
             else:
                 loss = self._runs.many(compiled, batches, originals)
         self._lasting.parts.end(self._scale is not None and self._scale.skipped)
         self._unused.note()
-        self._share_buffers(compiled[-1], f"step {self._lasting.steps}")
+        if self._device.type == "cuda" and self._shared.mine != self._shared.agreed:
+            # Ranks compare in the next step there: those that know of others wait for it, and have shared before.
+            self._share_buffers(f"step {self._lasting.steps}", self._shared.agreed)
+            self._same_settings.arrive()
+        self._share_buffers(f"step {self._lasting.steps}")
         return loss
 
     def _shares_of(self, compiled: list[Compiled], batches: list[Batch], originals: list[Any]) -> list[float]:

@@ -22,7 +22,7 @@ from autopar.runtime.model.pre_use_hooks import PreUseHooks
 class ShardedRows(KeptByProgram):
     """This rank's rows of the parameters of a model that are spread over the ranks."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], group: Group) -> None:
+    def __init__(self, owners: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], group: Group) -> None:
         self.shards: dict[str, torch.Tensor] = {}
         """By parameter: rows r, r+n, r+2n, ... on rank r of n, contiguous."""
         self._strides: dict[str, tuple[int, ...]] = {}
@@ -31,7 +31,7 @@ class ShardedRows(KeptByProgram):
         """By parameter: the one element that it holds while it is not whole."""
         self._parameters = parameters
         self._group = group
-        self._hooks = PreUseHooks(model, self._refuse)
+        self._hooks = PreUseHooks(owners, self._refuse)
         self._are_whole = False
         """Whether a `gathered` is open."""
 

@@ -16,6 +16,7 @@ from autopar.runtime.compiled import Compiled
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.losses.meaning import LossMeaning
+from autopar.runtime.model.buffers import SharedBuffers
 from autopar.runtime.model.outputs import fill
 from autopar.runtime.optimizers.same_settings import SameSettings
 from autopar.runtime.replay import as_captured
@@ -33,6 +34,7 @@ class StepRuns:
         buffers: Mapping[str, torch.Tensor],
         meaning: LossMeaning,
         same_settings: SameSettings,
+        shared: SharedBuffers,
         arguments: Callable[[Compiled, tuple[torch.Tensor, ...]], list[torch.Tensor]],
         written: Callable[[Compiled, str], torch.fx.GraphModule],
         scale: LossScale | None = None,
@@ -44,6 +46,7 @@ class StepRuns:
         self._buffers = buffers
         self._meaning = meaning
         self._same_settings = same_settings
+        self._shared = shared
         self._arguments = arguments
         self._written = written
         self._scale = scale
@@ -64,7 +67,7 @@ class StepRuns:
         weight = total = self._meaning.weigh(compiled.weight, batch, original)
         if self._meaning.is_sum:  # a share of 1
             weight, total = torch.full_like(weight, self._group.world_size), torch.ones_like(weight)
-        self._compare_units([compiled], [batch])
+        self._compare([compiled], [batch])
         with _running(compiled):
             found = step(*arguments, weight, self._same_settings.with_number(total))
         return self._kept(compiled, found).to(compiled.loss_dtype)
@@ -94,10 +97,13 @@ class StepRuns:
             found = loss + loss_share(found, share)
         return found.to(last.loss_dtype)
 
-    def _compare_units(self, compiled: Sequence[Compiled], batches: Sequence[Batch]) -> None:
-        """Has ranks compare in which units their batches count, as they sum how much these do."""
+    def _compare(self, compiled: Sequence[Compiled], batches: Sequence[Batch]) -> None:
+        """Has ranks compare in which units their batches count, as they sum how much these do, and which buffers their
+        graphs read and write."""
         units, here = self._meaning.units([c.weight for c in compiled], batches)
-        self._same_settings.compare_units(units, here, self._meaning.agree_again)
+        self._same_settings.compare("units", units, here, self._meaning.agree_again)
+        shared = self._shared.run(name for c in compiled for name in c.shared_buffers)
+        self._same_settings.compare("buffers", shared, shared, self._shared.agree)
 
     def _seed(self, c: Compiled, share: float) -> torch.Tensor:
         """What the backward pass of a batch with this share of the global batch starts from."""
@@ -140,7 +146,7 @@ class StepRuns:
         weights = torch.stack([self._meaning.weigh(c.weight, b, o) for c, b, o in each])
         total = torch.ones_like(weights[0]) if self._meaning.is_sum else weights.sum()
         if self._group.name is not None:  # of a loss that is a sum, too: other ranks may have one micro-batch
-            self._compare_units(compiled, batches)
+            self._compare(compiled, batches)
             total = self._same_settings.with_number(total)
             total = self._same_settings(collectives.wait(collectives.all_reduce(total, self._group.name)))
         if self._meaning.is_sum:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from autopar.errors import AutoparWarning
 from autopar.ops.group import Group
 from autopar.runtime.uncaptured.model import EagerModel
-from autopar.spec.plan import SyncGroup
+from autopar.spec.plan import Plan, SyncGroup
 from autopar.strategies import strategy_named
 from autopar.strategies.timing import moment_of
 
@@ -16,8 +16,7 @@ from autopar.strategies.timing import moment_of
 class UnusedParameters:
     """Of a model that runs eagerly: in this step, and in those before for groups that update with earlier gradients.
 
-    Groups that keep what they have not sent update with it, so that a missing gradient counts as zeros there; but
-    parameters that are frozen now stay as they are.
+    Groups that keep what they have not sent update with it, so that a missing gradient counts as zeros there.
     Of steps before a checkpoint that was loaded, nothing is known: their gradients count as there.
     """
 
@@ -39,7 +38,7 @@ class UnusedParameters:
             return frozenset()
         moment = moment_of(self._groups[index], step, since[index])
         if self._kept[index] and (moment.doing != "plain" or strategy_named(self._groups[index].strategy).warms_up):
-            return frozenset(name for name, p in model.parameters.items() if not p.requires_grad)
+            return frozenset()
         if moment.doing == "delayed":
             return self._by_step.get(step - moment.slot, frozenset())
         if moment.doing in ("alone", "average"):
@@ -72,6 +71,23 @@ def updated_with_more(groups: Sequence[Group]) -> set[str]:
     """Parts of parameters whose updates may hold something else than the step's gradients."""
     others = (g for g in groups if g.label not in ("exact", "rounded"))
     return {str(m.slice) for g in others if g.label != "compressed" or _keeps(g.spec) for m in g.members}
+
+
+def move_frozen(plan: Plan) -> frozenset[str]:
+    """Parameters that move although they are frozen for a while, by what their groups keep of earlier steps: residuals,
+    gradients that are late, the momentum of an outer optimizer."""
+    found = set[str]()
+    for group in plan.groups if plan.cluster.cluster.world_size > 1 else ():
+        strategy = strategy_named(group.strategy)
+        keeps = _keeps(group) or (strategy.warms_up and _is_compressed(group))
+        if group.delay or strategy.trains_apart or keeps:
+            found |= {member.name for member in group.members}
+    return frozenset(found)
+
+
+def _is_compressed(group: SyncGroup) -> bool:
+    strategy = strategy_named(group.strategy)
+    return strategy.fidelity(strategy.options_type.model_validate(group.options)) == "compressed"
 
 
 def _keeps(group: SyncGroup) -> bool:

@@ -109,7 +109,7 @@ class VirtualProgram:
         Rendezvous(group).agree("order of collectives", program.order_hash)
         self.program = program
         self._group = group
-        self._deferred = DeferredParameters(torch.nn.Module())
+        self._deferred = DeferredParameters(())
         self.module = virtual_step(graph, program, times, group, self._deferred, clip_grad_norm)
         self._device = Device(max((c.bytes for c in program.calls), default=0))
 

@@ -124,7 +124,10 @@ class Calibration(JsonFile):
     def check_cluster(self, cluster: ClusterFingerprint) -> None:
         """Raises `SpecError` unless the calibration was taken on this cluster, whatever its links are said to reach."""
         if self.cluster.digest != cluster.digest:
+            lines = cluster.cluster.difference(self.cluster.cluster) if self.cluster.spec and cluster.spec else []
+            more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+            differs = f" ({'; '.join(lines[:5])}{more})" if lines else ""
             raise SpecError(
                 f"the calibration was taken on another cluster: {self.cluster.summary}, this one is "
-                f"{cluster.summary}. Calibrate this one with `autopar calibrate`"
+                f"{cluster.summary}{differs}. Calibrate this one with `autopar calibrate`"
             )

@@ -19,6 +19,8 @@ from autopar.spec.units import Figure, guess
 GUESSED_RATE = guess(1e9 / 8)
 """1 Gbit/s: what a network is taken for that says nothing of its rate."""
 MIB = 1 << 20
+_GROUPS = Path("/sys/fs/cgroup")
+"""Where a container finds its limits."""
 
 
 def local(n_ranks: int) -> HostSpec:
@@ -83,8 +85,8 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 def _cpus(n_ranks: int) -> tuple[DeviceSpec, ...]:
     """This host's cores and memory, shared out."""
     kind = DEVICES["cpu"]
-    memory = _memory_bytes()
-    share = guess(_cores() / n_ranks * CORE_FLOPS)
+    memory = memory_bytes()
+    share = guess(cores() / n_ranks * CORE_FLOPS)
     return (
         DeviceSpec(
             kind="cpu",
@@ -108,25 +110,59 @@ def processor() -> str:
 def threads_of_rank(n_local: int, environment: Mapping[str, str] = os.environ) -> str:
     """Threads that a rank computes with, for `OMP_NUM_THREADS`, where so many are on this machine: as many as that
     variable says already, or else its part of the cores."""
-    return environment.get("OMP_NUM_THREADS") or str(max(1, _cores() // n_local))
+    return environment.get("OMP_NUM_THREADS") or str(max(1, cores() // n_local))
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def cores() -> int:
+    """The cores that this process may use: those that it may run on, or as many as the container's share of time."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    version_1 = " ".join(_read(_GROUPS / "cpu" / f"cpu.cfs_{which}_us") for which in ("quota", "period"))
+    for text in (_read(_GROUPS / "cpu.max"), version_1):
+        quota, _, period = text.partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max", or -1, where there is no limit
+            usable = min(usable, max(1, int(quota) // int(period)))
+    return usable
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
     """The host's memory, or what the container may use of it; whole MiB, so that equal hosts report the same."""
-    limits = []
+    limits = [limit for limit, _, _ in _memory_groups()]
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(file)
-        if text.isdecimal():
-            limits.append(int(text))
     return min(limits) // MIB * MIB if limits else None
+
+
+def free_memory_bytes() -> int | None:
+    """What of `memory_bytes` can be had now, files that are only kept in memory counted as free; `None` where nothing
+    tells."""
+    free = [max(0, limit - used + _field(kept, "inactive_file")) for limit, used, kept in _memory_groups()]
+    known = _field(_read("/proc/meminfo").replace(":", ""), "MemAvailable")
+    if known:
+        free.append(known << 10)
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(free) if free else None
+
+
+def _memory_groups() -> list[tuple[int, int, str]]:
+    """What the container may use of the memory, what it uses, and what the kernel tells of that; by each of the two
+    versions of control groups that has a limit."""
+    old = _GROUPS / "memory"
+    found = []
+    for limit, used, told in (
+        (_GROUPS / "memory.max", _GROUPS / "memory.current", _GROUPS / "memory.stat"),
+        (old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", old / "memory.stat"),
+    ):
+        if (most := _read(limit)).isdecimal():
+            taken = _read(used)
+            found.append((int(most), int(taken) if taken.isdecimal() else 0, _read(told)))
+    return found
+
+
+def _field(table: str, name: str) -> int:
+    """The number behind a name, of a table of a name and a number a line; 0 where it is not there."""
+    words = (line.split() for line in table.splitlines())
+    return next((int(w[1]) for w in words if len(w) > 1 and w[0] == name and w[1].isdecimal()), 0)
 
 
 def _gpus(environment: Mapping[str, str]) -> list[DeviceSpec]:

@@ -66,7 +66,8 @@ class GroupRow:
     """Whether it holds only parts of some of them, under their plain names."""
     num_bytes: int
     reason: str
-    """Of all of them; where they differ, of the largest, and the reason begins with which that is."""
+    """Of all of them; where they differ, of the largest, and the reason begins with which that is. Empty where it was
+    given for another plan."""
     runner_up: RunnerUp | None = None
     """Of the largest of them; `None` where it was not priced, or for another plan."""
 
@@ -114,7 +115,7 @@ def group_rows(plan: PlanParts, merge: bool | None = None) -> list[GroupRow]:
                 names=tuple(str(piece) if len(pieces) == 1 else piece.name for piece in pieces),
                 sliced=len(pieces) > 1 and not _hold_all(pieces, table),
                 num_bytes=sum(parameter_bytes(table[piece.name], piece) for piece in pieces),
-                reason=_reason(run, groups, sizes),
+                reason="" if plan.was_edited else _reason(run, groups, sizes),
                 runner_up=None if plan.was_edited else groups[sizes.index(max(sizes))].runner_up,
             )
         )

@@ -139,14 +139,16 @@ class _Child:
         return host, port
 
     def _address(self) -> str:
-        """Of this host, as the others reach it: as torchrun has it; `localhost` where the name leads nowhere."""
-        given = os.environ.get("MASTER_ADDR")
+        """Of this host, as the others reach it: as torchrun has it; its name where that leads to the host itself alone
+        here, as some have it in their list of hosts; loopback where the name leads nowhere."""
+        given, name = os.environ.get("MASTER_ADDR"), socket.gethostname()
         if given:
             return given
         try:
-            return socket.gethostbyname(socket.gethostname())
+            address = socket.gethostbyname(name)
         except OSError:
             return "127.0.0.1"
+        return name if address.startswith("127.") else address
 
 
 def main() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.lab.pool import Pool
 from autopar.lab.trial import RealCompute, TrialResult, TrialSpec
+from autopar.spec.detect import free_memory_bytes
 from autopar.spec.plan import Plan
 
 BLOCK_S = 1.0
@@ -19,7 +19,7 @@ ROUNDS = 4
 """Blocks of each plan."""
 WARMUP = 2
 USED = 0.7
-"""Part of this machine's memory that plans may take that are kept in it together."""
+"""Part of this machine's free memory that plans may take that are kept in it together."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Measure:
         specs = {
             name: TrialSpec(plan, self.compute, steps=block_steps(plan), warmup=WARMUP) for name, plan in plans.items()
         }
-        together = fits(int(USED * _memory_bytes()) if self.one_machine else 1 << 62)
+        free = free_memory_bytes() if self.one_machine else None
+        together = fits(1 << 62 if free is None else int(USED * free))
         return self.pool.in_turn(specs, ROUNDS, together=together, stopped=stopped, tell=tell)
 
 
@@ -53,11 +54,3 @@ def block_steps(plan: Plan) -> int:
     """Steps of a block of this plan."""
     step_s = plan.prediction.step_time_s if plan.prediction is not None else BLOCK_S
     return max(LEAST_STEPS, min(MOST_STEPS, math.ceil(BLOCK_S / max(step_s, 1e-6))))
-
-
-def _memory_bytes() -> int:
-    """Of this machine, as far as it is free."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 1 << 62

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import autopar
+from autopar.errors import PlanError, PlanMismatchError
 from autopar.runtime.program import Program
 
 KEPT = ("quantized", "power_sgd")
@@ -37,6 +39,8 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {f"{s} behind averages": _begins_anew(rank, folder, s) for s in ("diloco+every=2", "ddp")}
     found["diloco behind top_k"] = _behind(rank, folder, "top_k", "diloco(wire=int8)+every=4")
     found["gather behind parts"] = _behind(rank, folder, "scaled_sign(exchange=parts)", "scaled_sign")
+    found["a loss's rows"] = _loss_module(rank)
+    found["renamed"] = _renamed(rank)
     found["left out"] = {strategy: _left_out(rank, strategy) for strategy in (*SENT_WHOLE, *KEPT)}
     return found
 
@@ -97,8 +101,56 @@ def _behind(rank: int, folder: str, first: str, then: str) -> dict[str, Any]:
     return {"moved": moved, "said": [str(w.message) for w in said if "does not keep" in str(w.message)]}
 
 
+class Proxies(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(out @ self.weight.t() @ self.weight, target)
+
+
+def _loss_module(rank: int) -> dict[str, Any]:
+    """Rows of a loss's parameter on one rank each: what loading and saving it does."""
+    model, loss = Parts(), Proxies()
+    program: Program = autopar.optimize(
+        model,
+        example_inputs=_data(0, rank),
+        loss_fn=loss,
+        optimizer=torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1),
+        pin={"loss_fn.weight": "sharded_parameters"},
+    )
+    program.step(_data(0, rank))
+    state = program.state_dict()
+    program.load_state_dict(state)
+    again = program.state_dict()
+    try:
+        loss.state_dict()
+        said = "nothing"
+    except PlanError as e:
+        said = str(e)
+    return {"equal": bool(torch.equal(state["loss_fn"]["weight"], again["loss_fn"]["weight"])), "said": said}
+
+
+def _renamed(rank: int) -> bool:
+    """Whether replicas that are apart are saved as their mean, also where a hook gives parameters other names."""
+    model = Parts()
+    model.always = checkpoint_wrapper(model.always)  # type: ignore[assignment]
+    program = _program(model, "ddp+every=4", rank)
+    for step in range(2):
+        program.step(_data(step, rank))
+    state = program.state_dict()["model"]
+    mean = model.always.weight.detach().clone() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return set(state) == set(model.state_dict()) and bool(torch.allclose(state["always.weight"], mean))
+
+
 def _left_out(rank: int, strategy: str) -> dict[str, float]:
-    """How far parameters move that no rank uses, and that are frozen for a while, in a model that runs eagerly."""
+    """How far parameters move that no rank uses, and that are frozen for a while, in a model that runs eagerly; -1
+    where that is refused."""
     model = Parts()
     program = _program(model, strategy, rank, capture="never")
     for step in range(3):
@@ -108,7 +160,12 @@ def _left_out(rank: int, strategy: str) -> dict[str, float]:
         model.uses = name == "frozen"
         model.sometimes.weight.requires_grad_(name != "frozen")
         before = model.sometimes.weight.detach().clone()
-        for step in range(3):
-            program.step(_data(step, rank))
+        try:
+            for step in range(3):
+                program.step(_data(step, rank))
+        except PlanMismatchError as e:
+            assert "would move it all the same" in str(e)
+            found[name] = -1.0
+            break
         found[name] = float((model.sometimes.weight.detach() - before).abs().max())
     return found

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[Loss, tuple[int, int]]] = {
     "nothing counts on one rank": (masked, (2, 6)),
     "empty, cross-entropy": (entropy, (4, 0)),
     "empty, mse": (squares, (0, 3)),
+    "empty, bounded": (lambda s, t: entropy(s, t).clamp(max=10), (4, 0)),
     "contrastive": (contrastive, (2, 6)),
     "labelled": (labelled, (2, 6)),
     "units differ": (squeezed, (1, 5)),

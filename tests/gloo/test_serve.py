@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
 from torch._C._distributed_c10d import TCPStore
 
+from autopar.cli.app import app
 from autopar.runtime.job.ports import held_port
 from autopar.runtime.job.servers import _connect
 from tests.gloo.ranks import WITHOUT_LOGS
@@ -65,3 +68,15 @@ def test_a_server_ends_with_the_job_and_says_so_and_no_more() -> None:
     assert server.returncode == 0, rest
     assert re.fullmatch(r"host 'host' serves the job at 127.0.0.1:\d+\n", said)
     assert (out, rest) == ("", "ended, with the job, after 0 programs\n")
+
+
+def test_an_ipv6_address_is_one_without_its_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def nobody(*where: object, **how: object) -> None:
+        asked.extend(where)
+        raise dist.DistNetworkError("nobody is there")
+
+    monkeypatch.setattr("torch._C._distributed_c10d.TCPStore", nobody)
+    done = CliRunner().invoke(app, ["serve", "[2001:db8::1]:29500", "--timeout", "1"])
+    assert asked == ["2001:db8::1", 29500] and "no job at [2001:db8::1]:29500 within 1 s" in done.stderr

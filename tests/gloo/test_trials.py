@@ -21,7 +21,7 @@ from autopar.lab.trial import RealCompute, TrialSpec
 from autopar.search import build_plan
 from autopar.spec.lines import read_lines
 from autopar.strategies import Context
-from autopar.trials.attend import Seat
+from autopar.trials.attend import Seat, _Child
 from autopar.trials.board import FolderBoard
 from autopar.trials.far import Asking, launched
 from tests.lab.pool_workloads import workload
@@ -134,6 +134,16 @@ def test_a_rank_is_told_by_whatever_started_it() -> None:
     assert Seat.of(mpi) == Seat(1, 2, 1)
     with pytest.raises(SpecError, match="torchrun, srun or mpirun"):
         Seat.of({"RANK": "one"})
+
+
+@pytest.mark.parametrize(("leads_to", "published"), [("127.0.1.1", "node7"), ("10.0.0.7", "10.0.0.7")])
+def test_other_hosts_are_given_no_address_that_leads_each_to_itself(
+    leads_to: str, published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    monkeypatch.setattr("socket.gethostbyname", lambda name: leads_to)
+    assert _Child(FolderBoard(tmp_path), Seat(0, 2, 0))._address() == published
 
 
 def test_mistakes_are_told_before_the_work(folder: Path) -> None:

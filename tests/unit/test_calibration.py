@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 import autopar.calibration as calibrating
+from autopar.calibration import _Bench
 from autopar.cost_models import AnalyticCostModel
 from autopar.cost_models.calibrated import measured
 from autopar.cost_models.compute import is_cpu
 from autopar.cost_models.network import Network, backend_of
 from autopar.errors import SpecError
 from autopar.ops.measured import collective_named
+from autopar.runtime.job.process_group import Group
 from autopar.search import build_plan
 from autopar.spec.calibration import Calibration, CollectiveTimes, DeviceRates, LinkTimes
 from autopar.spec.cluster import ClusterSpec
@@ -54,6 +56,12 @@ def test_it_is_refused_for_another_cluster() -> None:
     with pytest.raises(SpecError, match="another cluster: 4 hosts"):
         calibration().check_cluster(cpu_hosts(3).fingerprint)
     calibration().check_cluster(CLUSTER.fingerprint)
+    larger = ClusterSpec.loads(
+        "hosts: [{name: h, count: 4, devices: {kind: cpu, memory: 3 GiB}}]\nnetwork: {bandwidth: 1 Gbit/s}"
+    )
+    assert larger.summary == CLUSTER.summary
+    with pytest.raises(SpecError, match=r"this one .*host 'h-0': device memory 3 GiB, in the other cluster 8 GiB;"):
+        calibration().check_cluster(larger.fingerprint)
 
 
 @pytest.mark.parametrize("size", [*SIZES, 300 << 10, 100, 256 << 20])
@@ -172,3 +180,10 @@ def test_a_processor_of_another_name_is_priced_as_a_processor() -> None:
     named, other = (Topology(ClusterSpec.loads(text % (kind, figures))) for kind in ("cpu-epyc", "tensor-thing"))
     assert backend_of(named).name == "gloo" and is_cpu(named.ranks[0].device)
     assert backend_of(other).name == "nccl"
+
+
+def test_a_processor_is_measured_on_a_machine_that_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    gpus = ClusterSpec.loads("hosts: [{name: h, devices: 2 x T4}]")
+    kinds = [_Bench(cluster, Group(0, 2), 1.0, print).device.type for cluster in (ClusterSpec.local(2), gpus)]
+    assert kinds == ["cpu", "cuda"]

@@ -229,6 +229,11 @@ def test_run_on_several_hosts(plan_file: Path, tmp_path: Path) -> None:
     ):
         done = run("run", "--dry-run", *options, *ends)
         assert done.exit_code == 2 and said in done.stderr, done.stderr
+    cluster = ClusterSpec.loads("hosts: [{name: a, devices: 3 x cpu}, {name: b, devices: 1 x cpu}]\nnetwork: 1GbE")
+    small_plan().model_copy(update={"cluster": cluster.fingerprint}).save(plan_file)
+    for host, ranks in (("0", 3), ("1", 1)):
+        done = run("run", "--dry-run", "--nnodes", "2", "--node-rank", host, "--master", "h", *ends)
+        assert f" --nproc-per-node={ranks} " in done.stdout, done.stderr
 
 
 def test_run_needs_a_script(plan_file: Path) -> None:

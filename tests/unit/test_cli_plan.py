@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from autopar.cli.app import app
 from autopar.spec.explain import explain
 from autopar.spec.plan import Plan
+from tests.unit.plans import small_plan
 
 MODEL_FILE = """\
 import torch
@@ -292,3 +293,21 @@ def test_a_model_that_cannot_be_captured_is_planned_to_run_eagerly(model_file: P
     assert done.exit_code == 0, done.output
     assert "planned_model.py:" in done.stderr and "runs eagerly" in done.stderr and "AutoparWarning" not in done.stderr
     assert Plan.load(path).prediction is not None
+
+
+def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path: Path) -> None:
+    """As in `autopar explain plan.json | head -1`."""
+    small_plan().save(tmp_path / "plan.json")
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-m", "autopar", "explain", str(tmp_path / "plan.json")]
+    with os.fdopen(writing, "w") as gone:
+        done = subprocess.run(line, stdout=gone, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_command_in_a_report_can_be_copied(tmp_path: Path) -> None:
+    plan = tmp_path / "a plan.json"
+    small_plan().save(plan)
+    assert run("report", str(plan)).exit_code == 0
+    assert f"autopar run &#39;{plan}&#39; train.py" in (tmp_path / "report.html").read_text()

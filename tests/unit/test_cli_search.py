@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
 from click.testing import CliRunner, Result
 
 from autopar.cli.app import app
+from autopar.cli.planning import Asked
+from autopar.cli.trained import Trained
+from autopar.cli.trial_ranks import Where, measuring
+from autopar.spec.cluster import ClusterSpec
 
 FACTORY = """
 import torch
@@ -81,3 +90,22 @@ def test_an_interrupt_keeps_the_best_plan_so_far(tmp_path: Path) -> None:
     said = searching.communicate(timeout=120)[1]
     assert searching.returncode == 130, said
     assert output.exists() and "the search was interrupted" in said and "Traceback" not in said
+
+
+def test_a_rank_on_a_processor_trains_there_whatever_else_its_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+
+    @contextlib.contextmanager
+    def no_ranks(where: Where, spec: ClusterSpec) -> Iterator[tuple[None, str]]:
+        yield None, "nowhere"
+
+    monkeypatch.setattr(Where, "pool", no_ranks)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("RANK", "1")
+    here = Where(here=True, lab=False, launch=None, folder=None)
+    asked = SimpleNamespace(optimizer=None, dtype=None, autocast=None)
+    with measuring(f"{tmp_path}/model.py:make", ClusterSpec.local(2), cast(Asked, asked), here) as measure:
+        trained = Trained(*map(str, measure.compute.arguments))
+    assert {p.device.type for p in trained.model().parameters()} == {"cpu"}

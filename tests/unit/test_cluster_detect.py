@@ -7,12 +7,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
+from autopar.cli.doctor import examine
 from autopar.errors import ClusterSpecError
+from autopar.lab.pool import Pool
+from autopar.lab.trial import RealCompute
+from autopar.runtime.operator_times import device_name
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.detect import threads_of_rank
+from autopar.spec.detect import cores, memory_bytes, threads_of_rank
+from autopar.trials.measure import USED, Measure
 
 ROOT = Path(__file__).parents[2]
 UUIDS = ["GPU-1b6f0a5c-0000", "GPU-2c6f0a5c-0000"]
@@ -162,3 +169,71 @@ def test_contradictions_are_errors(environment: dict[str, str], said: str, tmp_p
 def test_a_rank_computes_with_its_part_of_the_cores_unless_it_is_told() -> None:
     assert threads_of_rank(4, {"OMP_NUM_THREADS": "3"}) == "3"
     assert int(threads_of_rank(1, {})) >= int(threads_of_rank(2, {})) >= 1 == int(threads_of_rank(10_000, {}))
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """In a container with these limits, by the names of their files, on a machine with eight cores and 8 GiB free."""
+    read = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
+    read["/proc/meminfo"] = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB"
+    monkeypatch.setattr("autopar.spec.detect._read", lambda path: read.get(str(path), ""))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("files", "usable"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "1600000 100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_a_container_has_as_many_cores_as_its_share_of_time(
+    files: dict[str, str], usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(monkeypatch, files)
+    assert cores() == usable and threads_of_rank(1, {}) == str(usable)
+    assert f", {usable} cores, " in device_name(torch.device("cpu"))
+    assert {f.name: f.value for f in examine()}["cores"].startswith(f"{usable} usable of ")
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        (
+            {
+                "memory.max": f"{1 << 30}",
+                "memory.current": f"{3 << 28}",
+                "memory.stat": f"a 7\ninactive_file {1 << 28}",
+            },
+            512,
+        ),
+        ({"memory/memory.limit_in_bytes": f"{1 << 30}", "memory/memory.usage_in_bytes": f"{1 << 30}"}, 0),
+        ({"memory.max": "max"}, 8192),
+    ],
+)
+def test_a_container_has_the_memory_of_its_limit(
+    files: dict[str, str], free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free of it, in MiB, is what plans that are tried are kept in together."""
+    limited(monkeypatch, files)
+    whole = memory_bytes()
+    assert whole is not None and (whole == 1 << 30) is (free < 8192)
+    said = {f.name: f.value for f in examine()}["memory"]
+    assert said == f"{free / 1024:.1f} GiB free of {whole / 2**30:.1f} GiB"
+
+    class Ranks:
+        def in_turn(self, *what: Any, **how: Any) -> dict[str, Any]:
+            return {}
+
+    asked: list[int] = []
+
+    def fits(most: int) -> bool:
+        asked.append(most)
+        return True
+
+    Measure(cast(Pool, Ranks()), RealCompute("nothing"), "here", one_machine=True)({}, fits, lambda: False, print)
+    assert asked == [int(USED * (free << 20))]

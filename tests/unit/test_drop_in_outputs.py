@@ -147,3 +147,21 @@ def test_a_module_may_be_checkpointed(reentrant: bool) -> None:
     found = _trained(lambda x: checkpoint(module, x, use_reentrant=reentrant), net, X)
     for mine, theirs in zip(found, _trained(eager, eager, X), strict=True):
         assert mine is not None and theirs is not None and torch.allclose(mine, theirs, rtol=1e-12)
+
+
+def test_outputs_may_be_named_by_numbers() -> None:
+    """As the levels of a feature pyramid are."""
+
+    class Levels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, x: torch.Tensor) -> dict[str, dict[int, torch.Tensor]]:
+            h = self.layer(x)
+            return {"levels": {0: h, 1: h * 2}}
+
+    net = Levels()
+    module = autopar.optimize(net, example_inputs=X, capture="always")
+    found = module(X)["levels"]
+    assert list(found) == [0, 1] and torch.equal(found[1], net.layer(X) * 2)

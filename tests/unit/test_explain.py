@@ -129,6 +129,17 @@ def test_a_parameter_names_its_neighbours() -> None:
     assert "  with      2 others (h.0.{attn.weight, mlp.weight}), 113 KiB in all\n" in text
 
 
+def test_reasons_of_the_plan_that_was_edited_are_not_given_for_what_it_became() -> None:
+    plan = small_plan()
+    groups = tuple(g.model_copy(update={"strategy": "all_reduce", "options": {}}) for g in plan.groups)
+    edited = plan.model_copy(update={"priced": plan.basis, "groups": groups})
+    assert {row.reason for row in group_rows(edited)} == {""}
+    assert {row.reason for row in parameter_rows(edited)} == {"", "frozen"}
+    text = explain_parameter(edited, "h.0.attn.bias")
+    assert "because" not in text and "  edited    since the plan was priced: " in text
+    assert "edited" not in explain_parameter(plan, "h.0.attn.bias")
+
+
 def test_a_frozen_parameter_is_in_no_group() -> None:
     assert "none: a frozen parameter has no gradient" in explain_parameter(small_plan(), "wpe.weight")
 

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
@@ -22,9 +23,9 @@ from autopar.errors import CollectiveError
 from autopar.runtime.job.meeting import TORCHRUN, meet
 from autopar.runtime.job.ports import held_port
 from autopar.runtime.job.presence import SILENCE_S, Presence
-from autopar.runtime.job.process_group import Group, Rendezvous
+from autopar.runtime.job.process_group import Group, Rendezvous, _own_device
 from autopar.runtime.job.pulse import beat_of
-from autopar.runtime.job.servers import Serving
+from autopar.runtime.job.servers import Serving, _number
 from autopar.runtime.job.store import Connection, JobStore, StoreFailure, StoreSilent
 
 SERVER = """
@@ -128,7 +129,7 @@ def other() -> Iterator[tuple[Presence, Any]]:
     """Rank 0 of two, and what rank 1, which lives, writes to."""
     plain = HashStore()
     presence = Presence(Connection(plain), "test", 0, 2, TORCHRUN)
-    told, stop = PrefixStore("autopar/presence/test", plain), threading.Event()
+    told, stop = PrefixStore("autopar/presence/0/test", plain), threading.Event()
 
     def live() -> None:
         count = 0
@@ -162,7 +163,7 @@ def test_garbage_among_what_ranks_compare_is_an_error_with_its_key(other: tuple[
     for number, garbage in enumerate([b"\xff", b'{"no": "list"'], start=0):
         told.set(f"meeting/{number}/numbers/1", garbage)
         with pytest.raises(
-            CollectiveError, match=f"presence/test/meeting/{number}/numbers/1' what no rank has written"
+            CollectiveError, match=f"presence/0/test/meeting/{number}/numbers/1' what no rank has written"
         ):
             Rendezvous(group).exchange_as("numbers", "[1]", json.loads)
     told.set("meeting/2/numbers/1", "[2]")
@@ -221,7 +222,7 @@ def test_a_rank_that_is_silent_throughout_is_gone_though_the_store_answers_late(
     """It was said to run, on a machine so loaded that no answer of the store came in time."""
     monkeypatch.setattr("autopar.runtime.job.presence.LONGEST_CALL_S", 1.0)
     plain = HashStore()
-    PrefixStore("autopar/presence/late", plain).set("beat/1", "7 0")
+    PrefixStore("autopar/presence/0/late", plain).set("beat/1", "7 0")
     connection = Connection(plain)
     presence = Presence(connection, "late", 0, 2, TORCHRUN)
     connection.silent_until = time.monotonic() + 60.0
@@ -234,7 +235,7 @@ def test_a_rank_whose_last_sign_was_on_its_way_is_gone(monkeypatch: pytest.Monke
     """It was killed as its sign went to the store, which came to it behind the first look: that is no sign of life."""
     monkeypatch.setattr("autopar.runtime.job.presence.SILENCE_S", 2.5)
     plain = HashStore()
-    told = PrefixStore("autopar/presence/sign", plain)
+    told = PrefixStore("autopar/presence/0/sign", plain)
     told.set("beat/1", "7 0")
     presence = Presence(Connection(plain), "sign", 0, 2, TORCHRUN)
 
@@ -294,3 +295,44 @@ def test_a_server_goes_on_after_garbage() -> None:
     for number, line in enumerate(said[:-1], start=1):
         assert f"program {number} cannot be served: the job's store holds under 'autopar/servers/{number}'" in line
     assert "has no serving host 'mine', but 'other'" in said[-1]
+
+
+def test_what_a_start_of_the_ranks_has_written_is_not_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of torchrun's lives on when it restarts the ranks."""
+    store = cast(Any, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    found = []
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        presence = Presence(Connection(store.clone()), "0", 0, 2, TORCHRUN)
+        found.append((presence._verdict(presence._signs), presence.store.check("meeting/0/model/1")))
+        presence.store.set("verdict", json.dumps({"1": "gone"}))
+        presence.store.set("meeting/0/model/1", "a digest")
+    assert found == [({}, False)] * 2
+
+
+def test_a_rank_that_is_started_anew_waits_for_its_programs_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes none that rank 0 took before."""
+    asked = JobStore(HashStore(), "servers", deadline_s=5.0)
+
+    def number(rank: int) -> int:
+        def wait_for(here: str, is_ready: Any, awaited: list[int], limit_s: float) -> None:
+            while not is_ready(0.0):
+                number(0)
+
+        presence = SimpleNamespace(rank=rank, world_size=2, wait_for=wait_for)
+        return _number(asked, cast(Presence, presence), "a group", ["server"], 5.0)
+
+    for attempt in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        assert number(1) == attempt + 1
+
+
+@pytest.mark.parametrize(("local_rank", "gpus", "device"), [("0", 1, 0), ("1", 1, None), ("1", 2, 1), ("0", 0, None)])
+def test_a_rank_takes_a_gpu_where_there_is_one_for_it(
+    local_rank: str, gpus: int, device: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processors train on machines that have a GPU, too."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert _own_device() == device

@@ -278,3 +278,27 @@ def test_a_tensor_of_the_batch_is_called_by_its_name() -> None:
     graph = training_graph(Scaled(), flatten({"x": torch.randn(5, 4), "scale": torch.tensor(2.0)}))
     assert graph.joint is not None and graph.joint.weight is not None
     assert graph.joint.weight.problem == "reads batch['scale'], which has no dimension of the samples"
+
+
+class DrawsItsMask(nn.Module):
+    """Chooses what counts by itself, in one of three ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.table, self.scores, self.how = nn.Embedding(20, 8), nn.Linear(8, 20), how
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        scores = self.scores(self.table(ids))
+        if self.how == "drawn":
+            labels = ids.masked_fill(torch.rand(ids.shape) < 0.5, -100)
+        else:
+            sure, labels = scores.detach().softmax(-1).max(-1)
+            labels = labels if self.how == "all" else torch.where(sure > 0.1, labels, -100)
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("how", ["drawn", "sure", "all"])
+def test_a_model_that_chooses_what_counts_is_not_taken_for_a_mean_over_all(how: str) -> None:
+    joint = training_graph(DrawsItsMask(how), flatten(torch.randint(20, (6, 10)))).joint
+    assert joint is not None and joint.weight is not None
+    assert bool(joint.weight.problem) == (how != "all")

@@ -125,6 +125,19 @@ def test_what_other_cores_take_is_kept_apart(nothing_known: Path, monkeypatch: p
     assert not OperatorTimes.of(cpu).seconds and ", 1000 cores, " in OperatorTimes.of(cpu).device
 
 
+def test_nothing_is_kept_where_nothing_says_which_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no name."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    for variable in (VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    OperatorTimes.of(torch.device("cpu")).add({"mm": [1e-3]})
+    assert not OperatorTimes.of(torch.device("cpu")).seconds
+
+
 def test_ranks_that_share_no_machine_take_no_times_of_those_that_do(
     nothing_known: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,14 @@ def test_a_plan_alone_is_enough(tmp_path: Path) -> None:
     assert page.words("ranks").endswith("Not predicted.")
 
 
+def test_a_plan_that_was_edited_says_so(tmp_path: Path) -> None:
+    plan = small_plan()
+    edited = plan.model_copy(update={"priced": plan.basis, "groups": plan.groups[::-1]})
+    page = page_of(build_report(edited, tmp_path / "r.html"))
+    assert "Not known: the plan was edited since it was priced." in page.words("ranks")
+    assert "A large table." not in page.words("groups") + page.words("parameters")
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     path = build_report(small_plan(), tmp_path / "r.html", estimate=ESTIMATE)
     page = page_of(path)

@@ -19,8 +19,10 @@ from autopar.ir.scaled_batch import scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, build_plan, search
+from autopar.search.base import SEARCHED, executed
 from autopar.search.circumstances import HALF, TWICE, with_bandwidth, with_hosts
 from autopar.search.constraints import MEMORY_RESERVE, Constraints
+from autopar.search.run import search_result
 from autopar.search.sensitivity import Outcome, Sensitivity, sensitivity
 from autopar.spec.calibration import LinkTimes
 from autopar.spec.cluster import ClusterSpec
@@ -80,6 +82,18 @@ def test_factors_are_sent_where_the_network_is_slow_and_gradients_where_it_is_fa
     found = outcomes(sensitivity(plan, graph, Context(4), budget=SHORT))
     assert found["bandwidth x 1/2"].changes and "sufficient_factors" in used(found["bandwidth x 1/2"])
     assert "holds: stays the best by" in found["as it is"].text
+
+
+def test_the_lead_of_a_plan_that_holds_is_over_the_fastest_other_one_whoever_writes_it() -> None:
+    graph, cluster, budget = training_graph(SMALL), cpu_hosts(4), Budget(time_s=60.0, evaluations=60)
+    searched = search_result(graph, cluster, Context(4), budget=budget)
+    own = executed(searched.plan.groups)
+    fastest = min((c for c in searched.candidates if executed(c.groups) != own), key=lambda c: c.step_time_s)
+    found = outcomes(sensitivity(searched.plan, graph, Context(4), budget=budget))["as it is"]
+    assert not found.changes and found.best == fastest.name == SEARCHED
+    assert found.best_step_time_s == fastest.step_time_s
+    assert found.written_step_time_s is not None and found.written_step_time_s > fastest.step_time_s
+    assert f"; of those that a person would write, {found.written} is next, by " in found.verdict
 
 
 def test_batches_and_hosts_are_priced_as_such_plans_would_be() -> None:

@@ -83,8 +83,8 @@ def load(lasting: Lasting, state: Any) -> None:
         read = _read_by_all(lasting, lambda: read_checked(lasting, state))
     with lasting.rows.gathered():
         lasting.model.load_state_dict(read.model)
-    if lasting.loss_module is not None and read.loss_fn is not None:
-        lasting.loss_module.load_state_dict(read.loss_fn)
+        if lasting.loss_module is not None and read.loss_fn is not None:
+            lasting.loss_module.load_state_dict(read.loss_fn)
     hand_out(lasting, read, read.state)
     if lasting.group.rank == 0:
         names = lasting.states.found - lasting.states.names()
@@ -115,9 +115,12 @@ def _averaged(lasting: Lasting, module: nn.Module) -> dict[str, Any]:
     """A module's state, with the average of replicas that differ."""
     state = module.state_dict()
     if lasting.are_apart and lasting.group.pg is not None:
-        for key, p in sorted(module.named_parameters(remove_duplicate=False)):
-            if lasting.names.get(p) in lasting.local:
-                state[key] = average(p.detach(), lasting.group)
+        keys: dict[str, list[str]] = {}  # hooks may have given a parameter another name than the module has
+        for key, value in module.state_dict(keep_vars=True).items():
+            if (name := lasting.names.get(value, "")) in lasting.local:
+                keys.setdefault(name, []).append(key)
+        for name in sorted(keys):
+            state.update(dict.fromkeys(keys[name], average(lasting.parameters[name].detach(), lasting.group)))
     return state
 
 

@@ -20,7 +20,7 @@ from autopar.ir.sizes import shape_for
 from autopar.ir.symbols import StaticOnlyError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
-from autopar.runtime.base_program import Write, leaves
+from autopar.runtime.base_program import Write
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.drop_in.drop_in_program import DropInProgram
 from autopar.runtime.drop_in.kept_gradients import Kept
@@ -32,15 +32,17 @@ from autopar.runtime.drop_in.passes import (
     Passes,
     is_added_to,
     only,
+    unforeseen,
     without_hooks_on_saved_tensors,
 )
 from autopar.runtime.gathering import gathered_as_it_is, gathering, sizes_of
-from autopar.runtime.job.process_group import Group
+from autopar.runtime.job.process_group import Group, Rendezvous
 from autopar.runtime.losses.shares import one_weight
 from autopar.runtime.model.copies import all_of, copies
 from autopar.runtime.model.eager import gradients_of, without_hooks, without_trace
 from autopar.runtime.model.outputs import fill, holds_numbers, output_template
 from autopar.runtime.model.own_state import check_own_state
+from autopar.runtime.optimizers.same_settings import digest
 from autopar.runtime.proofs.differences import tolerance_of
 from autopar.runtime.proofs.local_proof import SynchronizedOnce, prove_locally
 from autopar.runtime.proofs.one_pass import How, Ran
@@ -51,9 +53,9 @@ from autopar.runtime.uncaptured.stand_in_gradients import StandInGradients, run_
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
 
-_BEHIND_WEIGHTS = 3
+_BEHIND_WEIGHTS = 4
 """Where a message that begins a backward pass says which gradients a rank has: behind the weight and the number of its
-micro-batches, and behind a 1 by which it asks for what `OtherGradients` exchanges."""
+micro-batches, a 1 by which it asks for what `OtherGradients` exchanges, and a number of the buffers that it shares."""
 _BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
     "backward": lambda writer: writer.write(),
     "backward after accumulation": lambda writer: writer.write(accumulated=True),
@@ -190,6 +192,7 @@ class GradientProgram(DropInProgram):
         earlier = kept.sums_of({n: self._parameters[n] for n in names})
         scalars, proof, expected = [], None, {}
         if self._group.world_size > 1:
+            self._shared.run(c.shared_buffers)
             scalars = self._scalars(names, has, weight, total, count, asks=True)
             if self.settings.check == "always" or (self.settings.check == "first" and not self._compared):
                 proof = self._new_proof(c)
@@ -199,16 +202,17 @@ class GradientProgram(DropInProgram):
         gradients = run_backward(step, c.tangent(1.0, self._device), own, weight, scalars, earlier)
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)])
-        self._share_buffers(c, f"backward pass {self._steps}")
-        self._steps += 1
         if self._group.world_size > 1:
             sums = gradients[-1]
+            self._compare_buffers(sums)
             if self._tells:
                 has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
             self._others.expect(dict.fromkeys(names), total / count, sums)
             self._others.arrived()
         elif self._keeps:
             Variable._execution_engine.queue_callback(self._kept.note)
+        self._share_buffers(f"backward pass {self._steps}")
+        self._steps += 1
         return {n: g for n, g, is_there in zip(names, gradients, has, strict=False) if is_there}
 
     def _scalars(
@@ -217,9 +221,17 @@ class GradientProgram(DropInProgram):
         """What a backward pass is given behind its tangents. Raises `CaptureError` where it comes to some parameters
         alone, and ranks do not tell each other to which."""
         if not self._tells and any(has) and not all(has):
-            raise CaptureError(_unforeseen(names[has.index(True)], names[has.index(False)]))
-        numbers = [weight, [total, count, asks, *(has if self._tells else ())]]
+            raise CaptureError(unforeseen(names[has.index(True)], names[has.index(False)]))
+        numbers = [weight, [total, count, asks, digest(self._shared.run(())), *(has if self._tells else ())]]
         return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
+
+    def _compare_buffers(self, sums: torch.Tensor) -> None:
+        """Has ranks agree which buffers they share, where the message that has begun a backward pass shows that they
+        know of different ones. On GPUs nobody looks, as the host would wait for the backward pass."""
+        known = self._shared.run(())
+        if sums.device.type == "cpu" and float(sums[_BEHIND_WEIGHTS - 1]) != digest(known) * self._group.world_size:
+            with self._guard():
+                self._shared.agree(Rendezvous(self._group).exchange("buffers that ranks share", known))
 
     def _new_proof(self, c: Compiled) -> SynchronizedOnce:
         trained = {p.name: self._parameters[p.name] for p in c.graph.parameters}
@@ -235,6 +247,7 @@ class GradientProgram(DropInProgram):
 
     def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The output's tensors, followed by the values that the backward pass reads."""
+        self._shared.run(c.shared_buffers)
         with as_captured(), self._random:
             return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
 
@@ -267,7 +280,8 @@ class GradientProgram(DropInProgram):
             *gradients, sums = run(*saved, *tangents, *scalars, *earlier)
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)], partial(expected_of, proof))
-        self._share_buffers(c, f"backward pass {self._steps}")
+        self._compare_buffers(sums)
+        self._share_buffers(f"backward pass {self._steps}")
         self._steps += 1
         found = tuple(gradients)
         if self._tells and not all(has):
@@ -330,7 +344,7 @@ class GradientProgram(DropInProgram):
             torch.randn(shape_for(joint, n, batch.shapes), generator=draw, device=self._device).to(n.meta["val"].dtype)
             for n in joint.outputs
         ]
-        own = leaves(batch)
+        own = batch.leaves()
         given = {f"the gradient of input {i}": t for i, t in enumerate(own.tensors) if t.requires_grad}
         names, into = [*(f"the gradient of '{n}'" for n in parameters), *given], [*parameters.values(), *given.values()]
 
@@ -376,14 +390,6 @@ class GradientProgram(DropInProgram):
         if graph.joint.sizes is not None and holds_numbers(output):
             raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")
         return replace(super()._lowered(graph, program, batch), output=output)
-
-
-def _unforeseen(reached: str, missed: str) -> str:
-    return (
-        f"this backward pass comes to parameter '{reached}' and not to '{missed}'. In the first batch, every output "
-        "depended on all parameters, so ranks do not tell each other what they come to: let the first batch be one "
-        'that has such outputs, use all outputs in the loss, or pass capture="never"'
-    )
 
 
 def _numbered(outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

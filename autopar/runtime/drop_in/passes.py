@@ -108,3 +108,12 @@ def without_hooks_on_saved_tensors() -> Iterator[None]:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def unforeseen(reached: str, missed: str) -> str:
+    """Why a backward pass cannot come to one parameter and not to another one."""
+    return (
+        f"this backward pass comes to parameter '{reached}' and not to '{missed}'. In the first batch, every output "
+        "depended on all parameters, so ranks do not tell each other what they come to: let the first batch be one "
+        'that has such outputs, use all outputs in the loss, or pass capture="never"'
+    )

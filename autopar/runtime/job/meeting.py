@@ -43,6 +43,12 @@ def served_by() -> str:
     return TORCHRUN if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else RANK_0
 
 
+def attempt() -> str:
+    """Which start of its ranks torchrun says this is. A store of torchrun's lives on when it restarts them, with what
+    those that are gone have written, so keys that could be taken for this start's hold this number."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def meet(timeout_s: float) -> Meeting:
     """This rank's place as the environment has it, and the store at `MASTER_ADDR` and `MASTER_PORT`, which rank 0
     begins to serve. Raises `CollectiveError` where the environment is incomplete, or nobody serves."""
@@ -52,9 +58,7 @@ def meet(timeout_s: float) -> Meeting:
     where = f"the job's store, which {by} serves at MASTER_ADDR and MASTER_PORT ({host}:{port})"
     store = _served(host, port, where, timeout_s) if serves else _reached(host, port, rank, where, by, timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
-    # A store of torchrun's lives on when it restarts the ranks, with the addresses of those that are gone.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Meeting(rank, world_size, PrefixStore(f"autopar/attempt/{attempt}/{next(_met)}", store))
+    return Meeting(rank, world_size, PrefixStore(f"autopar/attempt/{attempt()}/{next(_met)}", store))
 
 
 def _served(host: str, port: int, where: str, timeout_s: float) -> TCPStore:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from autopar.backends.collectives import CommunicationFailure, calls_so_far, progress
 from autopar.errors import CollectiveError
-from autopar.runtime.job.meeting import RANK_0
+from autopar.runtime.job.meeting import RANK_0, attempt
 from autopar.runtime.job.pulse import BEAT_S, ENDED, Pulse
 from autopar.runtime.job.signs import GONE, Signs, Watch
 from autopar.runtime.job.store import Connection, InThread, JobStore, StoreFailure, StoreSilent
@@ -65,10 +65,11 @@ class Presence:
         who serves the store, in words."""
         self.rank, self.world_size = rank, world_size
         self._served_by, self._served_here = by, by == RANK_0 and rank == 0
-        self.store = JobStore(connection, f"autopar/presence/{name}", SILENCE_S)
+        prefix = f"autopar/presence/{attempt()}/{name}"
+        self.store = JobStore(connection, prefix, SILENCE_S)
         self._signs = Signs(self.store)
         server = None if self._served_here or by != RANK_0 else 0
-        self._pulse = Pulse(connection.store, f"autopar/presence/{name}", rank, world_size, self._served_here, server)
+        self._pulse = Pulse(connection.store, prefix, rank, world_size, self._served_here, server)
         self._left: tuple[str, str] | None = None
         """What this rank has left in its middle, and by which error, until it is known that all ranks have left it."""
         self._begun: tuple[str, int, int] | None = None

@@ -143,7 +143,7 @@ def join(timeout_s: float) -> Group:
     presence = Presence(job.connection, str(job.programs), met.rank, met.world_size, served_by())
     presence.gather(timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    device = int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else None
+    device = _own_device()
     if not given:
         if device is not None:
             torch.cuda.set_device(device)
@@ -165,6 +165,14 @@ def join(timeout_s: float) -> Group:
     return group
 
 
+def _own_device() -> int | None:
+    """The number of this rank's GPU; `None` where the machine has none for it, as on a cluster of processors."""
+    if not torch.cuda.is_available():
+        return None
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    return device if device < torch.cuda.device_count() else None
+
+
 def _end(job: _Job, pg: Any, channels: Mapping[Any, Any]) -> None:
     job.ended += [pg, *channels.values()]
 
@@ -177,10 +185,11 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
         for buffer in buffers:
             if buffer.is_floating_point():
                 own = once(buffer)
-                mean = own.contiguous() / group.world_size
+                total = own.to(torch.float64, memory_format=torch.contiguous_format)  # equal ones stay as they are
+                total = total.clone() if total is own else total
                 with may_fail():
-                    dist.all_reduce(mean, group=group.pg)
-                own.copy_(mean)
+                    dist.all_reduce(total, group=group.pg)
+                own.copy_(total / group.world_size)
 
 
 def average(tensor: torch.Tensor, group: Group) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from autopar.backends.exchange import has_failed
 from autopar.backends.server_reduce import Mesh, add_up, drop_mesh, end, keep_mesh
 from autopar.errors import CollectiveError
+from autopar.runtime.job.meeting import attempt
 from autopar.runtime.job.store import JobStore, StoreFailure, StoreSilent
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def join_servers(group: str, presence: Presence, servers: Sequence[str], timeout
 
 def _number(asked: JobStore, presence: Presence, group: str, servers: Sequence[str], timeout_s: float) -> int:
     """The number under which servers find the program: rank 0 takes the first that is free."""
-    key, ranks = f"of/{group}", presence.world_size
+    key, ranks = f"of/{attempt()}/{group}", presence.world_size
     if presence.rank == 0:
         number = next(n for n in itertools.count(1) if not asked.check(str(n)))
         asked.set(str(number), json.dumps({"ranks": ranks, "servers": list(servers), "timeout_s": timeout_s}))

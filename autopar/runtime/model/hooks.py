@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 
 from torch import nn
 
-from autopar.ir.capture import has_global_hooks
+from autopar.ir.unfit import has_global_hooks
 from autopar.runtime.model.pre_use_hooks import PreUseHooks
 
 

@@ -91,7 +91,8 @@ def fill(template: Any, values: Iterator[torch.Tensor]) -> Any:
     if isinstance(template, torch.Tensor):
         return next(values)
     if isinstance(template, dict):
-        return type(template)(**{k: fill(v, values) for k, v in template.items()})
+        held = {k: fill(v, values) for k, v in template.items()}
+        return held if type(template) is dict else type(template)(**held)
     if isinstance(template, (tuple, list)):
         items = [fill(v, values) for v in template]
         return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ def by_its_program(model: nn.Module) -> Iterator[None]:
 
 
 class PreUseHooks:
-    """Calls `do` before the model, or a module in it, runs, is saved, copied, pickled or loaded into, once it is on;
-    not where its program runs it."""
+    """Calls `do` before one of some modules (a model, its loss), or a module in it, runs, is saved, copied, pickled or
+    loaded into, once it is on; not where its program runs it."""
 
-    def __init__(self, model: nn.Module, do: Callable[[], None]) -> None:
-        self._model = model
+    def __init__(self, owners: Iterable[nn.Module], do: Callable[[], None]) -> None:
+        self._owners = tuple(owners)
         self._do = do
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[nn.Module] = []
@@ -42,7 +42,8 @@ class PreUseHooks:
         if self._hooks:
             return
         # Scripted modules take no hooks: what runs or saves one of them by itself is not seen.
-        for module in (m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)):
+        modules = dict.fromkeys(m for owner in self._owners for m in owner.modules())
+        for module in (m for m in modules if not isinstance(m, torch.jit.ScriptModule)):
             self._hooks.append(module.register_forward_pre_hook(self._hook))
             self._hooks.append(module.register_state_dict_pre_hook(self._hook))  # type: ignore[no-untyped-call]
             self._hooks.append(module.register_load_state_dict_pre_hook(self._hook))  # type: ignore[no-untyped-call]
@@ -68,7 +69,7 @@ class PreUseHooks:
                 self.on()
 
     def _hook(self, *_: object) -> None:
-        if not any(model is self._model for model in _RUN_BY_PROGRAMS):
+        if not any(model is owner for model in _RUN_BY_PROGRAMS for owner in self._owners):
             self._do()
 
 

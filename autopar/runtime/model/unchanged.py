@@ -6,7 +6,7 @@ are trained written into its plan; so what would make it compute something else 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from itertools import product
 
 import torch
@@ -32,16 +32,18 @@ class Unchanged:
         buffers: MutableMapping[str, torch.Tensor],
         optimizer: Optimizer | None = None,
         eager: bool = False,
+        kept: Collection[str] = (),
     ) -> None:
         """`owners`: the model, and the loss where it is a module, by what their names begin with. `buffers`: the table
         of buffers that the program runs on, in which those are replaced that the model replaces. `optimizer`: where
         the program runs it, and gradients are not left on the parameters. `eager`: whether the model itself runs in
-        each step, and the hooks on its gradients with it."""
+        each step, and the hooks on its gradients with it; its parameters may then be frozen for a while, but for
+        those that are `kept`, by their names: they would move all the same."""
         self._owners = owners
         self._tree = ModuleTree(owners)
         self._buffers = buffers
         self._optimizer = optimizer
-        self._eager = eager
+        self._eager, self._kept = eager, kept
         self._optimizers = () if optimizer is None else each_of(optimizer)
         self._parameters: list[
             tuple[dict[str, nn.Parameter | None], str, nn.Parameter, bool | None, torch.dtype, bool, str]
@@ -68,7 +70,7 @@ class Unchanged:
         that the model has replaced are taken over."""
         hooks = self._optimizer is not None
         for table, key, p, trains, dtype, on_gpu, name in self._parameters:
-            if table.get(key) is not p or (p.requires_grad is not trains and not self._may_be_frozen(p, trains)):
+            if table.get(key) is not p or (p.requires_grad is not trains and not self._may_be_frozen(p, trains, name)):
                 raise PlanMismatchError(self._parameter_changed(table.get(key), p, name))
             if hooks and (p._post_accumulate_grad_hooks or p._backward_hooks) and self._is_hooked(p):
                 self._refuse_hooks()
@@ -99,10 +101,10 @@ class Unchanged:
         self._buffers[name] = buffer
         self._held.append((table_of(table), key, name))
 
-    def _may_be_frozen(self, p: nn.Parameter, trains: bool | None) -> bool:
+    def _may_be_frozen(self, p: nn.Parameter, trains: bool | None, name: str) -> bool:
         """Whether a parameter may require a gradient otherwise than it did: one that is trained elsewhere; and, run
         eagerly, one that is frozen for a while, and has no gradient meanwhile."""
-        return trains is None or (self._eager and trains and not p.requires_grad)
+        return trains is None or (self._eager and trains and not p.requires_grad and name not in self._kept)
 
     def _parameter_changed(self, now: nn.Parameter | None, p: nn.Parameter, name: str) -> str:
         if now is not p:
@@ -116,6 +118,11 @@ class Unchanged:
                 "capture='never'; else call autopar.optimize again, with the model as it is now"
             )
         again = f"{_AGAIN}, or pass capture='never', which lets parameters be frozen for a while"
+        if name in self._kept:
+            again = (
+                "Its group keeps something of earlier steps (a residual, late gradients, an outer momentum), which "
+                f"would move it all the same. {_AGAIN}, or pin the parameter to an exact strategy"
+            )
         if is_spread(p):
             again = (
                 "Its rows are spread over the ranks: load program.state_dict()['model'] into a new model, freeze it "

@@ -68,11 +68,14 @@ class Parts:
         """All parts that there are by now."""
         return tuple(self._parts.values())
 
-    def take_over(self) -> None:
-        """Has the parts go on with the state that the user's optimizer has now, where that is another one. Raises
-        `OptimizerError`, with the parameter, where it lies with another program."""
+    def take_over(self, is_first: bool = False) -> dict[str, Any]:
+        """Has the parts go on with the state that the user's optimizer has now, where that is another one, and returns
+        what the user has put there, by parameter; in the first step all that is there. Raises `OptimizerError`, with
+        the parameter, where it lies with another program."""
+        given: dict[str, Any] = {}
         for users in self._users:
             now = users.now()
+            is_known = users.is_known
             for parameter, state in users.others(now):
                 name = self._names.get(parameter)
                 if isinstance(state, Elsewhere):
@@ -85,7 +88,10 @@ class Parts:
                 elif name is not None:
                     for part, place, fragment in self._places.get(parameter, ()):
                         _give(part, place, fragment, state, parameter.shape)
+                    if is_known or (is_first and state):
+                        given[name] = state
             users.know(now)
+        return given
 
     def settle(self, loaded: bool = False) -> None:
         """Behind a step, and behind what has `loaded` state into the parts: has something stand in the user's optimizer
@@ -153,6 +159,11 @@ class _UsersState:
         self.is_open = True
         """Whether something was taken over since parts last settled."""
         self._known: list[Any] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was looked at since parts were made last."""
+        return bool(self._known)
 
     def now(self) -> list[Any]:
         """Of each parameter, its state; `None` where it has none."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from operator import is_not
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,6 +27,16 @@ BITS = 40
 
 _CONSTANTS = (bool, int, float, complex, str, type(None))
 _UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class _Topic:
+    """Something else that ranks compare."""
+
+    known: str
+    here: str
+    number: int
+    told: Callable[[Sequence[str]], None]
 
 
 class SameSettings(nn.Module):
@@ -47,22 +58,23 @@ class SameSettings(nn.Module):
         self._number = torch.zeros(1, dtype=torch.float64, device=device)
         self._own = 0.0
         self._asked, self._asked_number = "", 0
-        self._units, self._units_here, self._units_number = "", "", 0
-        self._told: Callable[[Sequence[str]], None] | None = None
+        self._topics: dict[str, _Topic] = {}
         self._on_its_way: tuple[torch.Tensor, torch.cuda.Event, float] | None = None
 
     def ask(self, what: str) -> None:
         """Has ranks compare, too, what is asked of the next step, as far as it decides which collectives they issue."""
         if what != self._asked:
-            self._asked, self._asked_number = what, _digest(what) if what else 0
+            self._asked, self._asked_number = what, digest(what) if what else 0
             self._number_anew()
 
-    def compare_units(self, units: str, here: str, told: Callable[[Sequence[str]], None]) -> None:
-        """Has ranks compare, too, in which units batches count. `here`: this rank's in the next step, empty where its
-        batches are. Where `units` differ, `told` is given `here` of all ranks, on each of them at the same step."""
-        self._told, self._units_here = told, here
-        if units != self._units:
-            self._units, self._units_number = units, _digest(f"units {units}") if units else 0
+    def compare(self, topic: str, known: str, here: str, told: Callable[[Sequence[str]], None]) -> None:
+        """Has ranks compare something else, too: what each knows of a topic. `here`: what this rank tells the others of
+        the next step. Where what is known differs, `told` is given `here` of all ranks, on each of them at the same
+        step."""
+        before = self._topics.get(topic)
+        number = before.number if before and before.known == known else digest(f"{topic} {known}") if known else 0
+        self._topics[topic] = _Topic(known, here, number, told)
+        if number != (before.number if before else 0):
             self._number_anew()
 
     def with_number(self, weight: torch.Tensor) -> torch.Tensor:
@@ -109,8 +121,8 @@ class SameSettings(nn.Module):
             key, value = keys[i][j], values[i][j]
             if key == "params":
                 continue
-            digest = _digest(f"{i} {key} {shown(value)}")
-            self._sum, self._digests[i][j] = self._sum + digest - self._digests[i][j], digest
+            number = digest(f"{i} {key} {shown(value)}")
+            self._sum, self._digests[i][j] = self._sum + number - self._digests[i][j], number
             self._watched.pop((i, j), None)
             if not _is_constant(value):
                 self._watched[i, j] = value, _state(value)
@@ -118,17 +130,18 @@ class SameSettings(nn.Module):
         self._number_anew()
 
     def _number_anew(self) -> None:
-        self._own = float((self._sum + self._asked_number + self._units_number) % 2**BITS)
+        others = sum(topic.number for topic in self._topics.values())
+        self._own = float((self._sum + self._asked_number + others) % 2**BITS)
         self._number = torch.tensor([self._own], dtype=torch.float64, device=self._device)
 
     def _hold(self, total: float, own: float) -> None:
         if total == own * self._group.world_size:
             return
         mine = self._described() | {_ASKED: self._asked}
-        units = {_UNITS: self._units_here}
-        texts = Rendezvous(self._group).exchange("settings of the optimizer", json.dumps(mine | units))
+        topics = {name: [topic.known, topic.here] for name, topic in self._topics.items()}
+        texts = Rendezvous(self._group).exchange("settings of the optimizer", json.dumps(mine | {_TOPICS: topics}))
         everyone = [json.loads(text) for text in texts]
-        of_ranks = [theirs.pop(_UNITS) for theirs in everyone]
+        of_ranks = [theirs.pop(_TOPICS) for theirs in everyone]
         for rank, theirs in enumerate(everyone):
             for what in [*mine, *(w for w in theirs if w not in mine)]:
                 if what == _ASKED and mine[what] != theirs[what]:
@@ -143,9 +156,10 @@ class SameSettings(nn.Module):
                         "parameters would drift apart. Change it on all ranks alike: have each rank step its "
                         "learning-rate scheduler, and average over ranks what a schedule looks at, as a validation loss"
                     )
-
-        if self._told is not None:
-            self._told(of_ranks)
+        for name, topic in self._topics.items():
+            known, here = zip(*(theirs[name] for theirs in of_ranks), strict=True)
+            if len({*known}) > 1:
+                topic.told(here)
 
     def _described(self) -> dict[str, str]:
         return {
@@ -154,6 +168,15 @@ class SameSettings(nn.Module):
             for key, value in group.items()
             if key != "params"
         }
+
+
+def refuse_states(digests: Sequence[str]) -> NoReturn:
+    """Raises `PlanMismatchError` where ranks were given different states. `digests`: by rank."""
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    raise PlanMismatchError(
+        f"the optimizer's state that was put in on rank 0 and on rank {other} is not the same, so replicas would drift "
+        "apart: load the same state on all ranks, as with optimizer.load_state_dict(torch.load(path)) on each of them"
+    )
 
 
 def _is_constant(setting: Any) -> bool:
@@ -166,9 +189,10 @@ def _state(setting: Any) -> object:
     return setting._version if isinstance(setting, torch.Tensor) else repr(setting)
 
 
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
+    """A number of a text, of so many bits that sums over ranks are exact."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=BITS // 8).digest(), "big")
 
 
 _ASKED = "program.step"
-_UNITS = "units of the loss"
+_TOPICS = "topics"

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparWarning, CaptureError, TracingError, VerificationError
+from autopar.errors import AutoparWarning, TracingError, VerificationError
 from autopar.ir.batch import Batch
+from autopar.ir.batch_memory import check_unwritten
 from autopar.ir.dtypes import EXACT_BYTES
 from autopar.ir.garbage import without_collector
 from autopar.ops.fragments import Fragment
@@ -224,7 +225,7 @@ class Proof:
 
                 given = batch.copied()
                 one = loss_of(of.lasting.model, of.lasting.loss_fn, batch.rebuild(given))
-                _check_unwritten(given, frozenset() if of.graph.joint is None else of.graph.joint.copied_inputs)
+                check_unwritten(given, frozenset() if of.graph.joint is None else of.graph.joint.copied_inputs)
                 if share or joined:  # else the loss may be no number
                     loss += share * one.detach().double().cpu()
                     seed = factor * share if joined else factor  # gradients that cross ranks have each rank's share
@@ -359,18 +360,6 @@ def fits(subject: Subject) -> bool:
             stacklevel=4,
         )
     return not short
-
-
-def _check_unwritten(given: Sequence[torch.Tensor], copied: frozenset[int]) -> None:
-    """Raises `CaptureError` where the model has written to its batch, which the trace need not show: dropout without
-    effect returns its input itself only when it runs."""
-    written = [i for i, t in enumerate(given) if t._version and i not in copied]
-    if written:
-        raise CaptureError(
-            f"the model writes to tensor {written[0]} of the batch in its forward pass: only buffers may be "
-            "written to; "
-            "write to a copy of the input"
-        )
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -91,7 +91,6 @@ class StepProofs:
             calls=last.program.calls,
             told=self._told,
             probes=probes(last.program.groups),
-            shared_buffers=last.shared_buffers,
             arguments=lambda buffers: [
                 *last.arguments(batches[-1].tensors, self._lasting.parameters, buffers, device),
                 last.tangent(1.0, device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Subject:
     """The plan's groups."""
     probes: Mapping[str, Probe]
     """Of their members, by what they are called."""
-    shared_buffers: tuple[str, ...]
+    shared_buffers: Container[str]
     """The buffers that are rank 0's after a step."""
     max_norm: float | None
     scale: LossScale | None

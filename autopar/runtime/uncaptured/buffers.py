@@ -55,10 +55,15 @@ class EagerBuffers:
     def written(self) -> list[str]:
         """Names of the buffers that the step has changed on this rank. What has replaced a buffer and fits it is
         written into the tensor that was there, as a graph does; raises `CaptureError` where it does not fit."""
-        found = []
-        for (table, key), name, (old, version) in zip(self._held, self._names, self._before, strict=True):
-            new = table.get(key)
-            if new is old:
+        found: list[str] = []
+        now = self._now()
+        replaced = [b is not old for b, (old, _) in zip(now, self._before, strict=True)]
+        # Several may take each other's places: all are read before one is written to.
+        several = sum(replaced) > 1
+        made = [b.clone() if several and new and b is not None else b for b, new in zip(now, replaced, strict=True)]
+        each = zip(self._held, self._names, self._before, now, made, strict=True)
+        for (table, key), name, (old, version), is_now, new in each:
+            if is_now is old:
                 found += [name] if old is not None and old._version != version else []
                 continue
             if old is None or new is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):

@@ -113,7 +113,7 @@ class EagerGradientProgram(DropInProgram):
             self._compare(c, own, weight, found)
         self._taken = Kept()
         unused = model.unused()
-        self._share_buffers(c, f"backward pass {self._steps}")
+        self._share_buffers(f"backward pass {self._steps}")
         self._steps += 1
         return {n: g for n, g in found.items() if n not in unused}
 

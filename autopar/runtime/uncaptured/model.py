@@ -102,6 +102,7 @@ class EagerModel:
         self._strays: set[str] = set()
         """Parameters that have got a gradient within the forward pass."""
         self._take: See | None = None
+        self._loss_scale = 1.0
         self._share: torch.Tensor | None = None
         """What complete gradients are multiplied with, where the backward pass under way has not begun with it."""
         self.accumulators = {n: get_gradient_edge(p).node for n, p in self.parameters.items()}
@@ -115,8 +116,10 @@ class EagerModel:
         self._unused: frozenset[str] = frozenset()
         self._meanwhile: Callable[[], None] | None = None
 
-    def begin(self, goes_on: bool = False) -> None:
-        """Begins a step, of one or several micro-batches. `goes_on`: whether forward passes before are part of it."""
+    def begin(self, goes_on: bool = False, loss_scale: float = 1.0) -> None:
+        """Begins a step, of one or several micro-batches. `goes_on`: whether forward passes before are part of it.
+        `loss_scale`: a factor of what backward passes begin from."""
+        self._loss_scale = loss_scale
         self._reached.clear()
         self._outputs.clear()  # of a step that has failed
         self._asked_before = self._asked or self._asked_before
@@ -216,7 +219,8 @@ class EagerModel:
         hooked = any(p._backward_hooks for p in self.parameters.values())
         if hooked or loss.dtype.itemsize < tangent.dtype.itemsize:
             # Hooks are given what DDP gives them, and a share in few bits would scale every gradient by its rounding.
-            self._share, tangent = tangent, torch.ones_like(tangent)
+            scale = torch.full_like(tangent, self._loss_scale)
+            self._share, tangent = tangent / scale, scale
         self._take = take
         try:
             with outside_of_autocast():
