@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 import torch.fx
@@ -30,18 +31,27 @@ def read_and_written(joint: JointGraph) -> tuple[str, ...]:
 
     Running statistics of batch normalization in training mode are not among them: nothing else reads them there.
     """
-    written = [name for name, _ in joint.mutations]
-    if not written:
-        return ()
-    placeholders = dict(zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True))
-    outputs = joint.outputs[:1] if joint.has_outputs else joint.outputs
-    results = {*outputs, *joint.gradients.values(), *joint.input_gradients.values()}
     new = dict(joint.mutations)
-    found: set[str] = set()
-    while more := {n for n in written if n not in found and _reaches(placeholders["buffer", n], results)}:
+    results, found = _results(joint), set[str]()
+    while more := set(read(joint, [n for n in new if n not in found], results)):
         found |= more  # and what their next values are made of
         results |= {new[n] for n in more}
-    return tuple(n for n in written if n in found)
+    return tuple(n for n in new if n in found)
+
+
+def read(joint: JointGraph, names: Collection[str], results: set[torch.fx.Node] | None = None) -> list[str]:
+    """Those of these buffers that the graph's outputs or gradients depend on, or these `results`."""
+    if not names:
+        return []
+    inputs = zip(joint.inputs, joint.module.graph.find_nodes(op="placeholder"), strict=True)
+    placeholders = {name: node for (kind, name), node in inputs if kind == "buffer"}
+    results = _results(joint) if results is None else results
+    return [n for n in names if n in placeholders and _reaches(placeholders[n], results)]
+
+
+def _results(joint: JointGraph) -> set[torch.fx.Node]:
+    outputs = joint.outputs[:1] if joint.has_outputs else joint.outputs
+    return {*outputs, *joint.gradients.values(), *joint.input_gradients.values()}
 
 
 def _reaches(start: torch.fx.Node, results: set[torch.fx.Node]) -> bool:

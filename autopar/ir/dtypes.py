@@ -23,6 +23,11 @@ WireDtype = Literal["same", "float32", "bfloat16", "float16"]
 """How numbers may be sent: as they lie in memory, or in another format."""
 
 
+def averaged_dtype(dtype: str) -> str:
+    """In which format averages over ranks are added up: in 16 bits, rounding would move what is alike on all."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
 def wide_dtype(dtype: str) -> str:
     """In which format numbers of this one are added up over many steps, or coded: never in 16 bits."""
     return "float64" if dtype == "float64" else "float32"

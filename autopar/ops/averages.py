@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.ir.dtypes import averaged_dtype
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments, pack
@@ -41,13 +42,13 @@ class OwnGradients(Operation):
 @dataclass(frozen=True, slots=True)
 class PackParameters(Operation):
     """Flattens the group's parameters behind their update, its input, divided by the number of ranks: summed over
-    these they are the average."""
+    these they are the average. Those in 16 bits are added up in 32."""
 
     name = "pack_parameters"
     reads_members = False
 
     def value(self, at: Emission) -> Value:
-        return Value(at.group.elements, at.group.dtype, unsummed(at.world_size))
+        return Value(at.group.elements, averaged_dtype(at.group.dtype), unsummed(at.world_size))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(4 * call.bytes, 2 + MEMBER_START * len(call.members))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autopar.ir.dtypes import averaged_dtype
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
 from autopar.ops.fragments import Fragment, fragments
@@ -37,7 +38,8 @@ class PackReplicas(Operation):
     """What the optimizer calls them."""
 
     def value(self, at: Emission) -> Value:
-        return Value(at.group.elements * (1 + len(self.moments)), at.group.dtype, unsummed(at.world_size))
+        elements, dtype = at.group.elements * (1 + len(self.moments)), averaged_dtype(at.group.dtype)
+        return Value(elements, dtype, unsummed(at.world_size))
 
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         return copied(4 * call.bytes, 2 + MEMBER_START * len(call.members) * (1 + len(self.moments)))

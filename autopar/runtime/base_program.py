@@ -35,7 +35,7 @@ from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.job.order import CollectiveOrder
 from autopar.runtime.job.process_group import Group, Rendezvous, average_buffers, take_from_rank_0
-from autopar.runtime.model.buffers import SharedBuffers, shared_buffers
+from autopar.runtime.model.buffers import SharedBuffers
 from autopar.runtime.model.eager import kept_attributes, owners_of
 from autopar.runtime.model.hooks import ModuleHooks
 from autopar.runtime.model.outputs import NO_OUTPUT
@@ -100,7 +100,7 @@ class BaseProgram:
         self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never", move_frozen(plan))
         self.statistics = RunningStatistics(owners, group)
         self._random = RandomStream(group.rank, group.world_size)
-        self._shared = SharedBuffers()
+        self._shared = SharedBuffers(group, self.statistics.buffers)
         self._order = CollectiveOrder(self._rendezvous, plan)
         self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike)
         self._crosses_ranks = False
@@ -368,7 +368,7 @@ class BaseProgram:
         assert graph.joint is not None
         for name in (key for kind, key in graph.joint.inputs if kind == "buffer" and key not in self._buffers):
             self._unchanged.know_buffer(str(name))
-        return Compiled(graph, program, shared_buffers(graph.joint, self._group))
+        return Compiled(graph, program, self._shared.of(graph.joint))
 
     def _target(self) -> Target:
         """What graphs are written for."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.errors import AutoparWarning, CaptureError, PlanMismatchError, SignatureError
 from autopar.ir.batch import Batch
+from autopar.ir.constants import Constant
 from autopar.ir.guards import Guards, global_state
 from autopar.ir.refusals import is_rank_0
 from autopar.ir.served import Shapes, Sizes
@@ -53,20 +54,21 @@ class Captures(Generic[Compiled]):
         self._let_go = let_go
         self._entries: list[_Entry[Compiled]] = []
         """In the order of their last use."""
-        self._changes = 0
+        self._changes = self._values = 0
         self._reason = ""
 
     def find(self, key: Hashable, kind: Hashable, shapes: Shapes, counts: bool = True) -> Compiled | None:
         """What was made for this key, or for all batches of this kind that have such shapes, where all that the model
         reads is as it was then; else `None`.
 
-        Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too, unless it is not to count.
+        Raises `CaptureError` where that was so for the last `MOST_CHANGES` batches, too, or where as many batches as
+        graphs are kept have held other values each, unless it is not to count.
         """
         entries = self._of(key, kind, shapes)
         for entry in entries:
             reason = None if entry.guards is None else entry.guards.changed()
             if reason is None:
-                self._changes = 0
+                self._changes = self._values = 0
                 self._entries.remove(entry)
                 self._entries.append(entry)
                 return entry.compiled
@@ -80,6 +82,14 @@ class Captures(Generic[Compiled]):
                     "every step in a tensor: a buffer of the model, or a part of the batch; or pass capture='never', "
                     "with which the model runs as it is"
                 )
+        elif counts and any(_of_any_value(e.key) == _of_any_value(key) for e in self._entries):
+            self._values += 1
+            if self.keep_changing:
+                raise CaptureError(
+                    f"each of the last {self._values} batches held another value beside its tensors, such as a number "
+                    "or a name, and each time the step had to be captured again. Pass it as a tensor where the model "
+                    "reads it, and leave it out where not; or pass capture='never', with which the model runs as it is"
+                )
         return None
 
     def has_read_the_same(self, kind: Hashable) -> bool:
@@ -89,8 +99,8 @@ class Captures(Generic[Compiled]):
 
     @property
     def keep_changing(self) -> bool:
-        """Whether something that Python holds has changed before each of the last batches."""
-        return self._changes > MOST_CHANGES
+        """Whether something that Python holds has changed before each of the last batches, or values in these."""
+        return self._changes > MOST_CHANGES or self._values > self._most
 
     def made_for(self, key: Hashable, kind: Hashable, shapes: Shapes) -> Compiled | None:
         """What was made for such batches and used last, whatever has changed since."""
@@ -137,6 +147,14 @@ def signature_key(model: nn.Module, batch: Batch, hooks: Hashable = ()) -> tuple
     sizes alone."""
     rest = (tuple(t.requires_grad for t in batch.tensors), model.training, hooks, global_state())
     return (batch.signature, *rest), (batch.signature.of_any_size, *rest)
+
+
+def _of_any_value(key: Hashable) -> Hashable:
+    """A key of `signature_key`, whatever the batch holds beside its tensors."""
+    assert isinstance(key, tuple)
+    signature, *rest = key
+    leaves = tuple(x.kind if isinstance(x, Constant) else x for x in signature.leaves)
+    return replace(signature, leaves=leaves), *rest
 
 
 def check_trained(plan: Plan, later: TrainingGraph) -> None:

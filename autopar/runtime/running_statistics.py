@@ -33,6 +33,8 @@ class RunningStatistics:
                 if isinstance(m, _NormBase):
                     layers.setdefault(m, prefix + name)
         self._names = layers
+        self.buffers = frozenset(f"{name}.{key}" for m, name in layers.items() for key, _ in m.named_buffers())
+        """What they hold, by name."""
         own = [m for m in layers if group.world_size > 1 and not isinstance(m, (SyncedBatchNorm, SyncBatchNorm))]
         self._layers = [m for m in own if m.running_mean is not None]
         self._of_batches = [m for m in own if isinstance(m, _BatchNorm)]

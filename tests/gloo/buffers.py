@@ -45,6 +45,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         "micro-batches": _micro_batches(rank, n),
         "drop-in": _drop_in(rank, n),
         "constants": _constants(rank),
+        "averages": _averages(rank),
+        "read late": _read_late(rank),
         "other states": _other_states(rank),
     }
 
@@ -125,3 +127,61 @@ def _other_states(rank: int) -> str:
     except PlanMismatchError as e:
         return str(e)
     return "nothing"
+
+
+def _averages(rank: int) -> float:
+    """How far equal replicas in 16 bits are moved by an average."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(33, 7), nn.Linear(7, 5)).bfloat16()
+    before = [p.detach().clone() for p in model.parameters()]
+    batch = torch.randn(3, 33).bfloat16(), torch.randn(3, 5).bfloat16()
+    program: Program = autopar.optimize(
+        model,
+        example_inputs=batch,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        strategy="ddp+every=2",
+        fidelity="local",
+    )
+    for _ in range(4):
+        program.step(batch)
+    return max(float((p.detach() - b).abs().max()) for p, b in zip(model.parameters(), before, strict=True))
+
+
+class OwnNorm(nn.Module):
+    """Normalizes by the batch in training, and by what it has seen else."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(0)
+        if self.training:
+            with torch.no_grad():
+                self.seen.lerp_(mean, 0.3)
+        else:
+            mean = self.seen.clone()
+        found: torch.Tensor = self.layer(x - mean).square().mean()
+        return found
+
+
+def _read_late(rank: int) -> tuple[list[float], list[str]]:
+    """What ranks have of a buffer behind the first step that reads it, and what was said."""
+    model = OwnNorm()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", autopar.AutoparWarning)
+        program: Program = autopar.optimize(
+            model,
+            example_inputs=torch.randn(4, 4),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy="ddp",
+        )
+        for training in (True, True, False):
+            model.train(training)
+            program.step(torch.randn(4, 4) + rank)
+    return model.seen.tolist(), [str(w.message) for w in said if "only written so far" in str(w.message)]

@@ -157,7 +157,7 @@ def test_what_a_trace_does_not_show_of_writes_to_the_batch_is_said() -> None:
 def test_a_batch_whose_tensors_are_in_one_memory_changes_as_it_does_in_eager_training() -> None:
     """An autoencoder that centers its input in place: its target changes with it."""
     model = WritesToItsInput()
-    model.drop = nn.Identity()
+    model.drop = nn.Identity()  # type: ignore[assignment]
     eager = copy.deepcopy(model)
     batches = [torch.randn(5, 4) for _ in range(3)]
     with pytest.warns(autopar.AutoparWarning, match=r"whose memory tensor 1 of the batch is in.*runs eagerly"):
@@ -175,7 +175,7 @@ def test_a_batch_whose_tensors_are_in_one_memory_changes_as_it_does_in_eager_tra
 
 def test_only_later_batches_in_one_memory_run_eagerly() -> None:
     model = WritesToItsInput()
-    model.drop = nn.Identity()
+    model.drop = nn.Identity()  # type: ignore[assignment]
     eager = copy.deepcopy(model)
     x = [torch.randn(5, 4) for _ in range(4)]
     with pytest.warns(autopar.AutoparWarning, match="sets or changes 'tensor 0 of the batch'"):

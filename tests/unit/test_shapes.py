@@ -232,3 +232,30 @@ def test_padding_that_changes_the_loss_is_refused() -> None:
         Pair(pad={"ids": "zero"})
     with pytest.raises(SpecError, match="without an optimizer"):
         autopar.optimize(Pooled().double(), example_inputs=_points(2, 8)[0], pad={"x": 0})  # type: ignore[call-overload]
+
+
+class Progress(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, progress: float) -> torch.Tensor:
+        scores: torch.Tensor = self.layer(x)
+        return scores.square().mean() * (1 + progress)
+
+
+def test_a_value_that_is_another_one_in_each_batch_is_not_captured_for_ever() -> None:
+    net, eager = Progress(), Progress()
+    eager.load_state_dict(net.state_dict())
+    x = torch.randn(5, 4)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, eager)]
+    program = autopar.optimize(net, example_inputs={"x": x, "progress": 0.0}, optimizer=optimizers[0], max_captures=2)
+    with pytest.warns(autopar.AutoparWarning, match="last 3 batches held another value beside its tensors"):
+        losses = [float(program.step({"x": x, "progress": i / 6})) for i in range(6)]
+    assert len(list(program._compiled)) == 2
+    for i, found in enumerate(losses):
+        optimizers[1].zero_grad()
+        loss = eager(x, i / 6)
+        loss.backward()
+        optimizers[1].step()
+        assert found == pytest.approx(float(loss.detach()))

@@ -195,7 +195,8 @@ def average_buffers(buffers: Iterable[torch.Tensor], group: Group) -> None:
 def average(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """The mean over the ranks, of a tensor's shape; by all ranks together."""
     with torch.no_grad(), group.guard("averaging replicas"), may_fail():
-        mean = tensor.detach().clone(memory_format=torch.contiguous_format) / group.world_size
+        few = tensor.dtype in (torch.float16, torch.bfloat16)
+        mean = tensor.detach().to(torch.float32 if few else tensor.dtype).contiguous() / group.world_size
         dist.all_reduce(torch.view_as_real(mean) if mean.is_complex() else mean, group=group.pg)
     return mean.to(tensor.dtype)
 

@@ -7,36 +7,54 @@ graphs, and ranks may run different ones: so they tell each other, as they sum h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from autopar.errors import AutoparWarning
-from autopar.ir.buffers import read_and_written
+from autopar.ir.buffers import read, read_and_written
 from autopar.ir.capture import JointGraph
 from autopar.runtime.job.process_group import Group
-
-
-def shared_buffers(joint: JointGraph, group: Group) -> tuple[str, ...]:
-    """Names of the buffers that are to be alike on all ranks; none with one rank. Warns, on rank 0, of each once."""
-    names = () if group.world_size == 1 else read_and_written(joint)
-    if names and group.rank == 0:
-        warnings.warn(
-            f"the model reads and writes {', '.join(repr(n) for n in names[:5])} in its forward pass. As with DDP, all "
-            "ranks take rank 0's values after each step, so what other ranks' batches would add is left out; one "
-            "process would see all of it. Where that matters, sum over the ranks within forward",
-            AutoparWarning,
-            stacklevel=2,
-        )
-    return names
 
 
 class SharedBuffers:
     """The buffers that are to be alike on all ranks, as these agree from step to step; there are ever more of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group, besides: Collection[str]) -> None:
+        """`besides`: buffers that somebody else sees to, as the statistics of batch normalization."""
+        self._group = group
+        self._besides = besides
+        self._unread: set[str] = set()
+        """Buffers that graphs have written and not read."""
         self.agreed: frozenset[str] = frozenset()
         """Those that all ranks know of."""
         self.mine: frozenset[str] = frozenset()
         """These, and those of the graphs that this rank has run."""
+
+    def of(self, joint: JointGraph) -> tuple[str, ...]:
+        """Names of the buffers that a graph needs to be alike on all ranks: those that it reads and writes, and those
+        that it reads and an earlier graph has written; none with one rank. Warns, on rank 0, of each once."""
+        if self._group.world_size == 1:
+            return ()
+        both, late = read_and_written(joint), tuple(sorted(read(joint, self._unread)))
+        written = {name for name, _ in joint.mutations}
+        self._unread |= written.difference(both, self._besides)
+        late = tuple(name for name in late if name not in both)
+        if both:
+            self._warn(
+                f"the model reads and writes {_listed(both)} in its forward pass. As with DDP, all ranks take rank 0's "
+                "values after each step, so what other ranks' batches would add is left out; one process would see all "
+                "of it. Where that matters, sum over the ranks within forward"
+            )
+        if late:
+            self._warn(
+                f"the model reads {_listed(late)} now, which it has only written so far: each rank's is of its own "
+                "batches in this step; as with DDP, all ranks take rank 0's behind it. Call "
+                "program.synchronize_buffers() on all ranks before, and all have the mean"
+            )
+        return (*both, *late)
+
+    def _warn(self, what: str) -> None:
+        if self._group.rank == 0:
+            warnings.warn(what, AutoparWarning, stacklevel=3)
 
     def __contains__(self, name: object) -> bool:
         return name in self.mine
@@ -54,3 +72,7 @@ class SharedBuffers:
         """Those that are to be shared behind the step, on all ranks the same: they have compared what each knew."""
         self.agreed = self.mine
         return sorted(self.agreed)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5]))

@@ -95,9 +95,11 @@ class StandIns:
         kind = autocast_format(self._model, wanted.batch), wanted.outputs
         if reason is not None:
             self._check_allowed(wanted, reason)
-            if kind not in self._made:
+            is_known = kind in self._made
+            if not is_known:
                 self._made[kind] = self._new(kind, reason)
-            self._try(wanted, reason)
+            if not (is_known and self._captures.keep_changing):
+                self._try(wanted, reason)
             self._keys.add(wanted.key)
             tried = MOST_TRIED if self._captures.keep_changing else self._tried.get(wanted.kind, 0) + 1
             self._tried[wanted.kind] = tried
