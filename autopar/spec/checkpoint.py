@@ -20,6 +20,9 @@ INDEX = "index.json"
 FILE_NAME = re.compile(r"[0-9a-f]{12}-\d{5}-\d{5}\.safetensors")
 """Token of the checkpoint, rank, number of the rank's file."""
 MAX_ELEMENTS = 2**62
+OF_STATE = "state."
+"""What the names of tensors begin with that strategies have kept; of a parameter of which only some slices are
+synchronized by such a strategy, elements are missing."""
 
 Count = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]
 Layout = Literal["Replicate", "Shard", "Owned", "Partial", "Replicas", "Varying"]
@@ -130,9 +133,9 @@ class CheckpointIndex(JsonFile):
             raise SpecError(f"optimizer.state: {shown(min(strange))} is in none of the optimizer's groups")
         seen = set[tuple[int, str]]()
         for name, tensor in self.tensors.items():
-            self._check_tensor(f"tensors[{shown(name)}]", tensor, seen)
+            self._check_tensor(f"tensors[{shown(name)}]", tensor, seen, is_state=name.startswith(OF_STATE))
 
-    def _check_tensor(self, place: str, tensor: StoredTensor, seen: set[tuple[int, str]]) -> None:
+    def _check_tensor(self, place: str, tensor: StoredTensor, seen: set[tuple[int, str]], is_state: bool) -> None:
         elements = math.prod(tensor.shape)
         if elements > MAX_ELEMENTS:
             raise SpecError(f"{place}.shape: {list(tensor.shape)} has too many elements for a tensor")
@@ -153,5 +156,5 @@ class CheckpointIndex(JsonFile):
             if not fits:
                 raise SpecError(f"{here}.box: {shown(list(part.box))} does not lie within {list(tensor.shape)}")
             held += math.prod(len(range(*r)) for r in part.box)
-        if held < elements and tensor.layout not in PER_RANK:
+        if held < elements and tensor.layout not in PER_RANK and not is_state:
             raise SpecError(f"{place}.parts: they hold {held} of {elements} elements")

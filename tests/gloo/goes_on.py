@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import autopar
 from autopar.errors import PlanError, PlanMismatchError
 from autopar.runtime.program import Program
+from autopar.spec.plan import ParameterSlice, SyncGroup
 
 KEPT = ("quantized", "power_sgd")
 SENT_WHOLE = ("ddp", "qsgd", "terngrad", "quantized(rounding=stochastic)")
@@ -41,6 +42,7 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     found["gather behind parts"] = _behind(rank, folder, "scaled_sign(exchange=parts)", "scaled_sign")
     found["a loss's rows"] = _loss_module(rank)
     found["renamed"] = _renamed(rank)
+    found["slices apart"] = _slices_apart(rank, folder)
     found["left out"] = {strategy: _left_out(rank, strategy) for strategy in (*SENT_WHOLE, *KEPT)}
     return found
 
@@ -146,6 +148,40 @@ def _renamed(rank: int) -> bool:
     mean = model.always.weight.detach().clone() / dist.get_world_size()
     dist.all_reduce(mean)
     return set(state) == set(model.state_dict()) and bool(torch.allclose(state["always.weight"], mean))
+
+
+def _slices_apart(rank: int, folder: str) -> float:
+    """How far a step is from that of a program that was not saved, where one slice of a parameter alone keeps
+    something."""
+
+    def made() -> tuple[nn.Module, Program]:
+        model = Parts()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        cluster = autopar.ClusterSpec.local(dist.get_world_size())
+        plan = autopar.plan(
+            model, cluster, example_inputs=_data(0, rank), loss_fn=F.mse_loss, optimizer=optimizer, strategy="ddp"
+        )
+        parts = [ParameterSlice(name="always.weight", dim=0, start=a, stop=a + 3) for a in (0, 3)]
+        rest = [ParameterSlice(name=p.name) for p in plan.model.parameters if p.name != "always.weight"]
+        each = (("weight_differences", parts[:1]), ("all_reduce", parts[1:]), ("all_reduce", rest))
+        groups = tuple(SyncGroup(strategy=strategy, members=tuple(members)) for strategy, members in each)
+        plan = plan.model_copy(update={"groups": groups, "fidelity": "compressed"})
+        program: Program = autopar.optimize(
+            model, example_inputs=_data(0, rank), loss_fn=F.mse_loss, optimizer=optimizer, plan=plan
+        )
+        return model, program
+
+    model, program = made()
+    for step in range(3):
+        program.step(_data(step, rank))
+    program.save(Path(folder) / "slices")
+    other, again = made()
+    again.load(Path(folder) / "slices")
+    program.step(_data(3, rank))
+    again.step(_data(3, rank))
+    return max(
+        float((p - q).abs().max()) for p, q in zip(model.parameters(), other.parameters(), strict=True) if len(p)
+    )
 
 
 def _left_out(rank: int, strategy: str) -> dict[str, float]:

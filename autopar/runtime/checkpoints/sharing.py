@@ -15,7 +15,7 @@ import torch
 from autopar.errors import SpecError
 from autopar.runtime.checkpoints.boxes import Box, common, cut, elements_of, whole
 from autopar.runtime.checkpoints.pieces import Piece
-from autopar.spec.checkpoint import Layout, StoredPart, StoredTensor
+from autopar.spec.checkpoint import OF_STATE, Layout, StoredPart, StoredTensor
 
 OF_EACH_RANK: dict[str, Layout] = {"summed": "Partial", "averaged": "Replicas", "reset": "Varying"}
 """What is called how in the index, of which each rank writes a value of its own."""
@@ -131,7 +131,7 @@ def _once(name: str, boxes: list[Box], elements: int) -> list[Box]:
             if all(common(box, other) is None for other in chosen):
                 chosen.append(box)
         boxes = chosen
-    if (held := sum(map(elements_of, boxes))) < elements:
+    if (held := sum(map(elements_of, boxes))) < elements and not name.startswith(OF_STATE):
         raise SpecError(f"the ranks together have {held} of the {elements} elements of '{name}'")
     return boxes
 
