@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.errors import CaptureError, SignatureError
-from autopar.ir.batch_memory import copies_of
+from autopar.ir.batch_memory import copies_of, overlap
 from autopar.ir.constants import constant
 from autopar.ir.form import Form, Held, taken_apart
 from autopar.ir.held_tensors import held_tensors
@@ -68,6 +68,8 @@ class Batch:
     is_tensor: tuple[bool, ...]
     listed: int | None = None
     """Samples in a batch that lists them; `None` where they lie side by side in its tensors."""
+    given: tuple[torch.Tensor, ...] = ()
+    """Its tensors before they were laid out anew, where some of those were in one memory; else empty."""
     unseen: str = ""
     """Why no graph can be made for it, as it holds what a graph does not see; empty where one can."""
 
@@ -96,11 +98,15 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        return replace(self, tensors=tuple(t.to(device) for t in self.tensors))
+        given = tuple(t.to(device) for t in self.given)
+        return replace(self, tensors=tuple(t.to(device) for t in self.tensors), given=given)
 
     def leaves(self) -> Batch:
         """The batch with tensors that have no history: what is captured begins with them."""
-        return replace(self, tensors=tuple(t.detach().requires_grad_(t.requires_grad) for t in self.tensors))
+        tensors, given = (
+            tuple(t.detach().requires_grad_(t.requires_grad) for t in of) for of in (self.tensors, self.given)
+        )
+        return replace(self, tensors=tensors, given=given)
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...], made: list[Held] | None = None) -> Any:
         """The batch in its original structure, with other tensors in place of its own. `made` takes the dataclasses in
@@ -111,7 +117,12 @@ class Batch:
 
     def copied(self) -> tuple[torch.Tensor, ...]:
         """Copies of its tensors, for a run that may write to them."""
-        return copies_of(self.tensors)
+        return copies_of(self.as_given)
+
+    @property
+    def as_given(self) -> tuple[torch.Tensor, ...]:
+        """Its tensors as the user has them, for a model that runs eagerly: in one memory where they are."""
+        return self.given or self.tensors
 
 
 class Weighted(NamedTuple):
@@ -132,6 +143,7 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
     if isinstance(batch, Mapping) and type(batch) is not dict:
         batch = dict(batch)  # Hugging Face's BatchEncoding and the like
     leaves, form = taken_apart(batch)
+    given = tuple(x for x in leaves if isinstance(x, torch.Tensor))
     leaves = [_laid_out(x) if isinstance(x, torch.Tensor) else x for x in leaves]
     is_tensor = tuple(isinstance(x, torch.Tensor) for x in leaves)
     tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
@@ -143,7 +155,8 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
             f"the batch holds no tensor (it is a {type(batch).__name__}): expected a dict of keyword inputs, "
             "a tuple of positional inputs, or one tensor"
         )
-    return Batch(tensors, Signature(str(form), key), form, constants, is_tensor, listed(batch), why)
+    kept = given if any(a is not b for a, b in zip(given, tensors, strict=True)) and overlap(given) else ()
+    return Batch(tensors, Signature(str(form), key), form, constants, is_tensor, listed(batch), kept, why)
 
 
 def _laid_out(x: torch.Tensor) -> torch.Tensor:

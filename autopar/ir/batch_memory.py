@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from autopar.errors import AutoparWarning, CaptureError
 
 
-def refuse_shared(written: Collection[int], tensors: Sequence[torch.Tensor]) -> None:
+def refuse_shared(written: Iterable[int], tensors: Sequence[torch.Tensor]) -> None:
     """Raises `CaptureError` where a model writes to these tensors of a batch and others are in their memory: they
     change as well, which they do not where the model is given copies."""
     for i in sorted(written):
         for j, other in enumerate(tensors):
-            if j != i and _memory_of(tensors[i]) == _memory_of(other) is not None:
+            if j != i and _overlap(tensors[i], other):
                 raise CaptureError(
                     f"the model writes to tensor {i} of the batch in its forward pass, whose memory tensor {j} of the "
                     "batch is in, too: write to a copy, or give each a memory of its own"
@@ -36,23 +36,51 @@ def check_unwritten(given: Sequence[torch.Tensor], copied: Collection[int]) -> N
         )
 
 
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of them are in one memory."""
+    return any(len(places) > 1 for places in _overlapping(tensors))
+
+
 def copies_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Copies, for a run that may write to them; those in one memory are in one again."""
-    of_memory: dict[tuple[int | None, torch.dtype], list[int]] = {}
-    for i, t in enumerate(tensors):
-        of_memory.setdefault((_memory_of(t), t.dtype), []).append(i)
     found: dict[int, torch.Tensor] = {}
-    for (memory, _), places in of_memory.items():
-        if memory is None or len(places) == 1:
+    for places in _overlapping(tensors):
+        first, last = min(_begin(tensors[i]) for i in places), max(_end(tensors[i]) for i in places)
+        if len(places) == 1 or len({tensors[i].dtype for i in places}) > 1:
             found |= {i: tensors[i].clone() for i in places}
             continue
-        first, last = min(int(tensors[i].storage_offset()) for i in places), max(_end(tensors[i]) for i in places)
         flat = tensors[places[0]].detach().as_strided((last - first,), (1,), first).clone()
         for i in places:
             t = tensors[i]
-            made = flat.as_strided(t.shape, t.stride(), int(t.storage_offset()) - first)
+            made = flat.as_strided(t.shape, t.stride(), _begin(t) - first)
             found[i] = made.detach().requires_grad_(t.requires_grad)
     return tuple(found[i] for i in range(len(tensors)))
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The tensors, by their places, together with those that they overlap with."""
+    found: list[list[int]] = []
+    of_memory: dict[int, list[int]] = {}
+    for i, t in enumerate(tensors):
+        memory = _memory_of(t)
+        if memory is None:
+            found.append([i])
+        else:
+            of_memory.setdefault(memory, []).append(i)
+    for places in of_memory.values():
+        end = -1
+        for i in sorted(places, key=lambda i: _begin(tensors[i])):
+            if _begin(tensors[i]) < end:
+                found[-1].append(i)
+            else:
+                found.append([i])
+            end = max(end, _end(tensors[i]))
+    return found
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    memory = _memory_of(a)
+    return memory is not None and memory == _memory_of(b) and _begin(a) < _end(b) and _begin(b) < _end(a)
 
 
 def _memory_of(t: torch.Tensor) -> int | None:
@@ -61,5 +89,12 @@ def _memory_of(t: torch.Tensor) -> int | None:
     return int(t.untyped_storage()._cdata)
 
 
+def _begin(t: torch.Tensor) -> int:
+    return int(t.storage_offset()) if t.layout is torch.strided else 0
+
+
 def _end(t: torch.Tensor) -> int:
-    return int(t.storage_offset()) + 1 + sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True))
+    """In elements, as the beginning: of tensors of other formats in one memory, these are no common measure."""
+    if t.layout is not torch.strided:
+        return 0
+    return _begin(t) + 1 + sum(s * (n - 1) for s, n in zip(t.stride(), t.shape, strict=True))

@@ -59,7 +59,8 @@ class _Step(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self._batch = replace(batch, tensors=())  # only their places are looked at, and the module outlives the batch
+        # Only their places are looked at, and the module outlives the batch.
+        self._batch = replace(batch, tensors=(), given=())
         self._mode = mode
         self._outputs = outputs
         self.assigned: tuple[tuple[tuple[str, ...], str], ...] = ()
@@ -146,7 +147,7 @@ def capture_joint(
                 apart = step.apart | outputs_apart(module, step, tensors) if mode == "module" else step.apart
                 if (written := _written(module)) <= step.copied and apart.copied == step.apart.copied:
                     break
-                refuse_shared(written, batch.tensors)
+                refuse_shared(written, batch.as_given)
                 step.copied, step.apart = step.copied | written, apart
             except AutoparError:
                 raise

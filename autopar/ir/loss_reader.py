@@ -33,6 +33,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 """How aten numbers the reductions of a loss (`at::Reduction`)."""
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "permute", "transpose", "t"})
 _CASTS = frozenset({"_to_copy", "clone", "alias", "detach"})
+_ONE_SOURCE = frozenset({"select", "slice", "contiguous", "gather", "index", "index_select", "repeat", "flip", "roll"})
 _PARTS = frozenset({"select", "slice", "unbind", "split", "split_with_sizes", "cat", "stack"})
 _LINEAR = _VIEWS | _CASTS | _PARTS | {"contiguous", "lift_fresh", "nan_to_num", "neg"}
 """Operators that return what they are given, parts of it, several such in one, or its negative."""
@@ -328,13 +329,29 @@ def _is_random(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in _tags(node) or not _name(node)
 
 
-def _are_indices(node: torch.fx.Node) -> bool:
-    """Whether its numbers are places in a dimension, in another form perhaps: none is negative."""
-    while _name(node) in _VIEWS | _CASTS | {"select", "slice", "contiguous"}:
-        node = node.args[0]  # type: ignore[assignment]
+def _are_indices(node: Any, depth: int = 20) -> bool:
+    """Whether its numbers are places in a dimension, counts or flags, in another form perhaps: none is negative."""
+    if not isinstance(node, torch.fx.Node):
+        return isinstance(node, (int, float)) and node >= 0
+    value, name, first = _val(node), _name(node), node.args[0] if node.args else None
+    if depth == 0:
+        return False
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
+        return True
+    if name in _VIEWS | _CASTS | _ONE_SOURCE:
+        return _are_indices(first, depth - 1)
     if node.target is operator.getitem:
-        return bool(node.args[1] == 1) and _name(node.all_input_nodes[0]) in ("max", "min", "topk", "sort")
-    return _name(node) in ("argmax", "argmin", "multinomial", "argsort")
+        return bool(node.args[1] == 1) and _name(node.all_input_nodes[0]) in ("max", "min", "topk", "sort", "mode")
+    if name in ("cat", "stack"):
+        return all(_are_indices(part, depth - 1) for part in first)  # type: ignore[union-attr]
+    if name in ("where", "masked_fill"):
+        chosen = node.args[1:3] if name == "where" else (first, node.args[2])
+        return all(_are_indices(part, depth - 1) for part in chosen)
+    if name in ("add", "mul"):
+        return all(_are_indices(part, depth - 1) for part in node.args[:2])
+    if name == "randint":
+        return len(node.args) < 3 or _are_indices(first, depth - 1)
+    return name in ("argmax", "argmin", "argsort", "multinomial", "randperm", "bucketize", "searchsorted", "arange")
 
 
 def _val(node: Any) -> Any:

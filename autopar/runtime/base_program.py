@@ -100,9 +100,9 @@ class BaseProgram:
         self._unchanged = Unchanged(owners, self._buffers, optimizer, settings.capture == "never", move_frozen(plan))
         self.statistics = RunningStatistics(owners, group)
         self._random = RandomStream(group.rank, group.world_size)
-        self._shared = SharedBuffers(group, self.statistics.buffers)
         self._order = CollectiveOrder(self._rendezvous, plan)
-        self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike)
+        self._shared = alike = SharedBuffers(group, self.statistics.buffers)
+        self._stand_ins = StandIns(model, settings, self._parameters, group, self._compiled, self._lowered_alike, alike)
         self._crosses_ranks = False
         """Whether ranks exchange values within the model."""
         self._outlined: Compiled | None = None
@@ -249,7 +249,7 @@ class BaseProgram:
     def _serves(self, compiled: Compiled, batch: Batch, kind: Hashable) -> bool:
         """Whether a capture serves a batch: one with symbols is compared with the model run eagerly at the first two
         sizes that it meets, and let go of where it differs."""
-        refuse_shared(compiled.joint.copied_inputs, batch.tensors)
+        refuse_shared(compiled.joint.copied_inputs, batch.as_given)
         sizes = compiled.joint.sizes
         if sizes is None or self.settings.check == "never" or len(sizes.proved) > 1 or batch.shapes in sizes.proved:
             return True
@@ -368,7 +368,7 @@ class BaseProgram:
         assert graph.joint is not None
         for name in (key for kind, key in graph.joint.inputs if kind == "buffer" and key not in self._buffers):
             self._unchanged.know_buffer(str(name))
-        return Compiled(graph, program, self._shared.of(graph.joint))
+        return Compiled(graph, program, self._shared.of(graph.joint), self._shared.read_by(graph.joint))
 
     def _target(self) -> Target:
         """What graphs are written for."""

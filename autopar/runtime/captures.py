@@ -82,7 +82,7 @@ class Captures(Generic[Compiled]):
                     "every step in a tensor: a buffer of the model, or a part of the batch; or pass capture='never', "
                     "with which the model runs as it is"
                 )
-        elif counts and any(_of_any_value(e.key) == _of_any_value(key) for e in self._entries):
+        elif counts and any(e.kind != kind and _of_any_value(e.kind) == _of_any_value(kind) for e in self._entries):
             self._values += 1
             if self.keep_changing:
                 raise CaptureError(
@@ -100,7 +100,12 @@ class Captures(Generic[Compiled]):
     @property
     def keep_changing(self) -> bool:
         """Whether something that Python holds has changed before each of the last batches, or values in these."""
-        return self._changes > MOST_CHANGES or self._values > self._most
+        return self._changes > MOST_CHANGES or self.values_change
+
+    @property
+    def values_change(self) -> bool:
+        """Whether each of the last batches has held another value beside its tensors."""
+        return self._values > self._most
 
     def made_for(self, key: Hashable, kind: Hashable, shapes: Shapes) -> Compiled | None:
         """What was made for such batches and used last, whatever has changed since."""

@@ -74,6 +74,8 @@ class Compiled:
     """A step in which all groups synchronize; in `others`, one in which some do not."""
     shared_buffers: tuple[str, ...]
     """Of the buffers, those that the forward pass both reads and writes."""
+    read_buffers: frozenset[str] = frozenset()
+    """Those that it reads, whoever writes them."""
     output: Any = None
     """The model's output with fake tensors, in which the real ones are returned; `None` of a step that returns its loss
     alone."""
@@ -128,7 +130,8 @@ class Compiled:
         moved = [t.to(device, non_blocking=True) for t in tensors]
         of: dict[str, Any] = {"parameter": parameters, "buffer": buffers, "batch": moved}
         if self.batch is not None:
-            of["whole batch"] = [self.batch.rebuild(tuple(moved))]
+            given = [t.to(device, non_blocking=True) for t in self.batch.given] or moved  # in one memory where they are
+            of["whole batch"] = [self.batch.rebuild(tuple(given))]
         if self.joint.sizes is not None:
             of["size"] = self.joint.sizes.of(shapes_of(tensors))
         return [of[kind][key] for kind, key in self.joint.inputs if kind != "tangent"]

@@ -185,7 +185,8 @@ class Program(BaseProgram):
         self._lasting.deferred.check()
         self._unchanged.check()
         self.statistics.share()
-        self._compare_states(self._lasting.parts.take_over(not self._has_stepped))
+        self._lasting.parts.take_over(is_first=not self._has_stepped)
+        self._compare_states()
         batches = [self._flat(b) for b in self._shares.of(given)]
         check_batches(batches, self._device, not self._has_stepped, self._eager is not None, self._scale is not None)
         sizes = gathered_sizes(batches, self._group, self._device) if self._gathers else ()
@@ -333,9 +334,11 @@ class Program(BaseProgram):
     def _prove(self, compiled: Compiled, batch: Batch) -> None:
         self._proofs.capture(compiled, batch)
 
-    def _compare_states(self, given: Mapping[str, Any]) -> None:
+    def _compare_states(self) -> None:
         """Has ranks compare, with the next step's weights, the state that the user has put into the optimizer last."""
+        given = self._lasting.parts.given
         alike = {name: state for name, state in given.items() if name not in self._lasting.local}
+        given.clear()
         self._given = digest(alike) if alike else self._given
         self._same_settings.compare("state of the optimizer", self._given, self._given, refuse_states)
 
@@ -350,10 +353,12 @@ class Program(BaseProgram):
                 loss = self._runs.many(compiled, batches, originals)
         self._lasting.parts.end(self._scale is not None and self._scale.skipped)
         self._unused.note()
-        if self._device.type == "cuda" and self._shared.mine != self._shared.agreed:
+        if self._device.type == "cuda" and self._shared.mine != (before := self._shared.agreed):
             # Ranks compare in the next step there: those that know of others wait for it, and have shared before.
-            self._share_buffers(f"step {self._lasting.steps}", self._shared.agreed)
+            self._share_buffers(f"step {self._lasting.steps}", before)
             self._same_settings.arrive()
+            if self._shared.agreed is not before:  # others have not known of them in this step
+                return loss
         self._share_buffers(f"step {self._lasting.steps}")
         return loss
 

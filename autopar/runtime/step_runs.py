@@ -102,7 +102,7 @@ class StepRuns:
         graphs read and write."""
         units, here = self._meaning.units([c.weight for c in compiled], batches)
         self._same_settings.compare("units", units, here, self._meaning.agree_again)
-        shared = self._shared.run(name for c in compiled for name in c.shared_buffers)
+        shared = [self._shared.run(c.shared_buffers, c.read_buffers) for c in compiled][-1]
         self._same_settings.compare("buffers", shared, shared, self._shared.agree)
 
     def _seed(self, c: Compiled, share: float) -> torch.Tensor:

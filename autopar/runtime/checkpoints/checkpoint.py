@@ -115,12 +115,17 @@ def _averaged(lasting: Lasting, module: nn.Module) -> dict[str, Any]:
     """A module's state, with the average of replicas that differ."""
     state = module.state_dict()
     if lasting.are_apart and lasting.group.pg is not None:
-        keys: dict[str, list[str]] = {}  # hooks may have given a parameter another name than the module has
-        for key, value in module.state_dict(keep_vars=True).items():
-            if (name := lasting.names.get(value, "")) in lasting.local:
-                keys.setdefault(name, []).append(key)
-        for name in sorted(keys):
-            state.update(dict.fromkeys(keys[name], average(lasting.parameters[name].detach(), lasting.group)))
+        own = dict(module.named_parameters(remove_duplicate=False))
+        named = {lasting.names[p]: p for p in own.values() if lasting.names.get(p) in lasting.local}
+        # By all ranks, whatever a module of the user's own gives as its state.
+        means = {id(p): average(p.detach(), lasting.group) for _, p in sorted(named.items())}
+        found = {key: means[id(p)] for key, p in own.items() if id(p) in means and key in state}
+        if len(found) < sum(id(p) in means for p in own.values()):  # hooks have given others another name
+            live = module.state_dict(keep_vars=True)
+            found |= {k: means[id(v)] for k, v in live.items() if id(v) in means and k in state}
+        for key, mean in found.items():
+            there = state[key]
+            state[key] = mean.to(there.device, there.dtype) if isinstance(there, torch.Tensor) else mean
     return state
 
 

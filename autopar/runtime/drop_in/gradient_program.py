@@ -192,7 +192,7 @@ class GradientProgram(DropInProgram):
         earlier = kept.sums_of({n: self._parameters[n] for n in names})
         scalars, proof, expected = [], None, {}
         if self._group.world_size > 1:
-            self._shared.run(c.shared_buffers)
+            self._shared.run(c.shared_buffers, c.read_buffers)
             scalars = self._scalars(names, has, weight, total, count, asks=True)
             if self.settings.check == "always" or (self.settings.check == "first" and not self._compared):
                 proof = self._new_proof(c)
@@ -247,7 +247,7 @@ class GradientProgram(DropInProgram):
 
     def run_forward(self, c: Compiled, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The output's tensors, followed by the values that the backward pass reads."""
-        self._shared.run(c.shared_buffers)
+        self._shared.run(c.shared_buffers, c.read_buffers)
         with as_captured(), self._random:
             return c.graphs["forward"](*self._arguments(c, tensors))  # type: ignore[no-any-return]
 

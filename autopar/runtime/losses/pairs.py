@@ -65,7 +65,7 @@ class Lent:
             both = tuple(torch.cat([a, b], self.dim) if _is_row(b, self.dim) else b for a, b in rows)
         except RuntimeError:  # tensors beside the list, of other shapes; or in a layout in which tensors are not joined
             return None
-        return Pair(other, replace(batch, tensors=both))
+        return Pair(other, replace(batch, tensors=both, given=()))
 
 
 def kind_of(batch: Batch, dim: int = 0) -> str:

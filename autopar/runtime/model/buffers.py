@@ -30,27 +30,26 @@ class SharedBuffers:
         """These, and those of the graphs that this rank has run."""
 
     def of(self, joint: JointGraph) -> tuple[str, ...]:
-        """Names of the buffers that a graph needs to be alike on all ranks: those that it reads and writes, and those
-        that it reads and an earlier graph has written; none with one rank. Warns, on rank 0, of each once."""
+        """Names of the buffers that a graph reads and writes, which are to be alike on all ranks; none with one rank.
+        Warns, on rank 0."""
         if self._group.world_size == 1:
             return ()
-        both, late = read_and_written(joint), tuple(sorted(read(joint, self._unread)))
-        written = {name for name, _ in joint.mutations}
-        self._unread |= written.difference(both, self._besides)
-        late = tuple(name for name in late if name not in both)
+        both = read_and_written(joint)
+        self._unread |= {name for name, _ in joint.mutations}.difference(both, self._besides)
         if both:
             self._warn(
                 f"the model reads and writes {_listed(both)} in its forward pass. As with DDP, all ranks take rank 0's "
                 "values after each step, so what other ranks' batches would add is left out; one process would see all "
                 "of it. Where that matters, sum over the ranks within forward"
             )
-        if late:
-            self._warn(
-                f"the model reads {_listed(late)} now, which it has only written so far: each rank's is of its own "
-                "batches in this step; as with DDP, all ranks take rank 0's behind it. Call "
-                "program.synchronize_buffers() on all ranks before, and all have the mean"
-            )
-        return (*both, *late)
+        return both
+
+    def read_by(self, joint: JointGraph) -> frozenset[str]:
+        """Names of the buffers that a graph reads, which may be written by others; none with one rank."""
+        if self._group.world_size == 1:
+            return frozenset()
+        names = {name for kind, name in joint.inputs if kind == "buffer"}.difference(self._besides)
+        return frozenset(read(joint, sorted(map(str, names))))
 
     def _warn(self, what: str) -> None:
         if self._group.rank == 0:
@@ -59,9 +58,17 @@ class SharedBuffers:
     def __contains__(self, name: object) -> bool:
         return name in self.mine
 
-    def run(self, names: Iterable[str]) -> str:
-        """Is told of the buffers of graphs that are about to run; returns what ranks compare in a step."""
-        self.mine = self.mine.union(names)
+    def run(self, names: Iterable[str], read: Iterable[str] = ()) -> str:
+        """Is told of the buffers of graphs that are about to run, and of those that they `read`: what another graph has
+        only written so far is to be alike from now on, too, which is said. Returns what ranks compare in a step."""
+        late = tuple(sorted(self._unread.intersection(read).difference(self.mine, names)))
+        if late:
+            self._warn(
+                f"the model reads {_listed(late)} now, which it has only written so far: each rank's is of its own "
+                "batches in this step; as with DDP, all ranks take rank 0's behind it. Call "
+                "program.synchronize_buffers() on all ranks before, and all have the mean"
+            )
+        self.mine = self.mine.union(names, late)
         return "\n".join(sorted(self.mine))
 
     def agree(self, texts: Sequence[str]) -> None:

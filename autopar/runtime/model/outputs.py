@@ -92,7 +92,9 @@ def fill(template: Any, values: Iterator[torch.Tensor]) -> Any:
         return next(values)
     if isinstance(template, dict):
         held = {k: fill(v, values) for k, v in template.items()}
-        return held if type(template) is dict else type(template)(**held)
+        if type(template) is dict or not all(isinstance(key, str) for key in held):
+            return held if type(template) is dict else type(template)(held)
+        return type(template)(**held)
     if isinstance(template, (tuple, list)):
         items = [fill(v, values) for v in template]
         return type(template)(*items) if hasattr(template, "_fields") else type(template)(items)

@@ -48,6 +48,8 @@ class Parts:
         self._places: dict[nn.Parameter, list[tuple[OptimizerPart, int, Fragment]]] = {}
         """Of each parameter of which this rank updates something: by what, and where it stands there."""
         self._token = object()
+        self.given: dict[str, Any] = {}
+        """What the user has put into the optimizer since ranks have compared that."""
 
     def of(self, index: int, fragments: tuple[Fragment, ...], unused: Callable[[], frozenset[str]]) -> Part:
         """The part of a sync group, by its index."""
@@ -68,11 +70,10 @@ class Parts:
         """All parts that there are by now."""
         return tuple(self._parts.values())
 
-    def take_over(self, is_first: bool = False) -> dict[str, Any]:
-        """Has the parts go on with the state that the user's optimizer has now, where that is another one, and returns
-        what the user has put there, by parameter; in the first step all that is there. Raises `OptimizerError`, with
-        the parameter, where it lies with another program."""
-        given: dict[str, Any] = {}
+    def take_over(self, is_first: bool = False) -> None:
+        """Has the parts go on with the state that the user's optimizer has now, where that is another one; `given` is
+        then what the user has put there, by parameter, before the first step all that is there. Raises
+        `OptimizerError`, with the parameter, where it lies with another program."""
         for users in self._users:
             now = users.now()
             is_known = users.is_known
@@ -88,10 +89,9 @@ class Parts:
                 elif name is not None:
                     for part, place, fragment in self._places.get(parameter, ()):
                         _give(part, place, fragment, state, parameter.shape)
-                    if is_known or (is_first and state):
-                        given[name] = state
+                    if state and (is_known or is_first):
+                        self.given[name] = state
             users.know(now)
-        return given
 
     def settle(self, loaded: bool = False) -> None:
         """Behind a step, and behind what has `loaded` state into the parts: has something stand in the user's optimizer
@@ -120,7 +120,7 @@ class Parts:
         """Before a checkpoint: takes over, and settles. Raises `OptimizerError` where something would be left out."""
         for own in self._own.values():
             own.check_saved()
-        self.take_over()
+        self.take_over(is_first=not self._parts)
         self.settle()
 
     def kept(self) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from autopar.ir.training_graph import TrainingGraph
 from autopar.runtime.captures import Captures
 from autopar.runtime.compiled import Compiled, Settings
 from autopar.runtime.job.process_group import Group
+from autopar.runtime.model.buffers import SharedBuffers
 from autopar.runtime.model.eager import owners_of, without_trace
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.strategies.lowering import StepProgram
@@ -59,8 +60,11 @@ class StandIns:
         group: Group,
         captures: Captures[Compiled],
         lower: Callable[[TrainingGraph], StepProgram],
+        shared: SharedBuffers,
     ) -> None:
-        """`captures`: the program's, of which there is at least one. `lower`: lowers a graph as captures are."""
+        """`captures`: the program's, of which there is at least one. `lower`: lowers a graph as captures are. `shared`:
+        the buffers that ranks have agreed to be alike."""
+        self._shared = shared
         self._model = model
         self._settings = settings
         self._parameters = parameters
@@ -72,8 +76,6 @@ class StandIns:
         self._keys: set[Hashable] = set()
         self._tried: dict[Hashable, int] = {}
         """By kind, how many sizes could not be captured."""
-        self._known: frozenset[str] = frozenset()
-        """Buffers that graphs change."""
         self._said = self._said_missing = self._said_weight = False
         self.per_sample: Callable[[], float | None] = _unknown
         """How much a sample has counted last, in what captured batches are counted in."""
@@ -98,11 +100,12 @@ class StandIns:
             is_known = kind in self._made
             if not is_known:
                 self._made[kind] = self._new(kind, reason)
-            if not (is_known and self._captures.keep_changing):
+            if not (is_known and self._captures.values_change):
                 self._try(wanted, reason)
-            self._keys.add(wanted.key)
-            tried = MOST_TRIED if self._captures.keep_changing else self._tried.get(wanted.kind, 0) + 1
-            self._tried[wanted.kind] = tried
+            if not self._captures.values_change:  # else each batch has a key of its own, of which there is no end
+                self._keys.add(wanted.key)
+                tried = MOST_TRIED if self._captures.keep_changing else self._tried.get(wanted.kind, 0) + 1
+                self._tried[wanted.kind] = tried
         made = self._made[kind]
         assert made.eager is not None
         made.eager.keeps_output = wanted.outputs
@@ -145,7 +148,6 @@ class StandIns:
             name = program.sharded_members[0].slice.name
             raise _refusal(reason, f"rows of '{name}' are on other ranks, which graphs gather and sum for each pass")
         trained = {p.name: self._parameters[p.name] for p in graph.parameters}
-        self._known = frozenset(name for c in self._captures for name, _ in c.joint.mutations)
         if self._eager is None:
             of = self._model, self._settings.loss_fn, trained, frozenset(trained), False, self._group, self._check
             self._eager = EagerModel(*of)
@@ -154,7 +156,8 @@ class StandIns:
     def _check(self, missing: frozenset[str], buffers: Sequence[str]) -> None:
         """Is told what a step has shown, before anything is sent. Raises `CaptureError` where a graph would do
         something else with it."""
-        others = [name for name in buffers if name not in self._known]
+        known = {name for c in self._captures for name, _ in c.joint.mutations} | self._shared.mine
+        others = [name for name in buffers if name not in known]
         if others and self._group.world_size > 1:
             raise CaptureError(
                 f"the model writes to its buffer '{others[0]}' on a batch that cannot be captured, and does not on "
