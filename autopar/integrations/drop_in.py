@@ -98,6 +98,8 @@ class DropIn(nn.Module):
         if self._follows_synchronized:
             buffers.share()
         args, kwargs = by_keyword(self.module, args, kwargs)
+        if not self._synced and self._is_frozen and not self._options.get("sync_batch_norm"):
+            return as_it_is(self.module, args, kwargs)  # as a critic is for the first update of its generator
         self.capture(args, kwargs)
         output = self._synced[0](*args, **kwargs)
         self._follows_synchronized = self._synchronizes
@@ -105,10 +107,14 @@ class DropIn(nn.Module):
         buffers.note_trained([name for name, _ in joint.mutations] if joint is not None else ())
         return output
 
+    @property
+    def _is_frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.module.parameters())
+
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures and plans the model for a call of it, unless that was done. By all ranks together."""
         if not self._synced:
-            if not any(p.requires_grad for p in self.module.parameters()):
+            if self._is_frozen:
                 raise PlanError(
                     f"all parameters of the {type(self.module).__name__} are frozen in its first training batch, and a "
                     "plan is made for those that train then. Thaw them before, and leave out Lightning's "

@@ -118,11 +118,20 @@ class AutoparStrategy(DDPStrategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         scaled = closure_loss if self._share == 1.0 else closure_loss * self._share
         with contextlib.nullcontext() if self._calls is None else self._calls.passing_back():
-            return super().backward(scaled, optimizer, *args, **kwargs)
+            return self._backward(scaled, optimizer, *args, **kwargs)
 
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As any strategy's, but that all gradients are synchronized before hooks behind the backward pass run."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None, "a backward pass is one of a module"
+        self.pre_backward(loss)
+        loss = plugin.pre_backward(loss, module)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._calls is not None:
             self._calls.finish()
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None]:

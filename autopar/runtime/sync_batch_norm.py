@@ -46,7 +46,9 @@ class SyncedBatchNorm(_BatchNorm):
             self._update(mean.detach(), variance.detach() * total / (total - 1))
         found: torch.Tensor = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
-            found = found * self.weight.view(shape) + self.bias.view(shape)
+            found = found * self.weight.view(shape)
+        if self.bias is not None:
+            found = found + self.bias.view(shape)
         return found.to(input.dtype)
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:

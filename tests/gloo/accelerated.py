@@ -244,7 +244,7 @@ def says(rank: int) -> dict[str, str]:
         "of the framework": said(lambda: integration.use(Accelerator(cpu=True), optimizer=None)),
         "clips": said(lambda: integration.use(Accelerator(cpu=True), clip_grad_norm=1.0)),
         "no plan yet": said(lambda: model.plan),
-        "frozen": said(lambda: model.requires_grad_(False)(torch.ones(2, 6, dtype=torch.float64))),
+        "frozen": said(lambda: (model.requires_grad_(False)(torch.ones(2, 6, dtype=torch.float64)), model.plan)),
     }
     AcceleratorState._reset_state(True)
     return answers | {"compiles": said(lambda: integration.use(Accelerator(cpu=True, dynamo_backend="inductor")))}

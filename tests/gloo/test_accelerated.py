@@ -66,7 +66,7 @@ def test_the_example_runs(found: dict[int, list[dict[str, Any]]]) -> None:
         ("of the framework", "leave optimizer out: the framework runs it"),
         ("clips", "leave clip_grad_norm out: the framework clips"),
         ("no plan yet", "before the first training batch"),
-        ("frozen", "all parameters of the Net are frozen in its first training batch"),
+        ("frozen", "before the first training batch"),
         ("compiles", "pass compile=True"),
     ],
 )

@@ -35,14 +35,14 @@ from autopar.runtime.drop_in.passes import (
     unforeseen,
     without_hooks_on_saved_tensors,
 )
+from autopar.runtime.drop_in.same_pass import SamePass
 from autopar.runtime.gathering import gathered_as_it_is, gathering, sizes_of
-from autopar.runtime.job.process_group import Group, Rendezvous
+from autopar.runtime.job.process_group import Group
 from autopar.runtime.losses.shares import one_weight
 from autopar.runtime.model.copies import all_of, copies
 from autopar.runtime.model.eager import gradients_of, without_hooks, without_trace
 from autopar.runtime.model.outputs import fill, holds_numbers, output_template
 from autopar.runtime.model.own_state import check_own_state
-from autopar.runtime.optimizers.same_settings import digest
 from autopar.runtime.proofs.differences import tolerance_of
 from autopar.runtime.proofs.local_proof import SynchronizedOnce, prove_locally
 from autopar.runtime.proofs.one_pass import How, Ran
@@ -55,7 +55,7 @@ from autopar.strategies.lowering import StepProgram
 
 _BEHIND_WEIGHTS = 4
 """Where a message that begins a backward pass says which gradients a rank has: behind the weight and the number of its
-micro-batches, a 1 by which it asks for what `OtherGradients` exchanges, and a number of the buffers that it shares."""
+micro-batches, a 1 by which it asks for what `OtherGradients` exchanges, and what `SamePass` compares."""
 _BACKWARD: Mapping[str, Callable[[BackwardWriter], torch.fx.GraphModule]] = {
     "backward": lambda writer: writer.write(),
     "backward after accumulation": lambda writer: writer.write(accumulated=True),
@@ -79,7 +79,10 @@ class GradientProgram(DropInProgram):
         super().__init__(model, plan, group, settings, context)
         self._gathers = False
         """Whether the model takes samples of all ranks."""
+        self._sums = False
+        """Whether it does, or adds something else up over them, as batch normalization over all ranks."""
         self._others = OtherGradients(self._parameters, group, settings.clip_grad_norm is not None, self._kept.note)
+        self._same_pass = SamePass(group, self._shared, self._others)
         self._eagerly: StandInGradients | None = None
         """Backward passes through batches that could not be captured; `None` before there is one."""
         self._stands_in: Compiled | None = None
@@ -100,7 +103,7 @@ class GradientProgram(DropInProgram):
         if any(self._parameters[name].requires_grad for name in trained):
             return self.run(bind(self.model, args, kwargs))
         with self._random:
-            if not (self._gathers and self._group.world_size > 1):
+            if not (self._sums and self._group.world_size > 1):
                 return self.model(*args, **kwargs)
             inputs = bind(self.model, args, kwargs)
             batch = flatten(inputs)
@@ -109,7 +112,7 @@ class GradientProgram(DropInProgram):
 
     def of_copy(self, model: nn.Module) -> Self:
         made = super().of_copy(model)
-        made._gathers, made._tells = self._gathers, self._tells
+        made._gathers, made._sums, made._tells = self._gathers, self._sums, self._tells
         return made
 
     def adopt(
@@ -204,7 +207,7 @@ class GradientProgram(DropInProgram):
             self._compared = proof.compare(expected, gradients[: len(names)])
         if self._group.world_size > 1:
             sums = gradients[-1]
-            self._compare_buffers(sums)
+            self._same_pass.compare(sums[_BEHIND_WEIGHTS - 1])
             if self._tells:
                 has = [ranks > 0 for ranks in sums[_BEHIND_WEIGHTS:].tolist()]
             self._others.expect(dict.fromkeys(names), total / count, sums)
@@ -222,16 +225,8 @@ class GradientProgram(DropInProgram):
         alone, and ranks do not tell each other to which."""
         if not self._tells and any(has) and not all(has):
             raise CaptureError(unforeseen(names[has.index(True)], names[has.index(False)]))
-        numbers = [weight, [total, count, asks, digest(self._shared.run(())), *(has if self._tells else ())]]
+        numbers = [weight, [total, count, asks, self._same_pass.number(), *(has if self._tells else ())]]
         return [torch.tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
-
-    def _compare_buffers(self, sums: torch.Tensor) -> None:
-        """Has ranks agree which buffers they share, where the message that has begun a backward pass shows that they
-        know of different ones. On GPUs nobody looks, as the host would wait for the backward pass."""
-        known = self._shared.run(())
-        if sums.device.type == "cpu" and float(sums[_BEHIND_WEIGHTS - 1]) != digest(known) * self._group.world_size:
-            with self._guard():
-                self._shared.agree(Rendezvous(self._group).exchange("buffers that ranks share", known))
 
     def _new_proof(self, c: Compiled) -> SynchronizedOnce:
         trained = {p.name: self._parameters[p.name] for p in c.graph.parameters}
@@ -280,7 +275,7 @@ class GradientProgram(DropInProgram):
             *gradients, sums = run(*saved, *tangents, *scalars, *earlier)
         if proof is not None:
             self._compared = proof.compare(expected, gradients[: len(names)], partial(expected_of, proof))
-        self._compare_buffers(sums)
+        self._same_pass.compare(sums[_BEHIND_WEIGHTS - 1])
         self._share_buffers(f"backward pass {self._steps}")
         self._steps += 1
         found = tuple(gradients)
@@ -386,6 +381,7 @@ class GradientProgram(DropInProgram):
         assert graph.joint is not None
         check_tangents(graph.joint)
         self._gathers |= graph.joint.gathers
+        self._sums |= graph.joint.sums_over_ranks
         output = output_template(self.model, batch)
         if graph.joint.sizes is not None and holds_numbers(output):
             raise StaticOnlyError("the model returns a number besides tensors, which may follow from the batch's sizes")

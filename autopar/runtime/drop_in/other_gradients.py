@@ -96,6 +96,13 @@ class OtherGradients:
             Variable._execution_engine.queue_callback(self._end_last)
         return task
 
+    def place(self) -> str:
+        """Within a backward pass, before `expect`: which call of the module it is, of which backward pass."""
+        task = torch._C._current_graph_task_id() if self.around == -1 else self.around
+        if task != self._pass.task:
+            return f"call 1 of backward pass {self._passes + 1}"
+        return f"call {len(self._pass.weights) + 1} of backward pass {self._passes}"
+
     def expect(self, gradients: Mapping[str, torch.Tensor | None], weight: float, sums: torch.Tensor) -> None:
         """Within a backward pass, whose gradients autograd is about to add to `grad`: what the module delivers.
         `weight`: how much this rank's batches count on average, of this pass and those that were kept back. `sums`:
