@@ -25,7 +25,7 @@ from benchmarks.harness import Report, Target, options, publish
 from benchmarks.overlap import Overlap
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.measure import Contest
-from benchmarks.peers.outcome import CaseOutcome, Entry, relative
+from benchmarks.peers.outcome import COMPARED_STEPS, CaseOutcome, Entry, relative
 from benchmarks.peers.ranks import Ranks
 from benchmarks.peers.table import figures
 from benchmarks.suite import workload_named
@@ -89,7 +89,7 @@ def main(only: tuple[str, ...], check: bool, json_file: str | None, save: bool) 
     report.notes.append(
         "DDP takes the fastest bucket size of a sweep. Times are medians over rounds in which all take a block of "
         "steps in turn; the ratio is the median (quartiles) over rounds. The loss difference is the greatest relative "
-        "one to DDP over all steps."
+        f"one to DDP over the first {COMPARED_STEPS} steps."
     )
     command = " ".join(["python -m benchmarks.strategies", *(f"--only {o}" for o in only)])
     sys.exit(publish(report, command=command, check=check, json_file=json_file, save=save))

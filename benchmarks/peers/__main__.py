@@ -20,7 +20,7 @@ from benchmarks.peers import PEERS, peer_named
 from benchmarks.peers.case import Case
 from benchmarks.peers.cases import SUITES, Suite
 from benchmarks.peers.measure import Contest
-from benchmarks.peers.outcome import CaseOutcome
+from benchmarks.peers.outcome import COMPARED_STEPS, CaseOutcome
 from benchmarks.peers.ranks import Ranks
 from benchmarks.peers.table import COLUMNS, fill
 from benchmarks.suite import workload_named
@@ -31,7 +31,8 @@ METHOD = (
     "processes, one thread each; below 1 is faster than the best peer. The best peer is the fastest of the same "
     "fidelity whose losses are right: of several alike, the luckiest, which favours the peers. Every system takes the "
     "optimizer's fused implementation where it can. Bytes are those that leave a host, headers included, shared "
-    "evenly by its ranks. The loss difference is the greatest relative one to the reference over all steps."
+    "evenly by its ranks. The loss difference is the greatest relative one to the reference over the first "
+    f"{COMPARED_STEPS} steps."
 )
 
 

@@ -16,7 +16,7 @@ from benchmarks.harness import Machine
 from benchmarks.interleaved import Progress, System, Turns
 from benchmarks.peers.case import Case, Effort
 from benchmarks.peers.entrants import Entrant, Say, enter, first_line
-from benchmarks.peers.outcome import REFERENCE, CaseOutcome, Entry
+from benchmarks.peers.outcome import COMPARED_STEPS, REFERENCE, CaseOutcome, Entry
 from benchmarks.peers.ranks import Ranks, SystemFailed
 
 MIN_ROUNDS = 2
@@ -25,8 +25,6 @@ SLOW = 1.5
 RESERVE_BYTES = 3 << 30
 """Memory left alone, for the batches and activations of whoever's turn it is, and for the machine."""
 MEMORY_MARGIN = 1.3
-COMPARED_STEPS = 16
-"""Losses are compared over so many steps, where anybody takes so many."""
 
 
 class Contest:
