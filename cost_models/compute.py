@@ -108,12 +108,14 @@ def compute_provenance(
     measured_s: Mapping[str, float] | None,
     measured: Mapping[str, DeviceRates] = MappingProxyType({}),
 ) -> Provenance:
-    """The weakest figure behind the compute time: measured where every node was, or the kinds of devices were, in the
-    number format that is computed in, as `measured` says by kind; else the devices'."""
+    """The weakest figure behind the compute time: measured where every node was; guessed where the kinds of devices
+    were, in the number format that is computed in, as `measured` says by kind: what a graph's kernels reach of that is
+    a guess; else the devices'. [Empirical: on a processor core, the suite's ten models take 0.74 to 5.6 times as long
+    as a roofline of its measured rates says, seven of them within 40 %]"""
     dtype = compute_dtype(graph)
-    if all(d.kind in measured and dtype in measured[d.kind].flops_per_s for d in devices):
-        return "measured"
     if measured_s and all(n.name in measured_s for n in graph.compute if n.flops or n.bytes_moved):
         return "measured"
+    if all(d.kind in measured and dtype in measured[d.kind].flops_per_s for d in devices):
+        return "guessed"
     figures: list[Figure] = [f for d in devices for f in (d.flops_per_s(dtype), d.memory_bytes_per_s)]
     return weakest(*figures) if figures else guess(0.0).provenance

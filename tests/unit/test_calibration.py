@@ -163,8 +163,12 @@ def test_a_step_is_as_much_slower_as_its_collectives_and_its_devices() -> None:
     assert network.exposed_communication_s > 2.5 * plan.prediction.exposed_communication_s
     assert network.compute_s == plan.prediction.compute_s < both.compute_s
     assert network.provenance == "guessed", "of its devices nothing was measured"
-    assert both.provenance == "measured"
-    assert both.relative_error < plan.prediction.relative_error
+    assert both.provenance == "guessed", "what kernels reach of a device's rates is a guess"
+    times = {node.name: 1e-3 for node in graph.compute}
+    model = AnalyticCostModel(measured_s={"cpu": times}, calibration=all_of_it)
+    timed = build_plan("ddp", graph, CLUSTER, Context(4), cost_model=model).prediction
+    assert timed is not None and timed.provenance == "measured"
+    assert timed.relative_error < both.relative_error
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 33, 64, 300])

@@ -19,7 +19,7 @@ from benchmarks.peers.cases import FULL, QUICK
 from benchmarks.peers.entrants import _tuned
 from benchmarks.peers.fsdp import blocks
 from benchmarks.peers.measure import Contest
-from benchmarks.peers.outcome import CaseOutcome
+from benchmarks.peers.outcome import COMPARED_STEPS, CaseOutcome
 from benchmarks.peers.ranks import SystemFailed
 from benchmarks.suite import WORKLOADS
 from benchmarks.suite.clusters import CLUSTERS
@@ -123,7 +123,7 @@ def test_who_fails_in_every_choice_is_left_out(case: Case) -> None:
 def test_the_reference_takes_as_many_steps_as_the_others(case: Case) -> None:
     outcome = _run(case, FakeRanks({"ddp": 1.0, "ddp_sparse": 0.1}))
     steps = {e.name: len(e.system.losses) for e in outcome.entries}
-    assert steps["ddp"] == max(steps.values()) <= measure.COMPARED_STEPS
+    assert steps["ddp"] == max(steps.values()) <= COMPARED_STEPS
     assert {e.name: set(e.system.step_s.values()) for e in outcome.entries}["ddp_sparse"] == {0.1}
 
 
