@@ -155,7 +155,8 @@ def flatten(batch: Any, needs_tensor: bool = True) -> Batch:
             f"the batch holds no tensor (it is a {type(batch).__name__}): expected a dict of keyword inputs, "
             "a tuple of positional inputs, or one tensor"
         )
-    kept = given if any(a is not b for a, b in zip(given, tensors, strict=True)) and overlap(given) else ()
+    laid_out = any(a is not b for a, b in zip(given, tensors, strict=True))
+    kept = given if laid_out and not any(t.is_inference() for t in given) and overlap(given) else ()
     return Batch(tensors, Signature(str(form), key), form, constants, is_tensor, listed(batch), kept, why)
 
 

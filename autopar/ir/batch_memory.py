@@ -42,11 +42,13 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Copies, for a run that may write to them; those in one memory are in one again."""
+    """Copies, for a run that may write to them; those in one memory are in one again, unless there is much between
+    them, as in windows of a data set."""
     found: dict[int, torch.Tensor] = {}
     for places in _overlapping(tensors):
         first, last = min(_begin(tensors[i]) for i in places), max(_end(tensors[i]) for i in places)
-        if len(places) == 1 or len({tensors[i].dtype for i in places}) > 1:
+        much = last - first > _MUCH * sum(tensors[i].numel() for i in places)
+        if len(places) == 1 or much or len({tensors[i].dtype for i in places}) > 1:
             found |= {i: tensors[i].clone() for i in places}
             continue
         flat = tensors[places[0]].detach().as_strided((last - first,), (1,), first).clone()
@@ -55,6 +57,10 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             made = flat.as_strided(t.shape, t.stride(), _begin(t) - first)
             found[i] = made.detach().requires_grad_(t.requires_grad)
     return tuple(found[i] for i in range(len(tensors)))
+
+
+_MUCH = 4
+"""Elements between the first and the last of some tensors, for each of theirs, that are copied at most."""
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -68,19 +74,36 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         else:
             of_memory.setdefault(memory, []).append(i)
     for places in of_memory.values():
-        end = -1
+        groups: list[list[int]] = []
         for i in sorted(places, key=lambda i: _begin(tensors[i])):
-            if _begin(tensors[i]) < end:
-                found[-1].append(i)
-            else:
-                found.append([i])
-            end = max(end, _end(tensors[i]))
+            met = [g for g in groups if any(_overlap(tensors[i], tensors[j]) for j in g)]
+            groups = [g for g in groups if g not in met]
+            groups.append([*(j for g in met for j in g), i])
+        found += groups
     return found
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an element is in both. Of tensors with other strides, only whether they lie between one another."""
     memory = _memory_of(a)
-    return memory is not None and memory == _memory_of(b) and _begin(a) < _end(b) and _begin(b) < _end(a)
+    if memory is None or memory != _memory_of(b) or _begin(a) >= _end(b) or _begin(b) >= _end(a):
+        return False
+    if a.dtype != b.dtype or a.dim() != b.dim() or a.stride() != b.stride():
+        return True
+    dims = sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True)
+    return _meet(_begin(b) - _begin(a), dims)
+
+
+def _meet(apart: int, dims: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether steps along dimensions lead from an element of one tensor to one of another that begins `apart` elements
+    behind it. `dims`: their stride, and both sizes, the longest stride first."""
+    if not dims:
+        return apart == 0
+    (stride, mine, theirs), *rest = dims
+    if stride == 0:
+        return _meet(apart, rest)
+    steps = range(max(apart // stride, 1 - theirs), min(apart // stride + 1, mine - 1) + 1)
+    return any(_meet(apart - step * stride, rest) for step in steps)
 
 
 def _memory_of(t: torch.Tensor) -> int | None:

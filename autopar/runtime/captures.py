@@ -82,7 +82,7 @@ class Captures(Generic[Compiled]):
                     "every step in a tensor: a buffer of the model, or a part of the batch; or pass capture='never', "
                     "with which the model runs as it is"
                 )
-        elif counts and any(e.kind != kind and _of_any_value(e.kind) == _of_any_value(kind) for e in self._entries):
+        elif counts and self._is_another_value(kind):
             self._values += 1
             if self.keep_changing:
                 raise CaptureError(
@@ -91,6 +91,11 @@ class Captures(Generic[Compiled]):
                     "reads it, and leave it out where not; or pass capture='never', with which the model runs as it is"
                 )
         return None
+
+    def _is_another_value(self, kind: Hashable) -> bool:
+        """Whether batches of this kind hold a value beside their tensors that none before has held."""
+        kinds = {e.kind for e in self._entries}
+        return kind not in kinds and any(_of_any_value(other) == _of_any_value(kind) for other in kinds)
 
     def has_read_the_same(self, kind: Hashable) -> bool:
         """Whether there is a capture of a batch of this kind, of whatever sizes, of which all that the model reads is
