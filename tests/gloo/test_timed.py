@@ -13,7 +13,7 @@ def test_a_model_is_timed_by_all_ranks_at_once(tmp_path: Path) -> None:
     for first, second, devices, is_kept in run_ranks(2, timed_by_all, str(tmp_path)):
         assert first[0] == second[0] and 0 < first[1] < 10
         assert 0 < second[1] < 10
-        assert [device.rpartition(", ")[2] for device in devices] == ["2 ranks at once"]
+        assert all(", 2 ranks at once" in device for device in devices) and len(devices) == 1
         assert is_kept, "what is known is not timed again"
 
 
