@@ -91,6 +91,10 @@ class Strategy(ABC):
         """Whether a step's update may hold what was not sent of the gradients of steps before."""
         return self.fidelity(options) == "compressed" and self.remainder(options) == "kept"
 
+    def moves_frozen(self, options: Options) -> bool:
+        """Whether a parameter that is frozen for a while moves all the same, by what is kept of steps before."""
+        return self.keeps_gradients(options)
+
     def exact_steps(self, options: Options, steps: int, context: Context) -> int | None:
         """How many of a training's steps are to be exact before it begins, where it loses something with these options;
         `None` where the training is too short for it."""

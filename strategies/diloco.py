@@ -66,6 +66,9 @@ class DiLoCo(Strategy):
     def fidelity(self, options: Options) -> Fidelity:
         return "local"
 
+    def moves_frozen(self, options: Options) -> bool:
+        return True  # by the outer momentum
+
     def applies(self, member: Member, context: Context) -> str | None:
         if not context.has_optimizer:
             return "each rank runs the optimizer alone, so the program needs it"

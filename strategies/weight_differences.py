@@ -70,6 +70,9 @@ class WeightDifferences(Compressed):
     def keeps_gradients(self, options: Options) -> bool:
         return False  # what it keeps is of parameters
 
+    def moves_frozen(self, options: Options) -> bool:
+        return True  # replicas still lack some of the exact parameters
+
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
         assert isinstance(options, WeightDifferencesOptions)
         exactly = group.moment.doing == "plain"

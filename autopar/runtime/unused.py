@@ -10,6 +10,7 @@ from autopar.ops.group import Group
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.spec.plan import Plan, SyncGroup
 from autopar.strategies import strategy_named
+from autopar.strategies.base import Options, Strategy
 from autopar.strategies.timing import moment_of
 
 
@@ -78,19 +79,18 @@ def move_frozen(plan: Plan) -> frozenset[str]:
     gradients that are late, the momentum of an outer optimizer."""
     found = set[str]()
     for group in plan.groups if plan.cluster.cluster.world_size > 1 else ():
-        strategy = strategy_named(group.strategy)
-        keeps = _keeps(group) or (strategy.warms_up and _is_compressed(group))
-        if group.delay or strategy.trains_apart or keeps:
+        strategy, options = _strategy_of(group)
+        if group.delay or strategy.moves_frozen(options):
             found |= {member.name for member in group.members}
     return frozenset(found)
 
 
-def _is_compressed(group: SyncGroup) -> bool:
-    strategy = strategy_named(group.strategy)
-    return strategy.fidelity(strategy.options_type.model_validate(group.options)) == "compressed"
-
-
 def _keeps(group: SyncGroup) -> bool:
     """Whether a group's strategy keeps gradients of a step for later ones."""
+    strategy, options = _strategy_of(group)
+    return strategy.keeps_gradients(options)
+
+
+def _strategy_of(group: SyncGroup) -> tuple[Strategy, Options]:
     strategy = strategy_named(group.strategy)
-    return strategy.keeps_gradients(strategy.options_type.model_validate(group.options))
+    return strategy, strategy.options_type.model_validate(group.options)
