@@ -340,6 +340,7 @@ def optimize(
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
     said += f", {capture=}, {compile=}, {outputs=}, {sync_batch_norm=}"
     said += f", loss scale {'none' if scaler is None else scaler.state_dict()}, passes {passes.said}"
+    said += "" if budget is None else f", budget {budget.said}"
     check_same_call(model_fingerprint(model, loss_fn), group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None
@@ -372,7 +373,7 @@ def optimize(
         settings = training.settings
         graph = training.graph("none" if plan is None else plan.recompute)
         if budget is not None:
-            plan = choose_for(training, planner, job_cluster(cluster_spec, group), group, budget)
+            plan = choose_for(training, planner, job_cluster(cluster_spec, group), group, budget, sizes)
         if plan is None:
             plan = planner.plan_on_rank_0(training, lambda: job_cluster(cluster_spec, group))
             graph = training.graph(plan.recompute)

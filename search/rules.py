@@ -140,7 +140,10 @@ class Rules:
             raise PlanError(f"pin '{pin}': {e}") from e
         used = strategy.fidelity(strategy.options_type.model_validate(dict(pin.options)))
         if FIDELITIES.index(used) > FIDELITIES.index(fidelity):
-            raise PlanError(f"pin '{pin}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"")
+            raise PlanError(
+                f"pin '{pin}' is '{used}', but only '{fidelity}' is allowed: pass fidelity=\"{used}\"; under a quality "
+                "budget, which chooses lossy strategies itself, leave the pin out"
+            )
 
     def _own(self, names: tuple[str, ...]) -> Groups:
         """Groups of pinned parameters, as their pins have it."""

@@ -77,11 +77,10 @@ def moments_of(groups: Sequence[SyncGroup], step: int, since: Sequence[int] = ()
     return tuple(moment_of(g, step, s) for g, s in zip(groups, since or [0] * len(groups), strict=True))
 
 
-def exactly(groups: Sequence[SyncGroup], moments: Moments, lossy: Sequence[bool]) -> Moments:
-    """The same step, in which groups that are lossy synchronize as exactly as they can: by a plain all-reduce, or,
-    where ranks have trained apart, by an average in each step."""
-    each = zip(groups, moments, lossy, strict=True)
-    return tuple(m if not is_lossy else Moment("average" if g.every > 1 else "plain") for g, m, is_lossy in each)
+def exactly(moments: Moments, lossy: Sequence[bool]) -> Moments:
+    """The same step, in which groups that are lossy synchronize exactly, by a plain all-reduce. Where ranks have
+    trained apart, their replicas must be alike by then."""
+    return tuple(Moment("plain") if is_lossy else m for m, is_lossy in zip(moments, lossy, strict=True))
 
 
 def lacks_held(group: SyncGroup, step: int, since: int) -> bool:

@@ -68,6 +68,8 @@ class Plans:
     build: Callable[[str], Plan]
     """The plan of a name, as `autopar.plan(strategy=...)` makes it; raises `AutoparError` where the model or the
     optimizer does not allow it."""
+    plain: Callable[[], Plan]
+    """All-reduces of all gradients, whatever is pinned or forbidden."""
     price: Callable[[Plan], Plan]
     """A plan whose groups were changed, with what is predicted of it."""
     training_step_s: Callable[[Plan, int], float]
@@ -90,6 +92,7 @@ class Plans:
         return cls(
             searched,
             lambda name: build_plan(name, graph, cluster, context, cost_model=cost_model, constraints=limits),
+            lambda: build_plan("ddp", graph, cluster, context, cost_model=cost_model),
             lambda plan: price(plan, graph, cluster, context, cost_model=cost_model, constraints=limits),
             lambda plan, steps: training_step_s(plan, graph, cluster, context, steps, cost_model=cost_model),
             Prices(graph, cluster, context, cost_model, limits),

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from autopar.quality.budget import QualityBudget
+from autopar.quality.budget import QualityBudget, stream_kept
 from autopar.quality.candidates import (
     ROUNDED,
     Candidate,
@@ -35,9 +35,11 @@ from autopar.quality.pilots import Piloted, Pilots
 from autopar.quality.probe import Job, Probe, Probed
 from autopar.quality.verdict import NOT_TRIED, SHOWN, SLOWER, TOO_MUCH, Shown
 from autopar.runtime.job.process_group import Rendezvous
+from autopar.runtime.loss_scale import UNKEPT
 from autopar.runtime.optimizers.kinds import kind_of
 from autopar.spec.plan import Plan
 from autopar.spec.quality import Considered, QualityChoice
+from autopar.strategies.lowering import fidelity_of
 
 SPENT = 0.1
 """Part of the training's steps that pilots take together, at most."""
@@ -52,6 +54,8 @@ MOST_PROBED = 16
 MOST_VOUCHED, MOST_HOPED = 2, 2
 """Plans that are piloted at most: of those that the map's bound vouches for, the fastest; and of faster ones that a
 pilot can vouch for, those that save most in the mean, as the map knows how often their like keeps to the budget."""
+PERIODS_SEEN = 2
+"""From one average to the next, that a pilot must last for: before, nobody has seen what averages do."""
 LEAST_CHANCE = 0.02
 """What two exact pilots are taken to differ by at least, as they may happen to end alike. [Empirical: 0.03 to 0.4 on
 seven tasks of benchmarks/budget]"""
@@ -102,7 +106,8 @@ class _Chooser:
         self._job, self._plans, self._budget, self._learned = job, plans, budget, learned
         self._left = int(SPENT * budget.steps)
         self._trained = 0
-        self._batches = budget.taken(self._left + 2 * PROBE_STEPS)
+        with stream_kept(job.device):
+            self._batches = budget.taken(self._left + 2 * PROBE_STEPS)
         self._considered: list[Considered] = []
         self._chance: float | None = None
         self._probe_s: float | None = None
@@ -147,16 +152,21 @@ class _Chooser:
         it beside both."""
 
         def make() -> str:
-            made = priced(self._job.context, self._plans, self._budget.steps)
+            made = [c for c in priced(self._job.context, self._plans, self._budget.steps) if self._may_run(c.plan)]
             return json.dumps([(c.name, c.plan.model_dump_json(), c.training_step_s) for c in made])
 
         told = json.loads(self._of_rank_0("candidates", make))
         exact, *others = (Candidate(name, Plan.loads(text, "rank 0's plan"), s) for name, text, s in told)
         return exact, next((c for c in others if c.name == ROUNDED), None), [c for c in others if c.name != ROUNDED]
 
+    def _may_run(self, plan: Plan) -> bool:
+        """Whether the job's loss scaling allows a plan."""
+        return self._job.settings.scaler is None or fidelity_of(plan.groups, self._job.context) in UNKEPT
+
     def _plain(self) -> Plan:
-        """What copies are trained by exactly, since it leaves parameters whole: any exact plan has its numbers."""
-        text = self._of_rank_0("plan", lambda: self._plans.build("ddp").model_dump_json())
+        """What copies are trained by exactly, since it leaves parameters whole: any exact plan has its numbers. No pin
+        counts for it."""
+        text = self._of_rank_0("plan", lambda: self._plans.plain().model_dump_json())
         return Plan.loads(text, "rank 0's plan")
 
     def _of_rank_0(self, what: str, make: Callable[[], str]) -> str:
@@ -171,7 +181,7 @@ class _Chooser:
         """A copy of the job, some exact steps ahead."""
         base = self._job.copy()
         count = max(1, int(AHEAD * self._budget.steps))
-        program = base.program(exact, self._batches[0])
+        program = base.program(exact)
         program.step(self._batches[0])
         began, timed = time.monotonic(), min(count, TIMED_STEPS)
         for batch in self._batches[1:timed]:
@@ -181,6 +191,7 @@ class _Chooser:
         count = min(count, max(timed, fit))
         for batch in self._batches[timed:count]:
             program.step(batch)
+        program.synchronize_buffers()  # as those of pilots are when they are judged
         self._left, self._trained = self._left - count, self._trained + count
         self._pilot_steps += count
         self._batches = self._batches[count:]
@@ -210,7 +221,9 @@ class _Chooser:
     def _piloted(self, base: Job, plain: Plan, kept: Sequence[Hopeful], otherwise: Candidate) -> Candidate | None:
         """The fastest that its pilot does not speak against, of those that the pilot or the map's bound vouches for."""
         budget = self._budget
-        possible = worth_a_pilot(kept, otherwise, budget.loss, LEAST_CHANCE)
+        # A pilot must last for some averages to vouch for a plan, beside two exact ones of the same length.
+        lasting = [one for one in kept if one.loss.bound <= budget.loss or 3 * self._least_pilot(one) <= self._left]
+        possible = worth_a_pilot(lasting, otherwise, budget.loss, LEAST_CHANCE)
         if not possible:
             for one in kept:
                 self._say(one, NOT_TRIED)
@@ -219,7 +232,7 @@ class _Chooser:
         self._piloted_for(2 * steps)
         pilots = Pilots(base, plain, self._batches, steps, budget.metric, budget.higher_is_better)
         self._chance = max(LEAST_CHANCE, pilots.chance)
-        tried = worth_a_pilot(kept, otherwise, budget.loss, self._chance)
+        tried = worth_a_pilot(lasting, otherwise, budget.loss, self._chance)
         if not pilots.gained:
             self._note = (
                 f"In {steps} steps of a pilot, exact training made the metric no better ({pilots.start:.5g} before, "
@@ -234,11 +247,18 @@ class _Chooser:
             piloted = pilots.of(one.candidate.plan)
             self._piloted_for(steps)
             is_number = math.isfinite(piloted.metric)
-            shown = Shown(one.loss, piloted.lost, self._chance, one.lag_steps / steps, one.apart, is_number)
+            vouches = steps >= self._least_pilot(one)
+            chance = self._chance if vouches else math.inf
+            shown = Shown(one.loss, piloted.lost, chance, one.lag_steps / steps, one.apart, is_number)
             verdict = shown.verdict(budget.loss)
             self._say(one, verdict, piloted, shown)
             chosen = one.candidate if verdict == SHOWN else None
         return chosen
+
+    @staticmethod
+    def _least_pilot(one: Hopeful) -> int:
+        """The steps of a pilot that can vouch for a plan."""
+        return PERIODS_SEEN * max(g.every for g in one.candidate.plan.groups)
 
     def _piloted_for(self, steps: int) -> None:
         self._trained, self._pilot_steps = self._trained + steps, self._pilot_steps + steps

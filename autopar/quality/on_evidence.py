@@ -122,7 +122,7 @@ class OnEvidence:
         self, one: Candidate, known: QualityChoice | None, found: SearchResult
     ) -> tuple[str, Considered | None]:
         said = None if known is None else next((c for c in known.considered if c.name == one.name), None)
-        if known is None or said is None or said.exactly is None:
+        if known is None or said is None or said.exactly is None or not said.tried:
             return UNKNOWN, None
         if said.method and said.method != method_of(one.plan.groups, found.problem.context):
             return UNKNOWN, None
@@ -142,6 +142,7 @@ class OnEvidence:
             lost=said.lost if said else None,
             metric=said.metric if said else None,
             late=said.late if said else None,
+            apart=said.apart if said else None,
             method=said.method if said else "",
             divergence=said.divergence if said else None,
             exactly=exactly(one.plan, context),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 
 from autopar.errors import SpecError
-from autopar.quality.budget import Metric
+from autopar.quality.budget import Metric, stream_kept
 from autopar.quality.probe import Job
+from autopar.runtime.job.process_group import Rendezvous
 from autopar.spec.plan import Plan
+
+_FAILED = "failed: "
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Pilots:
 
     def _trained(self, plan: Plan, batches: Sequence[Any]) -> float:
         job = self._job.copy()
-        program = job.program(plan, batches[0])
+        program = job.program(plan)
         for batch in batches:
             program.step(batch)
         with program.evaluation():
@@ -82,6 +86,26 @@ class Pilots:
         with torch.no_grad():
             for parameter, value in zip(parameters, job.means(parameters), strict=True):
                 parameter.copy_(value)
-            found = torch.tensor([float(self._metric(job.model))], dtype=torch.float64)
+            with job.shown_in_users_loss():
+                found = self._found(job)
         job.model.train(training)
-        return float(job.means([found])[0])
+        return statistics.fmean(found)
+
+    def _found(self, job: Job) -> list[float]:
+        """The metric of each rank. Raises where it fails on one of them, on all of them."""
+        failure: Exception | None = None
+        try:
+            with stream_kept(job.device):
+                mine = repr(float(self._metric(job.model)))
+        except Exception as e:  # whatever the user's function raises
+            failure, mine = e, f"{type(e).__name__}: {e}"
+        each = Rendezvous(job.group).exchange("metric", f"{'' if failure is None else _FAILED}{mine}")
+        if failure is not None:
+            raise failure
+        failed = next((rank for rank, text in enumerate(each) if text.startswith(_FAILED)), None)
+        if failed is not None:
+            raise SpecError(
+                f"the quality budget's metric fails on rank {failed}: {each[failed].removeprefix(_FAILED)}. Every rank "
+                "evaluates the whole, or a part of its own, and returns a number"
+            )
+        return [float(text) for text in each]

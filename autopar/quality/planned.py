@@ -36,8 +36,16 @@ def check_budget(
         raise SpecError(f"budget= chooses the plan, and {given} is given as well: leave one of the two out")
 
 
-def choose_for(training: Training, planner: Planner, cluster: ClusterSpec, group: Group, budget: QualityBudget) -> Plan:
-    """By all ranks together; plans are made on rank 0. The planner's own fidelity has no effect.
+def choose_for(
+    training: Training,
+    planner: Planner,
+    cluster: ClusterSpec,
+    group: Group,
+    budget: QualityBudget,
+    sizes: tuple[int, ...] = (),
+) -> Plan:
+    """By all ranks together; plans are made on rank 0. The planner's own fidelity has no effect. `sizes`: of all ranks'
+    examples, where ranks gather samples.
 
     Raises `InfeasibleError` where no exact plan that keeps all activations fits the devices.
     """
@@ -46,7 +54,8 @@ def choose_for(training: Training, planner: Planner, cluster: ClusterSpec, group
     assert training.optimizer is not None
     graph = training.graph()
     context: Context = training.context(cluster.world_size, planner.late_parameters)
-    job = Job(training.model, training.optimizer, training.settings, graph, context, group)
+    of_all = sizes if graph.joint is not None and graph.joint.gathers else ()
+    job = Job(training.model, training.optimizer, training.settings, graph, context, group, training.batch, of_all)
     priced: list[CostModel] = []
 
     def price() -> str:

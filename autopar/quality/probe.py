@@ -11,9 +11,9 @@ x to m on the batches of e. What the probe measures has no unit, and says the sa
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.errors import SpecError
 from autopar.ir.build import named_parameters
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
+from autopar.quality.copies import copies_of
 from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group
+from autopar.runtime.model.copies import copies
 from autopar.runtime.program import Program
 from autopar.spec.plan import Plan
 
@@ -51,26 +54,57 @@ class Job:
     graph: TrainingGraph
     context: Context
     group: Group
+    batch: Any
+    """The example that the graph was captured on; batches of other shapes are captured when they come."""
+    sizes: tuple[int, ...] = ()
+    """Of all ranks' examples, where ranks gather samples."""
+    users_loss: Any = None
+    """Of a copy, the loss function that its own is a copy of."""
 
     @classmethod
-    def of(cls, program: Program) -> Job:
-        """What a program trains, as it is now."""
-        return cls(program.model, program.optimizer, program.settings, program.graph, program.context, program.group)
+    def of(cls, program: Program, batch: Any) -> Job:
+        """What a program trains, as it is now. `batch`: one that it was made for."""
+        settings = program.settings
+        return cls(program.model, program.optimizer, settings, program.graph, program.context, program.group, batch)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(iter(named_parameters(self.model, self.settings.loss_fn).values())).device
 
     def copy(self) -> Job:
         """The same, whose training leaves this one as it is."""
         own = self.settings
-        loss_fn = own.loss_fn if isinstance(own.loss_fn, nn.Module) else None
-        model, optimizer, scaler, loss_fn = copy.deepcopy((self.model, self.optimizer, own.scaler, loss_fn))
-        settings = replace(own, scaler=scaler, loss_fn=loss_fn or own.loss_fn)
-        return replace(self, model=model, optimizer=optimizer, settings=settings)
+        model, optimizer, loss_fn, scaler = copies_of(self.model, self.optimizer, own.loss_fn, own.scaler)
+        settings = replace(own, scaler=scaler, loss_fn=loss_fn)
+        users_loss = self.users_loss or own.loss_fn
+        return replace(self, model=model, optimizer=optimizer, settings=settings, users_loss=users_loss)
 
-    def program(self, plan: Plan, batch: Any) -> Program:
+    @contextmanager
+    def shown_in_users_loss(self) -> Iterator[None]:
+        """While it is open, the user's loss, where it is a module, has the values that this copy's has, and is in
+        evaluation mode: a metric may read it."""
+        theirs, own = self.users_loss, self.settings.loss_fn
+        if not (isinstance(theirs, nn.Module) and isinstance(own, nn.Module)):
+            yield
+            return
+        tensors, training = [*theirs.parameters(), *theirs.buffers()], theirs.training
+        put_back = copies(tensors)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, (*own.parameters(), *own.buffers()), strict=True):
+                tensor.copy_(value)
+        try:
+            yield
+        finally:
+            put_back()
+            theirs.train(training)
+
+    def program(self, plan: Plan) -> Program:
         """A program that trains this job's model. Its first steps are not compared with the model run eagerly, nor its
         times with what was predicted: those of a plan that is taken will be."""
         settings, plan = replace(self.settings, check="never"), plan.model_copy(update={"prediction": None})
         made = Program(self.model, plan, self.group, self.optimizer, settings, self.context)
-        made.adopt(self.graph, batch)
+        made.adopt(self.graph, self.batch, sizes=self.sizes)
         return made
 
     def means(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -103,6 +137,13 @@ class Probe:
         self._exact, self._losses = self._way(exact, self._batches)
         other, _ = self._way(exact, batches[steps : 2 * steps])
         self._way_squared = _dot(self._exact, self._exact)
+        if not self._way_squared:
+            rates = sorted({float(g["lr"]) for g in job.optimizer.param_groups if "lr" in g})
+            raise SpecError(
+                f"the quality budget's probes cannot tell plans apart: {steps} steps of exact training change no "
+                f"parameter (learning rates: {rates}). Where a schedule begins at 0, set the rate that training will "
+                "have, group['lr'] = ..., for the call of optimize, or make the scheduler behind it"
+            )
         self._noise = _distance(other, self._exact)
 
     def of(self, plan: Plan) -> Probed:
@@ -116,7 +157,7 @@ class Probe:
             return Probed(math.inf, math.inf, math.inf, math.inf)
         return Probed(
             divergence=_ratio(distance, math.sqrt(self._way_squared)),
-            lag=1 - _ratio(_dot(way, self._exact), self._way_squared) if self._way_squared else 0.0,
+            lag=1 - _ratio(_dot(way, self._exact), self._way_squared),
             noise=_ratio(distance, self._noise),
             loss_gap=_ratio(gap, abs(fell)),
         )
@@ -124,7 +165,7 @@ class Probe:
     def _way(self, plan: Plan, batches: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
         """Where the plan leads from the start, and the losses of its steps."""
         job = self._job.copy()
-        program = job.program(plan, batches[0])
+        program = job.program(plan)
         losses = [float(program.step(batch)) for batch in batches]
         with program.gathered():
             return [end - start for end, start in zip(job.values(), self._start, strict=True)], losses

@@ -22,8 +22,9 @@ from autopar.strategies.timing import Moments, exactly
 class BudgetedProgram(Program):
     """A program whose plan may lose something, and that goes on exactly where it loses too much.
 
-    From then on, groups that lose something synchronize by a plain all-reduce of each step's gradients, or, where ranks
-    train apart, by an average in each step; what was not sent until then is left out.
+    From then on, groups that lose something synchronize by a plain all-reduce of each step's gradients; what was not
+    sent until then is left out. Where ranks train apart, they go on from the average of their replicas, and of what
+    their optimizers keep.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class BudgetedProgram(Program):
 
     def _step(self, *asked: Any) -> torch.Tensor | StepResult:
         step, result = self._lasting.steps, super()._step(*asked)
-        if self.guard is not None:
+        if self.guard is not None and not self.guard.reason:
             self.guard.look(step, float(result if isinstance(result, torch.Tensor) else result.loss))
+            if self.guard.reason:
+                self._lasting.meet()
         return result
 
     def _moments(self) -> Moments:
         moments = super()._moments()
         has_ended = self.guard is not None and self.guard.reason
-        return exactly(self.plan.groups, moments, self._lossy) if has_ended else moments
+        return exactly(moments, self._lossy) if has_ended else moments

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from autopar.backends import collectives
 from autopar.runtime.deferred import DeferredParameters
-from autopar.runtime.job.process_group import Group
+from autopar.runtime.job.process_group import Group, average
 from autopar.runtime.model.copies import all_of, copies
 from autopar.runtime.model.eager import owners_of
 from autopar.runtime.optimizers.parts import Parts
+from autopar.runtime.optimizers.state import gather_state, scatter_state
 from autopar.runtime.random import RandomStream
 from autopar.runtime.sharded_rows import ShardedRows
 from autopar.runtime.states import States
@@ -33,6 +34,8 @@ from autopar.strategies.timing import is_local, is_timed, lacks_held, moment_of,
 class Watch(Protocol):
     """What watches a training, and goes on where a checkpoint was saved."""
 
+    @property
+    def reason(self) -> str: ...
     def saved(self) -> str: ...
     def load(self, text: str) -> None: ...
     def read(self, text: object) -> object: ...
@@ -100,6 +103,8 @@ class Lasting:
     @property
     def are_apart(self) -> bool:
         """Whether the replicas of `local` parameters differ between ranks now."""
+        if self.guard is not None and self.guard.reason:  # since then, ranks train together
+            return False
         return any(m.doing == "alone" for m in moments_of(self._groups, self.steps - 1))
 
     @property
@@ -126,6 +131,20 @@ class Lasting:
             # A guard counts what all ranks do together, which this need not be: it is entered to explain, no more.
             with self.group.guard("parameters on their way"):
                 raise
+
+    def meet(self) -> None:
+        """Has ranks that train replicas apart go on from their average, and from that of what their optimizers keep; by
+        all ranks together."""
+        if not self.local or self.group.pg is None:
+            return
+        self.arrive()
+        with torch.no_grad():
+            for name in sorted(self.local):
+                parameter = self.parameters[name]
+                parameter.copy_(average(parameter.detach(), self.group))
+        parts = [p for p in self.parts.every() if any(f.name in self.local for f in p.fragments)]
+        scatter_state(parts, gather_state(parts, self.parameters, self.group, self.local), self.parameters)
+        self.parts.settle(loaded=True)
 
     def gathered(self) -> AbstractContextManager[None]:
         """While it is open, all parameters are whole on every rank. By all ranks together, where rows are spread."""

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 from autopar.errors import PlanError, SpecError
 from autopar.ops.context import Context
-from autopar.spec.plan import Plan
+from autopar.spec.plan import Fidelity, Plan
 from autopar.strategies.lowering import fidelity_of
 
 LossScaling = Literal["dynamic"] | GradScaler
@@ -91,11 +91,15 @@ def scaler_of(given: object) -> GradScaler | None:
     raise SpecError(f"loss_scale is {given!r}, expected 'dynamic', a torch.amp.GradScaler, or None")
 
 
+UNKEPT: tuple[Fidelity, ...] = ("exact", "rounded")
+"""Of plans under which a loss may be scaled: nothing of a step is kept for later ones."""
+
+
 def check_scaled(parameters: Mapping[str, nn.Parameter], plan: Plan, context: Context) -> None:
     """Raises `SpecError` where a parameter's gradient is too narrow to be scaled back, and `PlanError` where a group of
     the plan would keep infinities, or gradients of another scale, for later steps."""
     kept = fidelity_of(plan.groups, context)
-    if kept not in ("exact", "rounded"):
+    if kept not in UNKEPT:
         raise PlanError(
             f"loss_scale: plan '{plan.name}' has groups that are '{kept}': they keep gradients of a step for later "
             "ones, which have another scale, or let each rank update alone, where all ranks must skip a step together. "

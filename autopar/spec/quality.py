@@ -56,7 +56,8 @@ class Considered(Record):
         if self.tried:
             found.append(f"expected to lose {percent(self.expected)}, at most {percent(self.bound)}")
         if self.metric is not None:
-            found.append(f"lost {percent(self.lost)} in its pilot")
+            said = "its pilot says nothing" if self.lost is None else f"lost {percent(self.lost)} in its pilot"
+            found.append(said)
         return f"{self.name}: {', '.join(found)}: {self.verdict}"
 
 

@@ -64,8 +64,8 @@ def run(rank: int, ranks: int, name: str, methods: tuple[str, ...], seed: int, j
     first = int(AHEAD * task.steps)
     for step in range(first):
         program.step(task.rank_batch(seed, step, rank))
-    job = Job.of(program)
     batches = [task.rank_batch(seed, first + i, rank) for i in range(2 * PROBE_STEPS)]
+    job = Job.of(program, batches[0])
     probe = Probe(job, program.plan, batches, PROBE_STEPS)
     for method in methods:
         plan = build_plan(METHODS[method].probe, job.graph, cluster, job.context)

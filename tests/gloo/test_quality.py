@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import tempfile
 import warnings
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from tests.unit.synthetic import cpu_hosts
 STEPS = 600
 SLOW = "20 Mbit/s"
 LOSSY = ("ddp+bf16", "power_sgd(rank=4)", "scaled_sign", "ddp+every=4", "ddp+delay=1")
-GUARDED = ("power_sgd+from_step=2", "ddp+delay=2", "quantized")
+GUARDED = ("power_sgd+from_step=2", "ddp+delay=2", "quantized", "ddp+every=4", "diloco+every=4")
 UNDER_ADAM = (
     "weight_differences(bits=8)",
     "weight_differences(bits=4)",
@@ -87,7 +88,7 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
     exact = build_plan("ddp", program.graph, cluster, program.context)
     batches = [batch(i, rank) for i in range(64)]
     model, optimizer = made()
-    job = Job(model, optimizer, program.settings, program.graph, program.context, program.group)
+    job = Job(model, optimizer, program.settings, program.graph, program.context, program.group, batches[0])
     probe = Probe(job, exact, batches, 32)
     found["exact"] = list(asdict(probe.of(exact)).values())
     plans = {name: build_plan(name, program.graph, cluster, program.context) for name in LOSSY}
@@ -110,10 +111,12 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
         plan = build_plan(name, plain.graph, cluster, plain.context)
         guarded = BudgetedProgram(model, plan, plain.group, optimizer, plain.settings, plain.context)
         guarded.adopt(plain.graph, first)
-        for step in range(6):
-            guarded.step(batch(step, rank, dtype=torch.float64))
         assert guarded.guard is not None
-        guarded.guard.seen.reason = "forced"
+        for step in range(6):
+            if step == 5:
+                guarded.guard.seen.limit = -math.inf
+            guarded.step(batch(step, rank, dtype=torch.float64))
+        assert guarded.guard.reason
         alone, its_optimizer = copy.deepcopy((model, optimizer))
         whole = autopar.optimize(
             alone, cluster, example_inputs=first, loss_fn=F.cross_entropy, optimizer=its_optimizer, strategy="ddp"

@@ -87,7 +87,9 @@ def over(plan: autopar.Plan, steps: int) -> float:
 
 GRAPH = training_graph([(f"w{i}", (512, 512)) for i in range(8)])
 CLUSTER = cpu_hosts(4, "50 Mbit/s")
-PLANS = Plans(lambda fidelity: planned("ddp"), planned, priced, over, Prices(GRAPH, CLUSTER, CONTEXT))
+PLANS = Plans(
+    lambda fidelity: planned("ddp"), planned, lambda: planned("ddp"), priced, over, Prices(GRAPH, CLUSTER, CONTEXT)
+)
 
 
 def test_candidates_are_lossy_plans_that_are_worth_it_the_fastest_first() -> None:

@@ -144,7 +144,7 @@ class CompiledRegion(torch.nn.Module):
         """Of the operators that it computes."""
         self._run = run
         self._proof = proof
-        self._strides = [tuple(t.stride()) for t in inputs]
+        self._taken = [(t.dtype, tuple(t.stride())) for t in inputs]
         self._bases = [source(n) for n in region.outputs]
         self._own = {i for i, n in enumerate(self._bases) if n not in set(region.inputs)}
         self._shared: list[int] | None = None
@@ -152,7 +152,9 @@ class CompiledRegion(torch.nn.Module):
 
     def forward(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The region's outputs. Empties `inputs`, so that each is freed after its last use."""
-        for i, stride in enumerate(self._strides):
+        for i, (dtype, stride) in enumerate(self._taken):
+            if inputs[i].dtype is not dtype:  # some operators return another than tracing says
+                inputs[i] = inputs[i].to(dtype)
             if inputs[i].stride() != stride:
                 inputs[i] = laid_out(inputs[i], stride)
         if self._shared is None:

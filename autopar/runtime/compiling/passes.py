@@ -20,7 +20,8 @@ def functional(graph: torch.fx.Graph) -> None:
 
 def fold_cats_of_one(graph: torch.fx.Graph) -> None:
     """Reads a tensor instead of its concatenation with empty ones, as of a model's empty cache, which copies it. Only
-    where operators alone read it: a collective may write over what it is given."""
+    where operators alone read it: a collective may write over what it is given. Where the two lie otherwise in memory,
+    which views and `as_strided` see, it becomes a copy, of which inductor keeps the layout."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         values = [n.meta.get("val") for n in (node, *node.args[0])]
         if not all(isinstance(v, torch.Tensor) for v in values):
@@ -29,9 +30,14 @@ def fold_cats_of_one(graph: torch.fx.Graph) -> None:
         if len(filled) != 1 or not all(isinstance(u.target, torch._ops.OpOverload) for u in node.users):
             continue
         before, after = filled[0].meta["val"], node.meta["val"]
-        if before.shape == after.shape and before.dtype == after.dtype:
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            continue
+        if before.stride() == after.stride():
             node.replace_all_uses_with(filled[0])
             graph.erase_node(node)
+        elif after.is_contiguous():
+            node.target, node.args = aten.clone.default, (filled[0],)
+            node.kwargs = {"memory_format": torch.contiguous_format}
 
 
 def noise_of_shapes(graph: torch.fx.Graph) -> None:

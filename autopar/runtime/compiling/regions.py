@@ -28,6 +28,7 @@ _EAGER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CREATE = {"arange", "full", "zeros", "ones", "scalar_tensor", "eye"}
 _COPIES = {"clone", "_to_copy", "lift_fresh_copy", "where", "expand"}
 _CALLS = {"product", "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
+_NARROW = {torch.float16, torch.bfloat16}
 _MOST_FORMED_AGAIN = 24
 """Operators of one chain that is computed again rather than kept."""
 
@@ -212,17 +213,43 @@ class Partition:
 
 
 def _computes(node: torch.fx.Node, known: dict[torch.fx.Node, bool]) -> bool:
-    """Whether an operator can be compiled: on dense tensors of known shapes, without an effect, and not random."""
+    """Whether an operator can be compiled: on dense tensors of known shapes, without an effect, and not random. What
+    ranks do together is not, though it looks like compute: one rank may run a region twice, to prove it."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return known.get(node.args[0], False)  # type: ignore[arg-type]
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims", "autopar"):
+    if not isinstance(target, torch._ops.OpOverload) or not (target.namespace in ("aten", "prims") or _is_own(target)):
         return False
     if target._schema.is_mutable or _is_random(node) or _EAGER_TAGS & set(target.tags):
         return False
+    if _reads_from_offset(node) or _has_narrow_statistics(node):
+        return False
     return all(_is_plain(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+
+
+def _is_own(target: torch._ops.OpOverload) -> bool:
+    """Whether it is a product of matrices by another library, which is registered where that is faster."""
+    return bool(target._schema.name == "autopar::product")
+
+
+def _reads_from_offset(node: torch.fx.Node) -> bool:
+    """Whether it takes elements from a place in memory, not from where its input begins: compiled code knows no
+    other."""
+    if _name(node) not in ("as_strided", "as_strided_copy"):
+        return False
+    return (node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")) is not None
+
+
+def _has_narrow_statistics(node: torch.fx.Node) -> bool:
+    """Whether it normalizes, or is such an operator's backward pass, in 16 bits by weights in 32: on CPUs its mean and
+    deviation have 32 bits, where fake values and compiled code have 16."""
+    if not _name(node).removeprefix("_").startswith(("native_layer_norm", "native_group_norm", "native_batch_norm")):
+        return False
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.device.type == "cpu"}
+    return len(dtypes) > 1 and not _NARROW.isdisjoint(dtypes)
 
 
 def _is_plain(value: Any) -> bool:
