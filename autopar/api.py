@@ -340,7 +340,7 @@ def optimize(
     said = f"{described(optimizer, parameters)}, {clip_grad_norm=}, {unused_parameters=}, {late_parameters=}, {check=}"
     said += f", {capture=}, {compile=}, {outputs=}, {sync_batch_norm=}"
     said += f", loss scale {'none' if scaler is None else scaler.state_dict()}, passes {passes.said}"
-    said += "" if budget is None else f", budget {budget.said}"
+    said = said if budget is None else f"a budget of {budget.said}; {said}"
     check_same_call(model_fingerprint(model, loss_fn), group, said, plan)
     mode: Mode = "step" if optimizer is not None else "module"
     own_loss, compiler = loss_fn if mode == "step" else None, Compiler(proves=check != "never") if compile else None

@@ -134,7 +134,7 @@ def test_a_metric_that_fails_on_one_rank_is_named_on_all(outcomes: list[dict[str
 
 
 def test_budgets_that_differ_are_refused(outcomes: list[dict[str, Any]]) -> None:
-    assert all("disagree about the settings" in found["other steps"] for found in outcomes)
+    assert all("the settings: a budget of 0.3 of the metric" in found["other steps"] for found in outcomes)
 
 
 def test_options_that_no_lossy_plan_goes_with_leave_the_others(outcomes: list[dict[str, Any]]) -> None:
