@@ -138,6 +138,9 @@ class SearchResult:
     problem: Problem = field(repr=False)
     seeds: dict[str, Candidate] = field(repr=False)
     """The plans that a person would write, by name."""
+    baselines: dict[str, Candidate] = field(repr=False)
+    """By name: DDP as users have it today, where pins make another plan of it; else none. What plans are compared with,
+    and no candidate."""
     chosen: Candidate = field(repr=False)
     """The candidate that `plan` is made of."""
 

@@ -8,8 +8,9 @@ programming over the entries.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -32,9 +33,8 @@ WINDOW = 12
 """Samples below and above the equal time that are tried on each rank."""
 UNBOUNDED = 1 << 30
 """Samples, where a batch takes no memory that counts."""
-PLANS = ("ddp", "sharded")
-"""Plans by name. The memory that the first of them takes limits a rank's batch; where it leaves a rank no sample, that
-of the second does."""
+PLANS = ("ddp", "zero1", "sharded", "column_parallel_zero1")
+"""Plans by name. The memory that one of them takes limits each rank's batch: the first with which all samples fit."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Entry:
     start_s: float
     sample_s: float
     most: int
-    """Samples of a rank at most, for its memory; 1 where it holds none, of which the search says more."""
+    """Samples of a rank at most, for its memory; more where the samples fit with no plan of `PLANS`."""
 
     def seconds(self, samples: int) -> float:
         return self.start_s + self.sample_s * samples
@@ -64,7 +64,8 @@ def with_shares(
     constraints: Constraints = NONE,
 ) -> ClusterSpec:
     """The cluster with a batch on each device, `samples` on all ranks together; what the description says of a batch
-    stays.
+    stays. Samples that fit with no plan of `PLANS` are shared out all the same, by the devices' memory: a search knows
+    leaner plans, and says by how much none fits.
 
     Raises `SpecError` where that cannot be done: with why, and with the nearest numbers that can be shared out."""
     problem = Problem(graph, cluster, topology_of(cluster), context.on(cluster), cost_model, constraints=constraints)
@@ -87,12 +88,6 @@ def with_shares(
             "for each at least"
         )
     entries = _entries(problem, rest, ranks)
-    room = sum(e.ranks * e.most for e in entries)
-    if rest > room:
-        raise SpecError(
-            f"a global batch of {samples} does not fit the devices: about {samples - rest + room} samples do. Take "
-            "micro-batches (program.step of several), or more devices"
-        )
     shares = _shared(entries, rest)
     if shares is None:
         raise SpecError(_no_such_shares(entries, rest, samples))
@@ -101,12 +96,11 @@ def with_shares(
 
 
 def _entries(problem: Problem, rest: int, ranks: int) -> list[Entry]:
-    """The entries of the description that say no batch. A sample's seconds and bytes are the difference between two
-    sizes of the batch. For seconds, the smaller size is the mean of `rest` samples on `ranks` ranks. For bytes, it is
-    half of all these samples: with few samples, a step's fullest moment may be one without activations."""
-    few, many = max(1, rest // ranks), max(1, rest // 2)
+    """The entries of the description that say no batch. A sample's seconds are the difference between two sizes of the
+    batch, of which the smaller is the mean of `rest` samples on `ranks` ranks."""
+    few = max(1, rest // ranks)
     few_s, twice_s = (_pricer(problem, n).graph_s(frozenset()) for n in (few, 2 * few))
-    peaks, twice_peaks = _peaks(problem, many)
+    most = _limits(problem, rest)
     found, rank = [], 0
     for i, host in enumerate(problem.cluster.hosts):
         first = rank  # of its first host: the others have ranks like that one's
@@ -114,11 +108,24 @@ def _entries(problem: Problem, rest: int, ranks: int) -> list[Entry]:
             if device.batch is None:
                 sample_s = max(0.0, float(twice_s[first] - few_s[first]) / few)
                 start_s = max(0.0, float(few_s[first]) - few * sample_s)
-                most = max(1, _most(peaks[first], twice_peaks[first], many, problem.memory_limits[first]))
-                found.append(Entry(i, j, host.count * device.count, device.kind, start_s, sample_s, most))
+                found.append(Entry(i, j, host.count * device.count, device.kind, start_s, sample_s, most[first]))
             first += device.count
         rank += host.count * sum(d.count for d in host.devices)
     return found
+
+
+def _limits(problem: Problem, rest: int) -> list[int]:
+    """Samples of each rank at most: those with the first of `PLANS` that has room for `rest` on the ranks whose batch
+    the description does not say. Where none has, the most of a rank with any of them, all in proportion until there is
+    room."""
+    asked = [rank for rank, place in enumerate(problem.cluster.ranks) if place.device.batch is None]
+    best = [1] * problem.context.world_size
+    for limits in _limits_by_plan(problem, max(1, rest // 2)):
+        if min(limits[rank] for rank in asked) >= 1 and sum(limits[rank] for rank in asked) >= rest:
+            return limits
+        best = [max(pair) for pair in zip(best, limits, strict=True)]
+    lacking = max(Fraction(1), Fraction(rest, sum(best[rank] for rank in asked)))
+    return [math.ceil(lacking * limit) for limit in best]
 
 
 def _pricer(problem: Problem, batch: int) -> StepPricer:
@@ -127,21 +134,17 @@ def _pricer(problem: Problem, batch: int) -> StepPricer:
     return replace(problem, topology=topology).pricer or StepPricer(problem.graph, topology)
 
 
-def _peaks(problem: Problem, batch: int) -> list[tuple[int, ...]]:
-    """Peak bytes of each rank with as large a batch, and with twice as large a one, under the first of `PLANS` that
-    leaves all a sample."""
+def _limits_by_plan(problem: Problem, batch: int) -> Iterator[list[int]]:
+    """Samples that leave each rank within its memory with each of `PLANS`; below 1 where none do. A sample's bytes are
+    the difference between a batch, which should be large, and one twice as large: with few samples, a step's fullest
+    moment may be one without activations."""
     pricers = [_pricer(problem, n) for n in (batch, 2 * batch)]
-    found = []
     for name in PLANS:
-        try:
+        with contextlib.suppress(PlanError):
             groups = builder_named(name)(problem.graph.parameters, problem.context, problem.cluster)
             program = lower_plan(groups, problem.graph, problem.context)
-        except PlanError:
-            continue
-        found = [pricer.estimate(program).peak_memory_bytes for pricer in pricers]
-        if all(_most(a, b, batch, limit) >= 1 for a, b, limit in zip(*found, problem.memory_limits, strict=True)):
-            break
-    return found
+            peaks = (pricer.estimate(program).peak_memory_bytes for pricer in pricers)
+            yield [_most(a, b, batch, limit) for a, b, limit in zip(*peaks, problem.memory_limits, strict=True)]
 
 
 def _most(one: int, two: int, batch: int, limit: int) -> int:

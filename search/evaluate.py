@@ -50,17 +50,25 @@ class Evaluator:
 
         Raises `SpecError` where prices have changed since, judged by some of them."""
         for then, _ in recorded[:: max(1, len(recorded) // CHECKED)]:
-            now = self._price(then.name, then.groups)
-            if now is None or now.estimate.prediction() != then.estimate.prediction():
-                raise SpecError(
-                    f"the journal cannot be resumed: plan '{then.name}' has another price today than there. The batch, "
-                    "the calibration, the optimizer or autopar's version is another one, or a batch of random indices "
-                    "is drawn without a seed; leave --resume out, or begin another journal"
-                )
+            self._check(then)
         before_s = 0.0
         for candidate, elapsed_s in recorded:
             self._recorded.setdefault(executed(candidate.groups), (candidate, max(0.0, elapsed_s - before_s)))
             before_s = max(before_s, elapsed_s)
+
+    def check(self, chosen: Candidate) -> None:
+        """Prices a plan once more that was taken from the journal. Raises `SpecError` where it has another price."""
+        if executed(chosen.groups) in self._recorded:
+            self._check(chosen)
+
+    def _check(self, then: Candidate) -> None:
+        now = self._price(then.name, then.groups)
+        if now is None or _price_of(now) != _price_of(then):
+            raise SpecError(
+                f"the journal cannot be resumed: plan '{then.name}' has another price today than there. The batch, the "
+                "calibration, the optimizer or autopar's version is another one, a batch of random indices is drawn "
+                "without a seed, or the journal was changed; leave --resume out, or begin another journal"
+            )
 
     @property
     def unasked(self) -> list[Candidate]:
@@ -147,6 +155,10 @@ class Evaluator:
         left_s = self.budget.time_s - self.elapsed_s
         told += [f"{max(0.0, left_s):.0f} s left"] if left_s < MOST_SHOWN_S else []
         return f"{candidate.name} ({', '.join(told)})" if told else candidate.name
+
+
+def _price_of(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.estimate.prediction(), candidate.estimate.peak_memory_bytes, candidate.overflow_bytes
 
 
 def overflow_bytes(problem: Problem, peak_memory_bytes: tuple[int, ...], reserved: bool = True) -> int:

@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError
 from autopar.formatting import size
 from autopar.search.base import Candidate, Problem
 from autopar.search.memory_use import memory_use
-from autopar.search.nearest import larger_devices, other_inputs, other_strategies
+from autopar.search.nearest import LEANER, fewer_constraints, larger_devices, leaner, other_inputs, other_strategies
 
 
 class NoPlanFits(InfeasibleError):
@@ -36,7 +36,8 @@ class NoPlanFits(InfeasibleError):
 def no_plan_fits(problem: Problem, candidates: Sequence[Candidate]) -> str:
     """The error of a search all of whose plans exceed the devices' memory."""
     leanest = min(candidates, key=lambda c: c.order)
-    helps = [str(change) for change in other_inputs(problem, leanest.groups)]
+    helps = [str(change) for change in fewer_constraints(problem, LEANER)]
+    helps += [str(change) for change in other_inputs(problem, [leanest.groups, *leaner(problem)])]
     helps.append(larger_devices(problem, leanest.estimate.peak_memory_bytes))
     if not problem.context.has_optimizer:
         helps.append("passing the optimizer, so that its state can be spread over the ranks")
@@ -55,7 +56,8 @@ def named_does_not_fit(problems: Sequence[Problem], plan: Candidate) -> str:
     more of the activations computed again, with which it does not fit either."""
     first, last = problems[0], problems[-1]
     helps = [str(c) for c in other_strategies([first, last] if last is not first else [first], plan.name)]
-    helps += [str(change) for change in other_inputs(first, plan.groups)]
+    helps += [str(change) for change in fewer_constraints(first, [plan.name] if helps else [plan.name, *LEANER])]
+    helps += [str(change) for change in other_inputs(first, [plan.groups])]
     helps.append(larger_devices(first, plan.estimate.peak_memory_bytes))
     again = len(problems) > 1
     return (

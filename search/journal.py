@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from autopar.cost_models.base import Estimate
 from autopar.errors import AutoparWarning, SpecError
+from autopar.formatting import number_of
 from autopar.search.base import Candidate
 from autopar.spec.lines import Lines, read_lines
 from autopar.spec.plan import Prediction, SyncGroup
@@ -74,25 +75,26 @@ def known(path: str | Path, world_size: int, **header: Any) -> list[tuple[Candid
     """What searches of this header have priced, as far as the journal tells, each with the seconds for which its search
     had run by then. Nothing where there is no journal yet; lines of another number of ranks are passed over.
 
-    Raises `SpecError`, with what differs, where the journal holds other searches alone. Not where one of them differs
-    in `recompute` alone, with which one command searches several times: it was cut short before it came to this. Nor
-    where only the lessons of trials differ, which a search with trials learns as it goes: it warns that nothing can be
-    taken from the journal."""
+    Raises `SpecError` where the line that says what was searched is lost, and, with what differs, where the journal
+    holds other searches alone. Not where one of them differs in `recompute` alone, with which one command searches
+    several times: it was cut short before it came to this. Nor where only the lessons of trials differ, which a search
+    with trials learns as it goes: it warns that nothing can be taken from the journal."""
     path, wanted = Path(path), {"format": FORMAT, **header}
     if not path.is_file():
         return []
-    same: set[object] = set()
-    others: list[dict[str, Any]] = []
+    searches: dict[object, dict[str, Any]] = {}
     found: list[tuple[Candidate, float]] = []
+    lost = 0
     for record in read_lines(path):
-        if record.get("search") == wanted:
-            same.add(record.get("of"))
-        elif isinstance(record.get("search"), dict):
-            others.append(record["search"])
-        elif record.get("of") in same:
-            candidate = _candidate(record, world_size)
-            if candidate is not None:
-                found.append((candidate, float(record["elapsed_s"])))
+        number = str(record.get("of"))
+        if isinstance(record.get("search"), dict):
+            searches[number] = record["search"]
+        elif number not in searches:
+            lost += "candidate" in record
+        elif searches[number] == wanted and (candidate := _candidate(record, world_size)) is not None:
+            found.append((candidate, float(record["elapsed_s"])))
+    same = wanted in searches.values()
+    others = [search for search in searches.values() if search != wanted]
     if others and not same:
         nearest = min((_differing(other, wanted) for other in others), key=len)
         if nearest.keys() == {"lessons"}:
@@ -108,6 +110,12 @@ def known(path: str | Path, world_size: int, **header: Any) -> list[tuple[Candid
                 f"{', '.join(nearest.values())}. Leave --resume out, which adds this search to it, or begin another "
                 "journal"
             )
+    if lost and not same:
+        raise SpecError(
+            f"{path}: the journal cannot be resumed: it holds {number_of(lost, 'plan')} of a search whose first line, "
+            "which says what was searched, is lost. Leave --resume out, which adds this search to it, or begin another "
+            "journal"
+        )
     return found
 
 

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from fractions import Fraction
 
 from autopar.cost_models.analytic import StepPricer
-from autopar.cost_models.batches import graphs_for
+from autopar.cost_models.batches import graphs_for, unscaled
 from autopar.cost_models.memory import MemoryModel
 from autopar.errors import PlanError
 from autopar.formatting import size
+from autopar.ir.scaled_batch import scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import Problem
-from autopar.search.builders import builder_named
+from autopar.search.circumstances import with_batch_of
 from autopar.search.evaluate import overflow_bytes
+from autopar.search.seeds import built
 from autopar.spec.devices import DEVICES
 from autopar.spec.plan import SyncGroup
+from autopar.spec.topology import topology_of
 from autopar.strategies.lowering import lower_plan
 
-LEANER = ("zero1", "sharded_kept", "sharded")
-"""Plans by name that spread ever more over the ranks."""
+LEANER = ("zero1", "sharded_kept", "sharded", "sharded_head_zero1", "sharded_tables_zero1", "column_parallel_zero1")
+"""Plans by name that spread ever more over the ranks; then those that share out heads, tables, and linear layers."""
 GIB = 1 << 30
+
+Groups = tuple[SyncGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +50,87 @@ def other_strategies(problems: Sequence[Problem], name: str) -> Iterator[Change]
     """Plans by other names that fit. `problems`: with ever more of the activations computed again."""
     for problem in problems:
         again = "" if problem.graph.recompute == "none" else ", with activations computed again, as autopar does then"
-        for other in LEANER:
-            with contextlib.suppress(PlanError):
-                groups = builder_named(other)(problem.graph.parameters, problem.context, problem.cluster)
-                groups = problem.rules.applied(groups)
-                peaks = _peaks(problem, groups)
-                if other != name and problem.rules.admit(groups) and not overflow_bytes(problem, peaks):
-                    yield Change(f"the strategy '{other}'{again}", max(peaks))
-                    return
+        for other, peak_bytes in _fitting(problem, [n for n in LEANER if n != name]):
+            yield Change(f"the strategy '{other}'{again}", peak_bytes)
+            return
 
 
-def other_inputs(problem: Problem, groups: Sequence[SyncGroup]) -> Iterator[Change]:
-    """Smaller batches, and parameters of 16 bits, with which the groups fit. Of ranks with batches of different sizes,
-    all become as much smaller; the text says that of the fullest one."""
-    peaks, batches = _peaks(problem, groups), [graph.batch_size or 1 for graph in _graphs(problem)]
+def fewer_constraints(problem: Problem, names: Sequence[str]) -> Iterator[Change]:
+    """A pin or a forbidden strategy, or all of them where no single one helps, without which one of the plans of these
+    names fits."""
+    asked = problem.constraints
+    ways = [
+        (f"leaving out the pin '{pin}'", replace(asked, pins=tuple(p for p in asked.pins if p is not pin)))
+        for pin in asked.pins
+    ]
+    ways += [
+        (f"allowing {name}", replace(asked, forbidden=asked.forbidden - {name})) for name in sorted(asked.forbidden)
+    ]
+    if len(ways) > 1:
+        ways.append(
+            ("leaving out all pins and allowing all strategies", replace(asked, pins=(), forbidden=frozenset()))
+        )
+    for what, constraints in ways:
+        for name, peak_bytes in _fitting(replace(problem, constraints=constraints), names):
+            yield Change(f"{what}, as with the strategy '{name}'", peak_bytes)
+            return
+
+
+def _fitting(problem: Problem, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Those of the plans of these names that fit and keep to the constraints, and the peak bytes of the fullest
+    rank."""
+    for name in names:
+        with contextlib.suppress(PlanError):
+            groups = built(problem, name)
+            peaks = _peaks(problem, groups)
+            if problem.rules.admit(groups) and not overflow_bytes(problem, peaks):
+                yield name, max(peaks)
+
+
+def leaner(problem: Problem) -> list[Groups]:
+    """The plans of `LEANER` that can be used and keep to the constraints."""
+    plans = [built(problem, name) for name in LEANER]
+    return [groups for groups in plans if problem.rules.admit(groups) and _can_be_used(problem, groups)]
+
+
+def _can_be_used(problem: Problem, groups: Groups) -> bool:
+    try:
+        lower_plan(groups, problem.graph, problem.context)
+    except PlanError:
+        return False
+    return True
+
+
+def other_inputs(problem: Problem, plans: Sequence[Groups]) -> Iterator[Change]:
+    """Smaller batches, and parameters of 16 bits, with which one of the plans fits. Of ranks with batches of different
+    sizes, all become as much smaller; the text says that of the fullest one with the first plan."""
+    peaks, batches = _peaks(problem, plans[0]), [graph.batch_size or 1 for graph in _graphs(problem)]
     fullest = max(range(len(peaks)), key=lambda rank: peaks[rank] - problem.memory_limits[rank])
     whole = batches[fullest]
     where, others = "rank", ""
     if len(set(batches)) > 1:
         where, others = problem.topology.ranks[fullest].device.kind, ", and fewer in proportion on the others"
-    for batch in (whole >> i for i in range(1, whole.bit_length())):
-        peaks = _peaks(problem, groups, partial(_with_activations, part=batch / whole))
-        if not overflow_bytes(problem, peaks):
-            yield Change(f"{batch} samples on each {where} in place of {whole}{others}", max(peaks), about=True)
-            break
+    best, peak_bytes = 0, 0
+    for groups in plans:
+        smaller = [n for n in (whole >> i for i in range(1, whole.bit_length())) if n > best]
+
+        def there(batch: int, groups: Groups = groups) -> tuple[int, ...]:
+            return _peaks(_with_batches(problem, Fraction(batch, whole)), groups)
+
+        place = bisect_left(smaller, True, key=lambda batch: not overflow_bytes(problem, there(batch)))
+        if place < len(smaller):
+            best = smaller[place]
+            peak_bytes = max(there(best))
+    if best:
+        yield Change(f"{best} samples on each {where} in place of {whole}{others}", peak_bytes, about=True)
     if all(p.spec.dtype == "float32" for p in problem.graph.parameters):
-        with contextlib.suppress(PlanError):
-            peaks = _peaks(problem, groups, _in_bfloat16)
-            if not overflow_bytes(problem, peaks):
-                yield Change(
-                    "a model in bfloat16, model.to(torch.bfloat16) or --dtype bfloat16", max(peaks), about=True
-                )
+        for groups in plans:
+            with contextlib.suppress(PlanError):
+                peaks = _peaks(problem, groups, _in_bfloat16)
+                if not overflow_bytes(problem, peaks):
+                    what = "a model in bfloat16, model.to(torch.bfloat16) or --dtype bfloat16"
+                    yield Change(what, max(peaks), about=True)
+                    return
 
 
 def larger_devices(problem: Problem, peaks: Sequence[int]) -> str:
@@ -108,16 +164,32 @@ def _peaks(
     return tuple(peaks[id(g)][rank] for rank, g in enumerate(graphs))
 
 
-def _with_activations(graph: TrainingGraph, part: float) -> TrainingGraph:
+def _with_batches(problem: Problem, part: Fraction) -> Problem:
+    """The problem with this part of each rank's samples, one at least; where its graph cannot be scaled, with
+    activations of this part of their size."""
+    graph, samples = problem.graph, problem.graph.batch_size
+    if samples is not None and not problem.cluster.batches:
+        factor = Fraction(max(1, round(part * samples)), samples)
+        if why_not(graph, factor) is None:
+            return replace(problem, graph=scaled(graph, factor))
+    elif samples is not None:
+        cluster = with_batch_of(problem.cluster, lambda device, i, j: max(1, round(part * (device.batch or samples))))
+        if unscaled(graph, [place.device.batch for place in cluster.ranks]) is None:
+            there = topology_of(cluster)
+            return replace(problem, cluster=cluster, topology=there, context=problem.context.on(cluster))
+    return replace(problem, graph=_with_activations(problem.graph, part))
+
+
+def _with_activations(graph: TrainingGraph, part: Fraction) -> TrainingGraph:
     """The graph with activations of this part of their size. Among what nodes hold are gradients that are being
     computed, which are as large for any batch: as much as the largest of them takes is left as it is."""
     held = max((p.numel * 4 for p in graph.parameters), default=0)
 
-    def scaled(live: int) -> int:
-        fixed = min(live, held)
-        return fixed + math.ceil(part * (live - fixed))
+    def smaller(size: int) -> int:
+        fixed = min(size, held)
+        return fixed + math.ceil(part * (size - fixed))
 
-    nodes = tuple(replace(n, live_bytes=scaled(n.live_bytes)) for n in graph.compute)
+    nodes = tuple(replace(n, live_bytes=smaller(n.live_bytes), own_bytes=smaller(n.own_bytes)) for n in graph.compute)
     return replace(graph, compute=nodes, input_bytes=math.ceil(part * graph.input_bytes))
 
 

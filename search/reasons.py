@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from autopar.ir.branches import left_out
 from autopar.ops.spared import used_share
 from autopar.search.base import TIE, Problem
 from autopar.search.moves import Choice, Groups, Neighbourhood
-from autopar.search.runner_up import RunnersUp
+from autopar.search.runner_up import LEAST_S, RunnersUp
 from autopar.spec.plan import RunnerUp, SyncGroup
 
 
@@ -46,17 +47,29 @@ class Reasons:
 
     def of(self, groups: Groups, estimate: Estimate, seconds: float) -> Groups:
         """The groups of a plan that was priced, each with its reason and its runner-up. `seconds`: how long runners-up
-        may be looked for; those of a few large groups are found in any case."""
+        may be looked for; those of a few large groups may be for `LEAST_S` more."""
+        latest = time.monotonic() + seconds + LEAST_S
         found = self._runners_up.of(groups, estimate, seconds)
         return tuple(
-            g.model_copy(update={"reason": self._reason(i, g, found, estimate), "runner_up": found.get(i)})
+            g.model_copy(update={"reason": self._reason(i, g, found, estimate, latest), "runner_up": found.get(i)})
             for i, g in enumerate(groups)
         )
 
-    def _reason(self, index: int, group: SyncGroup, found: Mapping[int, RunnerUp | None], estimate: Estimate) -> str:
+    def _reason(
+        self,
+        index: int,
+        group: SyncGroup,
+        found: Mapping[int, RunnerUp | None],
+        estimate: Estimate,
+        latest: float,
+    ) -> str:
         head = f"{number_of(len(group.members), 'tensor')}, {size(self._near.bytes_of(group))}"
-        if pins := list(dict.fromkeys(str(pin) for m in group.members if (pin := self.problem.rules.pins.get(m.name)))):
-            return f"{head}: pinned by {', '.join(pins)}"
+        pins = [str(pin) for m in group.members if (pin := self.problem.rules.pins.get(m.name))]
+        by = ", ".join(dict.fromkeys(pins))
+        if len(pins) == len(group.members):
+            return f"{head}: pinned by {by}"
+        if pins:
+            head = f"{head}, {len(pins)} of {len(group.members)} pinned by {by}"
         if self.problem.context.world_size == 1:
             return f"{head}: with one rank there is nothing to synchronize"
         mine = self._cost(group)
@@ -65,7 +78,7 @@ class Reasons:
         text = f"{head}{used}: alone, {mine}"
         other = found.get(index)
         if other is None:
-            return text + self._without_runner_up(group, priced=index in found)
+            return text + self._without_runner_up(group, index in found, bool(pins), latest)
         choice = Choice(other.strategy, other.options)
         alone = self._cost(choice.of(group))
         said = f" (alone, {alone})" if alone is not None else ""
@@ -73,8 +86,13 @@ class Reasons:
         shared = f", as priced for group {other.priced_group} of {alike} that are alike" if alike > 1 else ""
         return f"{text}; {_in_the_step(choice, other, estimate.step_time_s)}{said}{shared}"
 
-    def _without_runner_up(self, group: SyncGroup, priced: bool) -> str:
-        choices = self._runners_up.choices(group)
+    def _without_runner_up(self, group: SyncGroup, priced: bool, pinned: bool, latest: float) -> str:
+        if pinned:
+            return "; the pin leaves the group no other strategy"
+        try:
+            choices = self._runners_up.choices(group, float("inf") if priced else latest)
+        except TimeoutError:
+            return "; what other strategies would take was not priced"
         if not choices:
             return "; no other strategy can be used here"
         if priced:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, CostModel
-from autopar.cost_models.steps import mean_step_s, predict_steps
+from autopar.cost_models import AnalyticCostModel, CostModel
+from autopar.cost_models.steps import mean_step_s
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import size
 from autopar.ir.garbage import among_new_alone
@@ -22,9 +22,11 @@ from autopar.search.infeasible import NoPlanFits, named_does_not_fit
 from autopar.search.journal import Journal, known
 from autopar.search.memory_use import memory_use
 from autopar.search.moves import Choice, Neighbourhood
+from autopar.search.priced_apart import baselines, beside, candidate_of
 from autopar.search.reasons import Reasons
+from autopar.search.recorded import constraints_of, lessons_of, recorded_pins
 from autopar.search.searchers import DEFAULT, Searcher, searcher_named
-from autopar.search.seeds import built, is_hopeless, seeds_of
+from autopar.search.seeds import built, is_hopeless, named, seeds_of
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import FIDELITIES, Alternative, Fidelity, Plan, SyncGroup
 from autopar.spec.summary import BASELINE
@@ -102,6 +104,9 @@ def search_result(
     """Searches as `search` does; returns all plans that were priced, too. `starts`: other plans to begin with, which
     are priced anew."""
     problem = _problem(graph, cluster, context, fidelity, cost_model, constraints)
+    apart = baselines(problem)
+    if progress is not None and apart:
+        progress = beside(progress, apart[BASELINE])
     whole, searcher = budget or Budget(), searcher or searcher_named(DEFAULT)
     kept_s = min(EXPLAINED_SHARE * whole.time_s, EXPLAINED_MOST_S)
     with contextlib.ExitStack() as stack:
@@ -122,21 +127,23 @@ def search_result(
     fitting = [c for c in candidates if c.feasible]
     if not fitting:
         leanest = min(candidates, key=lambda c: c.order)
+        evaluate.check(leanest)
         if overflow_bytes(problem, leanest.estimate.peak_memory_bytes, reserved=False):
             raise NoPlanFits(problem, candidates)
-        plan = _plan(problem, leanest, seeds, left_out)
-        return SearchResult(plan, candidates, problem, seeds, leanest)
+        plan = _plan(problem, leanest, seeds | apart, left_out)
+        return SearchResult(plan, candidates, problem, seeds, apart, leanest)
     seed_times = [c.step_time_s for c in seeds.values() if c.feasible]
     best = choose(fitting, min(seed_times, default=float("inf")))
-    plan = _plan(problem, best, seeds, left_out, kept_s)
-    return SearchResult(plan, candidates, problem, seeds, best)
+    evaluate.check(best)
+    plan = _plan(problem, best, seeds | apart, left_out, kept_s)
+    return SearchResult(plan, candidates, problem, seeds, apart, best)
 
 
 def plan_of(found: SearchResult, candidate: Candidate) -> Plan:
     """The plan of another candidate of a search, with its reasons."""
-    return (
-        found.plan if candidate is found.chosen else _plan(found.problem, candidate, found.seeds, found.plan.left_out)
-    )
+    if candidate is found.chosen:
+        return found.plan
+    return _plan(found.problem, candidate, found.seeds | found.baselines, found.plan.left_out)
 
 
 def search_again(
@@ -176,15 +183,16 @@ def build_plan(
     constraints: Constraints = NONE,
 ) -> Plan:
     """The plan of one builder, by name (`ddp`, `PS`, `Parallax`, `zero1+bf16`), priced but not improved.
-    It may not fit the devices: `plan.memory.over_bytes` says by how much. Pinned parameters go by their pins.
+    It may not fit the devices: `plan.memory.over_bytes` says by how much. Pinned parameters go by their pins; the plan
+    is then called `ddp (pinned)`.
 
     Raises `PlanError` with the nearest name for an unknown one, with the reason where the builder's strategy cannot
-    be used, where it is forbidden, and where `fidelity` is given and does not allow the plan.
+    be used, and where `fidelity` is given and does not allow the plan; `InfeasibleError` where it is forbidden.
     """
     problem = _problem(graph, cluster, context, fidelity or FIDELITIES[-1], cost_model, constraints)
-    groups = built(problem, name)
+    said, groups = named(problem, name)
     if forbidden := problem.rules.forbidden_in(groups):
-        raise PlanError(
+        raise InfeasibleError(
             f"plan '{name}' uses {', '.join(forbidden)}, which is forbidden: allow it, or take another strategy"
         )
     used = fidelity_of(groups, problem.context)
@@ -194,7 +202,7 @@ def build_plan(
             f"{used}"
         )
     problem = replace(problem, fidelity=used)
-    return _plan(problem, _candidate(problem, name, groups), {})
+    return _plan(problem, candidate_of(problem, said, groups), {})
 
 
 def price(
@@ -207,19 +215,23 @@ def price(
     constraints: Constraints = NONE,
 ) -> Plan:
     """A plan as it is, edited by hand say, with the prediction, the label and the reasons that its groups have, beside
-    what DDP would take; on a cluster of as many ranks. Pins and forbidden strategies change nothing.
+    what DDP would take; on a cluster of as many ranks. Pins and forbidden strategies change nothing; those that the
+    plan records, it keeps as long as it goes by them.
 
     Raises `PlanMismatchError` where it was made for another model or number of ranks, and `PlanError` where a strategy
     cannot be used as it says.
     """
     plan.check_model(graph.model)
     plan.check_world_size(context.world_size)
-    kept = replace(constraints, pins=(), forbidden=frozenset())
+    before = constraints_of(plan)
+    kept = replace(constraints, pins=before.pins, forbidden=before.forbidden)
     problem = _problem(graph, cluster, context, "exact", cost_model, kept)
     problem = replace(problem, fidelity=fidelity_of(plan.groups, problem.context))
+    if not replace(problem, fidelity=FIDELITIES[-1]).rules.admit(plan.groups):
+        problem = replace(problem, constraints=replace(kept, pins=(), forbidden=frozenset()))
     name = plan.name if plan.priced == plan.basis else plan.name.removesuffix(EDITED) + EDITED
     ddp = builder_named(BASELINE)(graph.parameters, problem.context, cluster)
-    return _plan(problem, _candidate(problem, name, plan.groups), {BASELINE: _candidate(problem, BASELINE, ddp)})
+    return _plan(problem, candidate_of(problem, name, plan.groups), {BASELINE: candidate_of(problem, BASELINE, ddp)})
 
 
 def training_step_s(
@@ -254,7 +266,7 @@ class Prices:
         """Predicted seconds; infinite where a strategy cannot synchronize such groups, or a device has too little
         memory."""
         try:
-            found = _candidate(self._problem, "", groups)
+            found = candidate_of(self._problem, "", groups)
         except PlanError:
             return float("inf")
         over = overflow_bytes(self._problem, found.estimate.peak_memory_bytes, reserved=False)
@@ -285,12 +297,7 @@ def infeasible(
     """Says why the plan of one builder, by name, does not fit, and with which change it would. `graphs`: the model's,
     then with ever more of the activations computed again, with which it does not fit either."""
     problems = [_problem(g, cluster, context, FIDELITIES[-1], cost_model, constraints) for g in graphs]
-    return InfeasibleError(named_does_not_fit(problems, _candidate(problems[0], name, built(problems[0], name))))
-
-
-def _candidate(problem: Problem, name: str, groups: tuple[SyncGroup, ...]) -> Candidate:
-    estimate = predict_steps(problem.cost_model, groups, problem.graph, problem.context, problem.topology)
-    return Candidate(name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
+    return InfeasibleError(named_does_not_fit(problems, candidate_of(problems[0], name, built(problems[0], name))))
 
 
 def _problem(
@@ -314,8 +321,7 @@ def _problem(
 
 def _header(problem: Problem, searcher: Searcher, budget: Budget, seed: int) -> dict[str, object]:
     """What tells a search from others in a journal. Prices are compared apart, by some of its plans."""
-    model = problem.cost_model
-    taught = model.lessons_ if isinstance(model, CorrectedCostModel) else ()
+    taught = lessons_of(problem.cost_model)
     return {
         "model": problem.graph.model.digest,
         "cluster": problem.cluster.fingerprint.digest,
@@ -359,12 +365,17 @@ def _plan(
             if problem.context.world_size > 1
         ),
         left_out=left_out,
+        pins=recorded_pins(problem.constraints),
+        forbidden=tuple(sorted(problem.constraints.forbidden)),
+        lessons=len(lessons_of(problem.cost_model)),
     )
     return made.model_copy(update={"priced": made.basis})
 
 
 def _note(problem: Problem, candidate: Candidate) -> str:
-    """Says of a plan that is not chosen whether it fits."""
+    """Says of a plan that is not chosen why it could not be; empty where it could."""
+    if not problem.rules.admit(candidate.groups):
+        return "priced for comparison alone: it does not keep to what was pinned or forbidden"
     over = overflow_bytes(problem, candidate.estimate.peak_memory_bytes, reserved=False)
     if over:
         return f"does not fit: {size(over)} more than the device has"

@@ -23,9 +23,9 @@ from autopar.spec.plan import ParameterSlice, RunnerUp, SyncGroup
 
 MAX_OPTIONS = 8
 """Options of one strategy that are compared at most; where there are more, they are owners, which are nearly equal."""
-LEAST_KINDS, LEAST_CHOICES = 3, 1
-"""Kinds of groups, the largest, and strategies of each, those that are cheapest alone, that are priced however little
-time there is."""
+LEAST_KINDS, LEAST_CHOICES, LEAST_S = 3, 1, 1.0
+"""Kinds of groups, the largest, and strategies of each, those that are cheapest alone, that are priced beyond the time
+that there is, and for how many seconds at most."""
 
 AloneSeconds = Callable[[SyncGroup], float | None]
 """From a group to the seconds that it takes by itself; `None` where its strategy cannot be used on it."""
@@ -55,27 +55,30 @@ class RunnersUp:
 
     def of(self, groups: Groups, estimate: Estimate, seconds: float) -> dict[int, RunnerUp | None]:
         """The runners-up of a plan that was priced, by the index of the group; `None` where no other strategy can be
-        used, or fits. Once `seconds` are over, only the least is priced: the other groups are left out."""
+        used, or fits. Once `seconds` are over, only the least is priced, for `LEAST_S`: the other groups are left
+        out."""
         found: dict[int, RunnerUp | None] = {}
         if self.problem.context.world_size == 1:
             return found
         ends = time.monotonic() + seconds
         for place, kind in enumerate(self._kinds(groups)):
             least = LEAST_CHOICES if place < LEAST_KINDS else 0
-            if not least and time.monotonic() >= ends:
+            try:
+                best = self._best(groups, kind.priced, estimate, least, ends)
+            except TimeoutError:
                 break
-            best = self._best(groups, kind.priced, estimate, least, ends)
             for index in kind.indices:
                 found[index] = best
         return found
 
     def _best(self, groups: Groups, index: int, estimate: Estimate, least: int, ends: float) -> RunnerUp | None:
         """The fastest of the plans in which the group of this index has another strategy. The first `least` of the
-        choices are priced in any case."""
+        choices are priced for `LEAST_S` beyond the end. Raises `TimeoutError` where there is no time for any."""
         best: RunnerUp | None = None
         overflow = overflow_bytes(self.problem, estimate.peak_memory_bytes)
-        for number, choice in enumerate(self.choices(groups[index])):
-            if number >= least and time.monotonic() >= ends:
+        latest = ends + LEAST_S if least else ends
+        for number, choice in enumerate(self.choices(groups[index], latest)):
+            if number >= max(1, least) and time.monotonic() >= ends:
                 break
             other = self.priced(switched(groups, index, choice))
             if other is None or overflow_bytes(self.problem, other.peak_memory_bytes) > overflow:
@@ -98,15 +101,19 @@ class RunnersUp:
         except PlanError:
             return None
 
-    def choices(self, group: SyncGroup) -> list[Choice]:
+    def choices(self, group: SyncGroup, latest: float) -> list[Choice]:
         """Every other strategy that the group can use, with the options that are the cheapest alone; of strategies, the
-        cheapest first."""
+        cheapest first. Raises `TimeoutError` where they are not all priced by `latest`, by the monotonic clock."""
         found: list[tuple[float, Choice]] = []
         for strategy, offered in self.near.choices.items():
             if strategy == group.strategy or not self.near.possible(offered[0], group):
                 continue
-            costs = [(self.alone_s(switched((group,), 0, choice)[0]), choice) for choice in offered[:MAX_OPTIONS]]
-            usable = [(seconds, choice) for seconds, choice in costs if seconds is not None]
+            usable: list[tuple[float, Choice]] = []
+            for choice in offered[:MAX_OPTIONS]:
+                if time.monotonic() >= latest:
+                    raise TimeoutError
+                seconds = self.alone_s(switched((group,), 0, choice)[0])
+                usable += [(seconds, choice)] if seconds is not None else []
             if usable:
                 found.append(min(usable, key=lambda c: c[0]))
         return [choice for _, choice in sorted(found, key=lambda c: c[0])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.search.base import SEARCHED, Candidate, Problem
 from autopar.search.builders import MANY_GROUPS, builder_named, names
 from autopar.search.builders.common import issue_order
@@ -9,6 +11,7 @@ from autopar.search.evaluate import Evaluator
 from autopar.search.moves import choices
 from autopar.spec.plan import SyncGroup
 from autopar.spec.summary import BASELINE
+from autopar.strategies import strategy_named
 
 ALWAYS = (BASELINE, "sharded")
 """Seeds that are priced in any case: what plans are compared with, and what takes the least memory."""
@@ -18,6 +21,10 @@ begin in the first half of both."""
 LEAN = ("sharded", "PartitionedPS", "zero1")
 """Seeds that take less memory with a group for each parameter, as less is gathered, or packed, at a time. Where nothing
 fits, they are tried in turn, until one spreads parameters over the ranks, or fits."""
+SHARED_OUT = "column_parallel"
+"""The builder that shares out tables, heads and linear layers."""
+PINNED = " (pinned)"
+"""Ends the name of a builder's plan that pins have changed, so that it never passes for the plan of that name."""
 HOPELESS = 0.2
 """Nothing is searched where the leanest plan, `LEAN` included, needs more memory on a rank than its device has by more
 than this part of it."""
@@ -45,9 +52,10 @@ def seeds_of(evaluate: Evaluator) -> tuple[dict[str, Candidate], list[Candidate]
         if name not in ALWAYS and (used_up or evaluate.budget.stop.is_set() or is_hopeless(evaluate)):
             left_out = found[place:]
             break
-        candidate = evaluate(name, built(problem, name))
-        if candidate is not None and (candidate.name == name or "+" not in name):  # a suffix that changes nothing
-            seeds[name] = candidate
+        said, groups = named(problem, name)
+        candidate = evaluate(said, groups)
+        if candidate is not None and (candidate.name == said or "+" not in name):  # a suffix that changes nothing
+            seeds[said] = candidate
     if not seeds:  # each of them uses a strategy that is forbidden
         offered = {strategy: found[0].options for strategy, found in choices(problem).items()}
         candidate = evaluate(SEARCHED, problem.rules.allowed(offered))
@@ -56,16 +64,42 @@ def seeds_of(evaluate: Evaluator) -> tuple[dict[str, Candidate], list[Candidate]
 
 
 def _lean(evaluate: Evaluator) -> list[Candidate]:
-    """Plans of `LEAN`, where nothing fits that is priced so far."""
+    """Plans of `LEAN`, where nothing fits that is priced so far; then, where nothing fits still, the same with tables,
+    heads and linear layers shared out over the ranks, of which none has to gather them."""
+    found = _spreading(evaluate, ())
+    shared = () if _fits(evaluate) else _shared_out(evaluate.problem)
+    return found + _spreading(evaluate, shared) if shared else found
+
+
+def _spreading(evaluate: Evaluator, shared: tuple[SyncGroup, ...]) -> list[Candidate]:
+    """Plans of `LEAN` for the parameters that are in none of the `shared` groups, beside these."""
     found: list[Candidate] = []
+    names = {m.name for g in shared for m in g.members}
     for name in LEAN:
-        fits = evaluate.best is not None and evaluate.best.feasible
-        if fits or evaluate.budget.stop.is_set() or any(c.spreads for c in found):
+        if _fits(evaluate) or evaluate.budget.stop.is_set():
             break
-        groups = (g.model_copy(update={"members": (m,)}) for g in built(evaluate.problem, name) for m in g.members)
-        candidate = evaluate(SEARCHED, issue_order(groups, evaluate.problem.graph.parameters))
+        members = ((g, m) for g in built(evaluate.problem, name) for m in g.members if m.name not in names)
+        rest = [g.model_copy(update={"members": (m,)}) for g, m in members]
+        candidate = evaluate(SEARCHED, issue_order((*shared, *rest), evaluate.problem.graph.parameters))
         found += [candidate] if candidate is not None else []
+        if candidate is not None and (not rest or _spread(rest)):
+            break
     return found
+
+
+def _fits(evaluate: Evaluator) -> bool:
+    """Whether a plan that was priced fits."""
+    return evaluate.best is not None and evaluate.best.feasible
+
+
+def _shared_out(problem: Problem) -> tuple[SyncGroup, ...]:
+    """The groups of tables, heads and linear layers that ranks share out, as far as the constraints allow it."""
+    return tuple(g for g in built(problem, SHARED_OUT) if _spread([g]) and problem.rules.admit((g,)))
+
+
+def _spread(groups: Sequence[SyncGroup]) -> bool:
+    """Whether any of the groups spreads parameters over the ranks between steps."""
+    return any(strategy_named(group.strategy).spreads for group in groups)
 
 
 def is_hopeless(evaluate: Evaluator) -> bool:
@@ -79,4 +113,11 @@ def is_hopeless(evaluate: Evaluator) -> bool:
 
 def built(problem: Problem, name: str) -> tuple[SyncGroup, ...]:
     """The groups of one builder, those of pinned parameters as their pins have it."""
-    return problem.rules.applied(builder_named(name)(problem.graph.parameters, problem.context, problem.cluster))
+    return named(problem, name)[1]
+
+
+def named(problem: Problem, name: str) -> tuple[str, tuple[SyncGroup, ...]]:
+    """The groups as `built` has them, and what their plan is called."""
+    plain = builder_named(name)(problem.graph.parameters, problem.context, problem.cluster)
+    groups = problem.rules.applied(plain)
+    return (name if groups == plain else name + PINNED), groups

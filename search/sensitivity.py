@@ -11,28 +11,30 @@ each circumstance the plan is priced as it is, beside the plans that a search fi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost_models import AnalyticCostModel, CostModel
 from autopar.cost_models.carried import carried_model
-from autopar.cost_models.steps import predict_steps
 from autopar.errors import InfeasibleError, PlanError
 from autopar.formatting import duration, size
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search.base import SEARCHED, TIE, Budget, Candidate, Problem, executed
 from autopar.search.builders import builder_named
 from autopar.search.circumstances import AS_IT_IS, Circumstance, LeftOut, circumstances
-from autopar.search.constraints import NONE, Constraints
-from autopar.search.evaluate import overflow_bytes
+from autopar.search.constraints import Constraints
+from autopar.search.priced_apart import candidate_of
+from autopar.search.recorded import constraints_of, lessons_of
 from autopar.search.run import search_result
 from autopar.spec.cluster import ClusterSpec
-from autopar.spec.plan import Plan, SyncGroup
+from autopar.spec.plan import OptionValue, Plan, SyncGroup
 from autopar.spec.topology import topology_of
 from autopar.strategies import Context
 
 BUDGET = Budget(time_s=3.0, evaluations=60)
 """What the search in each circumstance may spend."""
+UNTAUGHT = "not decided: trials had a part in the plan, and these prices know nothing of them"
+"""The verdict on a circumstance where a price would have to say which plan is the fastest, and cannot."""
 CARRIED = "collectives are taken to be as many times slower than the cluster's figures say as was measured"
 """What a price rests on where the calibration is of another cluster."""
 
@@ -60,6 +62,8 @@ class Outcome:
     written_step_time_s: float | None = None
     assumption: str = ""
     """What the circumstance's prices rest on, besides the cost model."""
+    is_untaught: bool = False
+    """Whether trials had a part in the plan, and what they taught is not in the prices."""
 
     @property
     def usable(self) -> bool:
@@ -77,7 +81,7 @@ class Outcome:
         """Whether another plan would be chosen: one that is faster by more than a tie, or the only one that fits."""
         if self.left_out or not self.best:
             return False
-        return not self.usable or (self.lead is not None and self.lead < -TIE)
+        return not self.usable or (not self.is_untaught and self.lead is not None and self.lead < -TIE)
 
     @property
     def verdict(self) -> str:
@@ -92,6 +96,8 @@ class Outcome:
             return f"{lacking}; {other} fits" if self.best else f"{lacking}, and no other plan fits"
         if self.lead is None:
             return "holds: no other plan fits"
+        if self.is_untaught:
+            return UNTAUGHT
         if self.changes:
             head = "is not the best here" if self.name == AS_IT_IS else "changes"
             return f"{head}: {other} would take {_percent(-self.lead)} less time"
@@ -128,6 +134,11 @@ class Sensitivity:
     """What the plan would take in each circumstance; the first is the one in which nothing is changed."""
 
     @property
+    def is_untaught(self) -> bool:
+        """Whether trials had a part in the plan, and what they taught is not in the prices."""
+        return any(outcome.is_untaught for outcome in self.outcomes)
+
+    @property
     def changing(self) -> tuple[Outcome, ...]:
         """The outcomes in which another plan would be chosen."""
         return tuple(outcome for outcome in self.outcomes if outcome.changes)
@@ -148,8 +159,9 @@ def sensitivity(
     graph: of the model that the plan is for, as captured.
     context: what strategies may depend on; its number of ranks is that of the plan's cluster.
     cost_model: the one that priced the plan; the analytic one, for AdamW, where none is given. What it was measured on
-        the plan's cluster is carried over (`autopar.cost_models.carried`).
-    budget: for the search in each circumstance, of plans of the same fidelity.
+        the plan's cluster is carried over (`autopar.cost_models.carried`). Where trials had a part in the plan, it has
+        to have learned from them, or nothing is said of which plan is the best.
+    budget: for the search in each circumstance, of plans of the same fidelity, with the plan's own constraints.
     progress: is told which circumstance comes next.
 
     Raises `PlanMismatchError` where the plan is of another model or number of ranks.
@@ -184,8 +196,12 @@ def _outcome(
         context.on(there),
         model if place.name == AS_IT_IS else carried_model(model, cluster, there, float(place.batch)),
         plan.fidelity,
-        kept_free(plan),
+        _constraints(plan, n),
     )
+    try:
+        problem.rules.admit(())
+    except PlanError as e:
+        return Outcome(place.name, "", left_out=str(e))
     own = _own(plan, cluster, problem)
     others: Sequence[Candidate] = ()
     with contextlib.suppress(InfeasibleError):
@@ -212,13 +228,15 @@ def _outcome(
         written=written.name if written else "",
         written_step_time_s=float(written.step_time_s) if written else None,
         assumption="; ".join(a for a in (place.assumption, CARRIED if carried else "") if a),
+        is_untaught=plan.is_taught and not lessons_of(model),
     )
 
 
-def kept_free(plan: Plan) -> Constraints:
-    """That as much memory is kept free as was when the plan was made."""
-    use = plan.memory
-    return NONE if use is None else Constraints(memory_reserve=use.reserve_bytes / use.device_bytes)
+def _constraints(plan: Plan, world_size: int) -> Constraints:
+    """What was asked for when the plan was made, on another number of ranks."""
+    asked = constraints_of(plan)
+    pins = tuple(replace(pin, options=_options_on(pin.options, world_size)) for pin in asked.pins)
+    return replace(asked, pins=pins)
 
 
 def _fastest(others: Sequence[Candidate], own: Candidate | None) -> tuple[Candidate | None, Candidate | None]:
@@ -237,10 +255,9 @@ def _own(plan: Plan, cluster: ClusterSpec, problem: Problem) -> Candidate | None
     try:
         if n != plan.cluster.world_size:
             groups = _built(plan, cluster, problem) or tuple(_on(g, n) for g in groups)
-        estimate = predict_steps(problem.cost_model, groups, problem.graph, problem.context, problem.topology)
+        return candidate_of(problem, plan.name, groups)
     except PlanError:
         return None
-    return Candidate(plan.name, groups, estimate, overflow_bytes(problem, estimate.peak_memory_bytes))
 
 
 def _built(plan: Plan, cluster: ClusterSpec, problem: Problem) -> tuple[SyncGroup, ...]:
@@ -256,11 +273,16 @@ def _built(plan: Plan, cluster: ClusterSpec, problem: Problem) -> tuple[SyncGrou
 
 
 def _on(group: SyncGroup, world_size: int) -> SyncGroup:
-    """The group on another number of ranks: owners that are not there are others, and shares are even."""
-    options = {k: v for k, v in group.options.items() if k != "shares"}
-    if "owner" in options:
-        options["owner"] = int(options["owner"]) % world_size  # type: ignore[arg-type]
-    return group.model_copy(update={"options": options})
+    """The group on another number of ranks."""
+    return group.model_copy(update={"options": _options_on(group.options, world_size)})
+
+
+def _options_on(options: Mapping[str, OptionValue], world_size: int) -> dict[str, OptionValue]:
+    """Options on another number of ranks: owners that are not there are others, and shares are even."""
+    found = {k: v for k, v in options.items() if k != "shares"}
+    if "owner" in found:
+        found["owner"] = int(found["owner"]) % world_size  # type: ignore[arg-type]
+    return found
 
 
 def is_calibrated(model: CostModel) -> bool:

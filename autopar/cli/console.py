@@ -161,6 +161,16 @@ def calibration_option(function: F) -> F:
     )
 
 
+def trials_option(function: F) -> F:
+    """Adds `--trials FILE`, passed on as `trials`."""
+    return click.option(
+        "--trials",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Learn from trials that `autopar search --trials` has run on this cluster.",
+    )(function)
+
+
 def what_if_option(function: F) -> F:
     """Adds `--what-if`, passed on as `what_if`."""
     return click.option(
@@ -177,16 +187,35 @@ def _verbosity() -> int:
 
 def writable(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
     """A callback for options that name a file to be written."""
-    if value is None:
-        return None
-    path = Path(value)
-    if path.is_dir():
-        raise click.BadParameter(f"'{value}' is a folder; give a file in it", ctx, param)
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"the folder '{path.parent}' does not exist", ctx, param)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"'{value}' cannot be written to", ctx, param)
+    return None if value is None else writable_path(Path(value), ctx, param)
+
+
+def writable_path(path: Path, ctx: click.Context, param: click.Parameter | None = None) -> Path:
+    """The path of a file that can be written, as far as that is known before the work. Raises `BadParameter`."""
+    from autopar.spec.files import check_writable
+
+    try:
+        if path.is_dir():
+            raise click.BadParameter(f"'{path}' is a folder; give a file in it", ctx, param)
+        if not path.parent.is_dir():
+            raise click.BadParameter(f"the folder '{path.parent}' does not exist", ctx, param)
+        check_writable(path)
+    except (OSError, ValueError) as e:  # of the path: a zero byte, say
+        why = e.strerror if isinstance(e, OSError) else e
+        raise click.BadParameter(f"'{path}' cannot be written to ({why}): give another file", ctx, param) from e
     return path
+
+
+def check_apart(read: dict[str, str | Path | None], written: dict[str, Path | None]) -> None:
+    """Raises `UsageError` where a file would be written over one that is read, or over another one that is written.
+    Both by what names the files on the command line; devices, as `/dev/null`, are not looked at."""
+    told: dict[Path, str] = {Path(path).resolve(): name for name, path in read.items() if path is not None}
+    for name, path in written.items():
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        before = told.setdefault(path.resolve(), name)
+        if before != name:
+            raise click.UsageError(f"{name} '{path}' is the file of {before} as well: write it to another one")
 
 
 def _set_quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:

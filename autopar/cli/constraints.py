@@ -56,12 +56,22 @@ def part(context: click.Context, parameter: click.Parameter, value: str) -> floa
 def _pins(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for value in values:
-        # Names of parameters hold no `=`; options of a strategy do.
-        pattern, equals, strategy = value.partition("=")
-        if not equals or not pattern.strip() or not strategy.strip():
+        at = _equals(value)
+        pattern, strategy = value[:at].strip(), value[at + 1 :].strip()
+        if at < 0 or not pattern or not strategy:
             raise click.BadParameter(
                 f"'{value}': expected PATTERN=STRATEGY, as 'embed.*=sparse_rows'", context, parameter
             )
-        found.pop(pattern.strip(), None)
-        found[pattern.strip()] = strategy.strip()
+        found.pop(pattern, None)
+        found[pattern] = strategy
     return found
+
+
+def _equals(value: str) -> int:
+    """The place of the last `=` outside of parentheses, -1 where there is none: names of parameters may hold one, and
+    so do options of a strategy."""
+    at, depth = -1, 0
+    for place, letter in enumerate(value):
+        depth += (letter == "(") - (letter == ")")
+        at = place if letter == "=" and depth <= 0 else at
+    return at

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 from autopar.cli.console import progress
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from autopar.cli.model_argument import ModelArgument
+    from autopar.cost_models import CostModel
     from autopar.cost_models.base import Estimate
     from autopar.ir.capture import Mode
     from autopar.ir.training_graph import TrainingGraph
@@ -36,22 +39,40 @@ class Fitted:
         training = _training(made, optimizer)
         return cls(plan, training, *_fitting(plan, training))
 
-    def estimate(self, calibration: Calibration | None = None) -> Estimate:
-        """What the cost model says of the plan, with its timeline. Raises `SpecError` where the calibration is of
-        another cluster."""
+    def estimate(self, calibration: Calibration | None = None, trials: Path | None = None) -> Estimate:
+        """What the cost model says of the plan, with its timeline. Raises `SpecError` where the calibration, or a
+        trial, is of another cluster."""
         from autopar.cost_models.steps import predict_steps
         from autopar.spec.topology import topology_of
 
-        cluster = self.plan.cluster.cluster
-        model = self.training.cost_model(cluster, calibration, self.graph)
-        return predict_steps(model, self.plan.groups, self.graph, self.context, topology_of(cluster), timeline=True)
+        model, topology = self._cost_model(calibration, trials), topology_of(self.plan.cluster.cluster)
+        return predict_steps(model, self.plan.groups, self.graph, self.context, topology, timeline=True)
 
-    def what_if(self, calibration: Calibration | None = None, told: Callable[[str], None] | None = None) -> Sensitivity:
-        """The plan under changed circumstances. Raises `SpecError` where the calibration is of another cluster."""
+    def what_if(
+        self,
+        calibration: Calibration | None = None,
+        trials: Path | None = None,
+        told: Callable[[str], None] | None = None,
+    ) -> Sensitivity:
+        """The plan under changed circumstances. Raises `SpecError` where the calibration, or a trial, is of another
+        cluster."""
         from autopar.search.sensitivity import sensitivity
 
-        model = self.training.cost_model(self.plan.cluster.cluster, calibration, self.graph)
+        model = self._cost_model(calibration, trials)
         return sensitivity(self.plan, self.graph, self.context, cost_model=model, progress=told)
+
+    def _cost_model(self, calibration: Calibration | None, trials: Path | None) -> CostModel:
+        """`trials`: a file of trials to learn from."""
+        from autopar.cost_models.corrected import shipped
+        from autopar.cost_models.trial_log import lessons
+
+        cluster = self.plan.cluster.cluster
+        if trials is None:
+            return self.training.cost_model(cluster, calibration, self.graph)
+        of, features = cluster.fingerprint, shipped().features
+        return self.training.cost_model(
+            cluster, calibration, self.graph, trials=lambda basis: lessons(trials, of, basis, features)
+        )
 
 
 def priced(circumstance: str) -> None:

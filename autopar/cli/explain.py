@@ -16,12 +16,15 @@ from autopar.cli.console import (
     result_json,
     result_table,
     standard_options,
+    trials_option,
     what_if_option,
 )
 from autopar.cli.model_argument import OPTIMIZERS, with_model
 from autopar.cli.precision import autocast_option, dtype_option
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from autopar.spec.plan import Fidelity, Plan
 
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 @dtype_option
 @autocast_option
 @calibration_option
+@trials_option
 @json_option
 @standard_options
 def command(
@@ -49,6 +53,7 @@ def command(
     dtype: str | None,
     autocast: str | None,
     calibration: str | None,
+    trials: Path | None,
     as_json: bool,
 ) -> None:
     """Say in words what the plan in file PLAN does, at what predicted cost, and why."""
@@ -60,6 +65,8 @@ def command(
         )
     if calibration is not None and not what_if:
         raise click.UsageError("--calibration is for --what-if: the plan's own prediction is what it records")
+    if trials is not None and not what_if:
+        raise click.UsageError("--trials is for --what-if: the plan's own prediction is what it records")
     from autopar.report.difference import diff
     from autopar.report.parameter import explain_parameter, find_parameter
     from autopar.spec.plan import Plan
@@ -79,7 +86,7 @@ def command(
         else:
             result(text)
     elif model is not None and what_if:
-        _what_if(loaded, model, optimizer, (dtype, autocast), calibration, as_json)
+        _what_if(loaded, model, optimizer, (dtype, autocast), calibration, trials, as_json)
     elif model is not None:
         _passes(loaded, model, optimizer, dtype, autocast, as_json)
     else:
@@ -151,6 +158,7 @@ def _what_if(
     optimizer: str | None,
     precision: tuple[str | None, str | None],
     calibration: str | None,
+    trials: Path | None,
     as_json: bool,
 ) -> None:
     from autopar.cli.described import load_calibration
@@ -160,7 +168,7 @@ def _what_if(
     measured = load_calibration(calibration)
     with quiet_libraries():
         found = with_model(
-            model, None, lambda made: Fitted.of(plan, made, optimizer).what_if(measured, priced), *precision
+            model, None, lambda made: Fitted.of(plan, made, optimizer).what_if(measured, trials, priced), *precision
         )
     if as_json:
         result_json(what_if_data(plan, found))

@@ -122,6 +122,13 @@ def _with_weights(argument: str, error: Exception, use: Callable[[ModelArgument]
     return use(made)
 
 
+def model_file(argument: str | None) -> Path | None:
+    """The file that MODEL names, as a file or as a module in this folder; `None` where it names none."""
+    where = (argument or "").rpartition(":")[0]
+    file = Path(where if where.endswith(".py") else where.replace(".", "/") + ".py")
+    return file if file.is_file() else None
+
+
 def load_factory(argument: str) -> Callable[[], Any]:
     """Finds the factory that MODEL names, without calling it."""
     where, colon, name = argument.rpartition(":")
@@ -260,11 +267,26 @@ def _read(argument: str, made: Any) -> ModelArgument:
         raise SpecError(
             f"MODEL '{argument}': the model is {kind}, expected a torch.nn.Module; the factory returns {RETURNS}"
         )
-    if loss_fn is not None and not callable(loss_fn):
-        raise SpecError(f"MODEL '{argument}': loss_fn is a {type(loss_fn).__name__}, expected a function")
+    if loss_fn is not None:
+        _check_loss_fn(argument, loss_fn)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(f"MODEL '{argument}': optimizer is a {type(optimizer).__name__}, expected a torch.optim one")
     return ModelArgument(argument, model, made.get("example_inputs"), loss_fn, optimizer)
+
+
+def _check_loss_fn(argument: str, loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise SpecError(f"MODEL '{argument}': loss_fn is a {type(loss_fn).__name__}, expected a function")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as e:
+        raise SpecError(
+            f"MODEL '{argument}': loss_fn takes {signature}, and it is called as loss_fn(output, target): {e}"
+        ) from e
 
 
 def _check_no_signal(error: BaseException) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autopar.cli.console import Ticker, progress, result
+from autopar.cli.console import Ticker, check_apart, progress, result, trials_option
 from autopar.cli.described import load_cluster
 from autopar.cli.interrupt import Interrupts
+from autopar.cli.model_argument import model_file
 from autopar.cli.planning import Asked, planning_options
 
 if TYPE_CHECKING:
@@ -38,12 +39,7 @@ STOPPED = 130
     metavar="SECONDS",
     help="How long the search may take.",
 )
-@click.option(
-    "--trials",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Learn from trials that `autopar search --trials` has run on this cluster.",
-)
+@trials_option
 @planning_options
 def command(
     model: str,
@@ -68,6 +64,13 @@ def command(
         raise click.UsageError("Missing option '--cluster': a cluster description, or local:4 for four local ranks")
     spec = edited.cluster.cluster if cluster is None and edited is not None else load_cluster(cluster or "")
     asked = Asked.of(options)
+    read = {
+        "MODEL": model_file(model),
+        "--cluster": cluster,
+        "--calibration": asked.calibration,
+        "--trials": trials,
+    }
+    check_apart(read, {"-o": output})
     from autopar.search import SearchOptions
 
     stop = threading.Event()
@@ -104,10 +107,13 @@ class Telling:
 
 
 def show(plan: Plan, output: Path | None, as_json: bool, stop: threading.Event) -> None:
-    """Writes the plan, and shows it; ends with exit code 130 where the search was interrupted."""
-    if output is not None:
-        plan.save(output)
-    result(plan.model_dump_json(indent=1) if as_json else plan.explain())
+    """Writes the plan, and shows it, also where it cannot be written; ends with exit code 130 where the search was
+    interrupted."""
+    try:
+        if output is not None:
+            plan.save(output)
+    finally:
+        result(plan.model_dump_json(indent=1) if as_json else plan.explain())
     progress(f"wrote {output}" if output is not None else "the plan was not kept; -o plan.json writes it")
     if stop.is_set():
         progress("the search was interrupted: this is the best plan that it had found")

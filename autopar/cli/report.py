@@ -10,6 +10,7 @@ import click
 
 from autopar.cli.console import (
     calibration_option,
+    check_apart,
     detail,
     json_option,
     output_option,
@@ -18,11 +19,13 @@ from autopar.cli.console import (
     result,
     result_json,
     standard_options,
+    trials_option,
     what_if_option,
     writable,
+    writable_path,
 )
 from autopar.cli.described import load_calibration
-from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, with_model
+from autopar.cli.model_argument import OPTIMIZERS, ModelArgument, model_file, with_model
 from autopar.cli.precision import autocast_option, dtype_option
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 @dtype_option
 @autocast_option
 @calibration_option
+@trials_option
 @what_if_option
 @click.option(
     "--trace",
@@ -63,6 +67,7 @@ def command(
     dtype: str | None,
     autocast: str | None,
     calibration: str | None,
+    trials: Path | None,
     what_if: bool,
     trace: Path | None,
     measured: tuple[str, ...],
@@ -72,6 +77,8 @@ def command(
     """Write the plan in file PLAN as one self-contained HTML file, by default report.html beside it."""
     if trace is not None and model is None:
         raise click.UsageError("--trace needs --model: the timeline is simulated from the model's graph")
+    if trials is not None and model is None:
+        raise click.UsageError("--trials needs --model: they are for pricing anew, from the model's graph")
     if what_if and model is None:
         raise click.UsageError("--what-if needs --model: circumstances are priced from the model's graph")
     times = _measured(measured)
@@ -81,8 +88,10 @@ def command(
 
     loaded = Plan.load(plan)
     _check_names(times, loaded)
-    target = output or Path(plan).resolve().parent / "report.html"
-    _check_apart({"PLAN": Path(plan), "-o": target, "--trace": trace})
+    beside = Path(plan).resolve().parent / "report.html"
+    target = output or writable_path(beside, click.get_current_context())
+    read = {"PLAN": plan, "MODEL": model_file(model), "--calibration": calibration, "--trials": trials}
+    check_apart(read, {"-o": target, "--trace": trace})
     estimate, found = None, None
     if model is not None:
         progress(f"importing {model} and simulating one step")
@@ -90,7 +99,9 @@ def command(
 
         def simulated(made: ModelArgument) -> tuple[Estimate, Sensitivity | None]:
             fitted = Fitted.of(loaded, made, optimizer)
-            return fitted.estimate(measured_there), fitted.what_if(measured_there, priced) if what_if else None
+            if not what_if:
+                return fitted.estimate(measured_there, trials), None
+            return fitted.estimate(measured_there, trials), fitted.what_if(measured_there, trials, priced)
 
         with quiet_libraries():
             estimate, found = with_model(model, None, simulated, dtype, autocast)
@@ -113,15 +124,6 @@ def command(
             result(f"wrote {trace}")
     if open_page:
         click.launch(str(target))
-
-
-def _check_apart(files: dict[str, Path | None]) -> None:
-    """Refuses to write one file over another. `files`: by what names them on the command line."""
-    told = [(name, path.resolve()) for name, path in files.items() if path is not None]
-    for i, (name, path) in enumerate(told):
-        for before, other in told[:i]:
-            if path == other:
-                raise click.UsageError(f"{name} '{path}' is the file of {before} as well: write it to another one")
 
 
 def _measured(pairs: tuple[str, ...]) -> dict[str, float]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import click
 
-from autopar.cli.console import progress, writable
+from autopar.cli.console import check_apart, progress, writable, writable_path
 from autopar.cli.constraints import part
 from autopar.cli.described import is_local, load_cluster
 from autopar.cli.interrupt import Interrupts
+from autopar.cli.model_argument import model_file
 from autopar.cli.plan import Telling, show
 from autopar.cli.planning import Asked, planning_options
 from autopar.cli.trial_ranks import Where, measuring, under_torchrun
@@ -65,6 +66,11 @@ def _check_budget(
         raise click.UsageError(f"--budget decides by itself what may be lost, and how fast it is: leave {other} out")
     if asked.optimizer == "none":
         raise click.UsageError("--budget needs the optimizer: methods that lose something keep what they have not sent")
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    """The file beside that of -o, checked as that is."""
+    return writable_path(output.with_name(output.stem + suffix), click.get_current_context())
 
 
 @click.command("search")
@@ -169,7 +175,7 @@ def command(
     """
     spec, asked = load_cluster(cluster), Asked.of(options)
     if journal is None and output is not None:
-        journal = output.with_name(output.stem + JOURNAL_SUFFIX)
+        journal = _beside(output, JOURNAL_SUFFIX)
     if resume and journal is None:
         raise click.UsageError("--resume needs the journal: --journal FILE, or the -o FILE that it stands beside")
     if resume and asked.measure_compute:
@@ -187,10 +193,17 @@ def command(
             "shares out others: leave one out"
         )
     if wanted and trials_log is None and output is not None:
-        trials_log = output.with_name(output.stem + TRIALS_SUFFIX)
+        trials_log = _beside(output, TRIALS_SUFFIX)
+    read = {
+        "MODEL": model_file(model),
+        "--cluster": cluster,
+        "--calibration": asked.calibration,
+        "--evidence": evidence,
+    }
+    check_apart(read, {"-o": output, "--journal": journal, "--trials-log": trials_log})
     if time_budget is None:
         time_budget = TIME_BUDGET_S if evaluations is None else float("inf")
-    stop = threading.Event()
+    stop, all_failed = threading.Event(), threading.Event()
     how = SearchOptions(searcher or DEFAULT, evaluations or EVALUATIONS, journal, resume, stop=stop)
     if wanted and under_torchrun() and os.environ["RANK"] != "0":
         from autopar.trials.far import attend_job
@@ -214,7 +227,7 @@ def command(
             again = Budget(AGAIN * time_budget, max(1, int(AGAIN * how.evaluations)), stop)
             from autopar.trials import Trials
 
-            finalists = Trials(measure, trials, steps, trials_log, again, how.searcher, tell, seed, stop)
+            finalists = Trials(measure, trials, steps, trials_log, again, how.searcher, tell, seed, stop, all_failed)
             how = replace(how, finalists=finalists)
         plan = asked.plan(
             model,
@@ -227,7 +240,8 @@ def command(
         )
     tell.ticker.close()
     if wanted and plan.measured is None:
-        progress("the plan rests on its prediction: no trial was expected to pay, or none ended well")
+        why = "all trials failed" if all_failed.is_set() else "no trial was expected to pay"
+        progress(f"the plan rests on its prediction: {why}")
     if wanted and trials_log is not None and trials_log.exists():
         progress(f"the trials are kept in {trials_log}")
     progress(f"{tell.priced} plans priced in {time.monotonic() - started:.1f} s")

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from autopar.report import charts, rows
 from autopar.report.environment import environment
 from autopar.report.rows import Compared
-from autopar.report.what_if import what_if_rows
+from autopar.report.what_if import what_if_remark, what_if_rows
 from autopar.spec.files import write_file
 from autopar.spec.plan import Plan
 from autopar.spec.summary import (
     FIDELITY_MEANING,
-    PROVENANCE_MEANING,
     RECOMPUTE_MEANING,
     measured_text,
     parameter_bytes,
+    provenance_text,
     verdict,
 )
 
@@ -70,7 +70,7 @@ def build_report(
         measured_verdict=rows.measured_verdict(plan, measured or {}) or measured_text(plan),
         fidelity=FIDELITY_MEANING[plan.fidelity],
         recompute=RECOMPUTE_MEANING[plan.recompute],
-        provenance=PROVENANCE_MEANING[plan.prediction.provenance] if plan.prediction else "",
+        provenance=provenance_text(plan),
         facts=rows.facts(plan),
         comparison=compared,
         has_measured=any(row.measured_s is not None for row in compared),
@@ -78,6 +78,7 @@ def build_report(
         groups=groups,
         has_runners_up=any(row["runner_up"] for row in groups),
         what_if=what_if_rows(what_if) if what_if is not None else [],
+        what_if_remark=what_if_remark(plan, what_if) if what_if is not None else "",
         parameters=rows.parameters(plan),
         disagreement=rows.disagreement(plan, estimate),
         has_estimate=estimate is not None,

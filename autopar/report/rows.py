@@ -160,10 +160,11 @@ def disagreement(plan: Plan, estimate: Estimate | None) -> str:
         return ""
     if abs(estimate.step_time_s - recorded.step_time_s) <= 0.01 * recorded.step_time_s:
         return ""
+    trials = "without its trials (--trials FILE), or " if plan.is_taught else ""
     return (
         f"Simulated anew, the step takes {duration(estimate.step_time_s)}; when the plan was made it was "
-        f"{duration(recorded.step_time_s)}: with another optimizer or batch, or another version of the cost model. "
-        "What follows is the new simulation."
+        f"{duration(recorded.step_time_s)}: {trials}with another optimizer or batch, or another version of the cost "
+        "model. What follows is the new simulation."
     )
 
 

@@ -26,7 +26,7 @@ def what_if_text(plan: Plan, found: Sensitivity) -> str:
         page.append(line)
         page += textwrap.wrap(row["verdict"], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     said = [f"{_circumstances(found, a)}: {a}." for a in dict.fromkeys(o.assumption for o in found.outcomes) if a]
-    remark = disagreement(plan, found)
+    remark = what_if_remark(plan, found)
     page += [line for text in (*said, remark) if text for line in ("", *textwrap.wrap(text, WIDTH))]
     return "\n".join(page) + "\n"
 
@@ -52,13 +52,20 @@ def what_if_data(plan: Plan, found: Sensitivity) -> dict[str, Any]:
     return {
         "plan": plan.name,
         "digest": found.digest,
-        "remark": disagreement(plan, found) or None,
+        "remark": what_if_remark(plan, found) or None,
         "what_if": [_data(outcome) for outcome in found.outcomes],
     }
 
 
-def disagreement(plan: Plan, found: Sensitivity) -> str:
-    """What to say where the plan's new price is not the one that it records; empty where the two agree."""
+def what_if_remark(plan: Plan, found: Sensitivity) -> str:
+    """What to say where what trials taught is missing from the new prices, or where the plan's is not the one that it
+    records; empty where neither is so."""
+    if found.is_untaught:
+        return (
+            "The plan was made with what trials on this cluster taught, of which these prices know nothing: they do "
+            "not say which plan is the best. --trials FILE, with the file that `autopar search` kept the trials in, "
+            "and the plan's --calibration, if it had one, price it as it was."
+        )
     recorded, anew = plan.own_prediction, found.outcomes[0].step_time_s
     if recorded is None or anew is None or abs(anew - recorded.step_time_s) <= MOST_DIFFERENCE * recorded.step_time_s:
         return ""

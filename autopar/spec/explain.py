@@ -12,7 +12,6 @@ from autopar.formatting import count, duration, mebibytes, number_of, shorten, s
 from autopar.spec.plan_parts import FIDELITIES, Fidelity, PlanParts, Prediction
 from autopar.spec.summary import (
     FIDELITY_MEANING,
-    PROVENANCE_MEANING,
     RECOMPUTE_MEANING,
     GroupRow,
     alternative_rows,
@@ -22,6 +21,7 @@ from autopar.spec.summary import (
     measured_text,
     parameter_bytes,
     parameters_text,
+    provenance_text,
     verdict,
 )
 
@@ -84,7 +84,7 @@ def _predictions(plan: PlanParts) -> list[str]:
         rest = others[_MAX_ALTERNATIVES:]
         fastest = min(a.prediction.step_time_s for a in rest)
         lines.append(f"  and {sum(len(a.names) for a in rest)} more, the fastest of them {duration(fastest)}")
-    said = verdict(plan) if plan.was_edited else f"{verdict(plan)} {PROVENANCE_MEANING[mine.provenance]}"
+    said = verdict(plan) if plan.was_edited else f"{verdict(plan)} {provenance_text(plan)}"
     used = [] if plan.memory is None or plan.was_edited else textwrap.wrap(plan.memory.text, WIDTH)
     return [*lines, "", *textwrap.wrap(said, WIDTH), *textwrap.wrap(measured_text(plan), WIDTH), *used]
 

@@ -62,9 +62,27 @@ def write_file(path: str | Path, content: str | bytes, what: str = "file") -> No
         raise SpecError(f"{os.fspath(path)!r}: cannot write the {what}: {e}") from e
 
 
+def check_writable(path: str | Path) -> None:
+    """Raises `OSError`, with the cause, where a file cannot be written there, as far as that is known without writing
+    it: that it can be made is tried with another one beside it, which is removed again."""
+    target = Path(os.path.realpath(path))
+    before = _status(target)
+    if before is not None and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if before is None:
+        draft = _draft(target)
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        draft.unlink()
+
+
+def _draft(target: Path) -> Path:
+    """A new name beside the file's."""
+    return target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}")
+
+
 def _replace(target: Path, data: bytes, before: os.stat_result | None) -> bool:
     """Writes a draft beside the file and renames it; False where the folder does not allow that, but the file may."""
-    draft = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}")
+    draft = _draft(target)
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(handle, "wb") as file:

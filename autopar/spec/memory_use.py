@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from autopar.formatting import size
 from autopar.spec.json_file import Record
 
@@ -12,7 +14,7 @@ class MemoryUse(Record):
     rank: int
     device: str
     """The device's kind: `A100-80GB`."""
-    device_bytes: int
+    device_bytes: int = Field(gt=0)
     """The memory that it has."""
     reserve_bytes: int
     """What of it was to be kept free."""

@@ -200,12 +200,23 @@ class Prediction(Record):
     """The weakest of the figures that it rests on."""
 
 
+class PinnedParameters(Record):
+    """Parameters whose strategy the user gave, whatever the search would have chosen."""
+
+    pattern: str
+    """A pattern of the parameters' names."""
+    strategy: str
+    options: dict[str, OptionValue] = Field(default_factory=dict)
+    """Options that were given; the search chose the others."""
+
+
 class Alternative(Record):
     """Another plan that the search priced."""
 
     name: str
     prediction: Prediction
     note: str = ""
+    """Why it could not be taken; empty where it could."""
 
 
 class Measured(Record):
@@ -254,6 +265,12 @@ class PlanParts(JsonFile):
     alternatives: tuple[Alternative, ...] = ()
     left_out: tuple[str, ...] = ()
     """Plans that a person would write which the search had no time to price."""
+    pins: tuple[PinnedParameters, ...] = ()
+    """What was pinned when the plan was made; of several that match a parameter, the last one counts."""
+    forbidden: tuple[str, ...] = ()
+    """Strategies that were forbidden when the plan was made."""
+    lessons: int = Field(default=0, ge=0)
+    """Trials that the cost model had learned from when it priced the plan; 0 for none."""
     measured: Measured | None = None
     """What trials have measured; `None` for a plan that was searched without."""
     quality: QualityChoice | None = None
@@ -281,10 +298,15 @@ class PlanParts(JsonFile):
         """What trials have measured, unless that is of another plan."""
         return None if self.was_edited else self.measured
 
+    @property
+    def is_taught(self) -> bool:
+        """Whether trials had a part in the plan: its price rests on what they taught, or they decided for it."""
+        return self.lessons > 0 or self.own_measured is not None
+
     @model_serializer(mode="wrap")
     def _without_what_is_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = write(self)
-        for name in ("measured", "left_out", "quality"):
+        for name in ("measured", "left_out", "quality", "pins", "forbidden", "lessons"):
             if not found.get(name):
                 found.pop(name, None)
         return found

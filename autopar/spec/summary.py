@@ -36,10 +36,15 @@ FIDELITY_MEANING: dict[Fidelity, str] = {
     "local": "another algorithm: replicas are averaged from time to time",
 }
 
-PROVENANCE_MEANING = {
-    "measured": "The prediction rests on measurements of this cluster and model.",
-    "looked up": "The prediction rests on tables of devices and networks; nothing was measured on this cluster.",
-    "guessed": "The prediction rests in part on guesses: take its times as an order of magnitude.",
+_PROVENANCE_MEANING = {
+    "measured": "The prediction rests on measurements of this cluster and model",
+    "looked up": "The prediction rests on tables of devices and networks",
+    "guessed": "The prediction rests in part on guesses",
+}
+_WITHOUT_TRIALS = {
+    "measured": "",
+    "looked up": "; nothing was measured on this cluster",
+    "guessed": ": take its times as an order of magnitude",
 }
 
 NARROWED = "wire"
@@ -47,6 +52,9 @@ NARROWED = "wire"
 
 # Which plan a reader compares with first.
 BASELINE = "ddp"
+
+_SAME = 0.005
+"""Plans whose predicted times differ by less than this part take the same time."""
 
 # Up to here every group has its own row; in longer plans alike neighbours share one.
 MAX_SINGLE_GROUPS = 8
@@ -235,21 +243,52 @@ def _compared(plan: PlanParts) -> str:
         return "No other plan was priced, so there is nothing to compare with."
     other = others[0]
     if other.name == plan.name:
-        return f"This is {other.name} itself: none of the other plans that were priced is better."
+        return f"This is {other.name} itself: {_beside_the_fastest(plan, others[1:])}."
     if plan.prediction.step_time_s == 0:
         return "Predicted to take no time at all: there is nothing to compare."
     ratio = other.prediction.step_time_s / plan.prediction.step_time_s
-    if abs(ratio - 1) < 0.005:
+    if abs(ratio - 1) < _SAME:
         return f"Predicted to take the same time as {other.name}."
     said = f"Predicted {ratio:.2f}x as fast as {other.name}"
     if ratio < 1:
-        said = f"Predicted slower than {other.name}, which takes {ratio:.2f}x the time"
+        said = f"Predicted {_slower(plan, other)}"
     if plan.own_measured is not None:
         return f"{said}."
     mine, theirs = interval(plan.prediction), interval(other.prediction)
     if mine[1] < theirs[0] or theirs[1] < mine[0]:
         return f"{said}; the difference is larger than the stated error."
     return f"{said}; the intervals overlap, so only a measurement can tell."
+
+
+def _beside_the_fastest(plan: PlanParts, others: Sequence[Alternative]) -> str:
+    """How a plan stands beside the fastest of those that could have been taken."""
+    assert plan.prediction is not None
+    able = [a for a in others if not a.note]
+    fastest = min(able, key=lambda a: a.prediction.step_time_s, default=None)
+    if fastest is None or fastest.prediction.step_time_s > (1 - _SAME) * plan.prediction.step_time_s:
+        return "none of the other plans that were priced is better"
+    return f"predicted {_slower(plan, fastest)}"
+
+
+def _slower(plan: PlanParts, other: Alternative) -> str:
+    """That a plan is slower than another one, and that it was taken all the same where trials have decided."""
+    assert plan.prediction is not None
+    ratio = other.prediction.step_time_s / plan.prediction.step_time_s
+    said = f"slower than {other.name}, which takes {ratio:.2f}x the time"
+    found = plan.own_measured
+    return f"{said}, and taken because of trials" if found is not None and found.rests_on == "trials" else said
+
+
+def provenance_text(plan: PlanParts) -> str:
+    """What the prediction rests on, in a sentence; empty where there is none."""
+    if plan.prediction is None:
+        return ""
+    said = _PROVENANCE_MEANING[plan.prediction.provenance]
+    if plan.lessons:
+        return f"{said}, and on what {number_of(plan.lessons, 'trial')} on this cluster taught."
+    if plan.own_measured is not None:
+        return f"{said}; trials were run beside it."
+    return f"{said}{_WITHOUT_TRIALS[plan.prediction.provenance]}."
 
 
 def measured_text(plan: PlanParts) -> str:

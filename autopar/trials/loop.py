@@ -81,6 +81,8 @@ class Trials:
     seed: int = 0
     stop: Event = field(default_factory=Event, compare=False)
     """Ends the trials when it is set; the best plan so far is taken."""
+    all_failed: Event = field(default_factory=Event, compare=False)
+    """Is set where trials were run, and no plan that may be taken ended well."""
 
     def __call__(self, found: SearchResult) -> Plan:
         if not isinstance(found.problem.cost_model, CorrectedCostModel):
@@ -103,7 +105,7 @@ class _Loop:
     def __init__(self, trials: Trials, found: SearchResult, model: CorrectedCostModel) -> None:
         self.trials, self.found, self.model = trials, found, model
         self.tried: dict[Hashable, _Tried] = {}
-        """Those that were measured, and have not failed since."""
+        """Those that were measured, and have not failed since; the baseline, too, where pins exclude it."""
         self.standings = Standings()
         self.failed: set[Hashable] = set()
         self.spent = self.failures = 0
@@ -111,7 +113,8 @@ class _Loop:
         self.priced = len(found.candidates)
         self.elapsed_s = 0.0
         """Seconds that the rounds took, with the searches after them."""
-        fitting = [c for name, c in found.seeds.items() if name in BASELINES and c.feasible]
+        as_today = found.seeds | found.baselines
+        fitting = [c for name, c in as_today.items() if name in BASELINES and c.feasible]
         self.baseline = min(fitting, key=lambda c: c.order, default=None)
 
     def run(self) -> Plan:
@@ -131,10 +134,12 @@ class _Loop:
                 )
                 self.priced += len(self.found.candidates)
             self.elapsed_s += time.monotonic() - began
-        if self.failures and not self.tried:
+        if self.failures and not self._able:
+            self.trials.all_failed.set()
+            but = f" but that of {self.baseline.name}" if self.baseline is not None and self.tried else ""
             warnings.warn(
-                f"all {number_of(self.failures, 'trial')} failed, so the plan rests on its prediction alone; the last: "
-                f"{self.last_error}",
+                f"all {number_of(self.failures, 'trial')}{but} failed, so the plan rests on its prediction alone; the "
+                f"last: {self.last_error}",
                 AutoparWarning,
                 stacklevel=2,
             )
@@ -149,7 +154,7 @@ class _Loop:
     def _round(self) -> list[Candidate]:
         """The plans to run next; none where no trial is left, or none pays."""
         left = A_ROUND if self.trials.most is None else min(A_ROUND, self.trials.most - self.spent)
-        fastest, is_first = self._fastest(), not self.tried
+        fastest, is_first = self._fastest(), not self._able
         if self.trials.stop.is_set() or left < (1 if is_first else 2) or not fastest:
             return []
         if is_first:
@@ -161,7 +166,7 @@ class _Loop:
             reference, best = self.tried[key].candidate, self._measured(key)
         others = _unlike([c for c in fastest if executed(c.groups) not in self.tried], reference)
         savings_s = [expected_saving_s(best, Time.predicted(c)) for c in others]
-        again = [t.candidate for t in self.tried.values() if t.candidate is not reference]
+        again = [t.candidate for t in self._able.values() if t.candidate is not reference]
         others += again
         savings_s += [self._saved_by_repeating(c, reference) for c in again]
         paying = worth_trying(savings_s, best.seconds, self.trials.steps, self._trial_s(reference))
@@ -174,8 +179,14 @@ class _Loop:
         rest = [others[i] for i in paying if executed(others[i].groups) not in taken]
         return [*members, *self._among(rest, left - len(members))][:left]
 
+    @property
+    def _able(self) -> dict[Hashable, _Tried]:
+        """Those of the measured plans that may be taken."""
+        rules = self.found.problem.rules
+        return {key: tried for key, tried in self.tried.items() if rules.admit(tried.candidate.groups)}
+
     def _best(self) -> Hashable:
-        return min(self.tried, key=self.standings.seconds)
+        return min(self._able, key=self.standings.seconds)
 
     def _measured(self, key: Hashable) -> Time:
         deviation = self.standings.deviation(key)
@@ -285,7 +296,7 @@ class _Loop:
         """Tells what is done, and how the best measured plan stands beside the baseline."""
         most = "" if self.trials.most is None else f" of at most {self.trials.most}"
         said = f"{self.spent} trials{most} done, {what}"
-        if self.tried:
+        if self._able:
             said += f", best measured {duration(self.standings.seconds(self._best()))}"
             base_s = self._baseline_s()
             said += f" against {duration(base_s)} of {self.baseline.name}" if self.baseline and base_s else ""
@@ -295,7 +306,7 @@ class _Loop:
         """The measured best, unless another plan is predicted faster by more than the prediction's interval."""
         left = [c for c in self.found.candidates if c.feasible and executed(c.groups) not in self.failed]
         foremost = choose(left, float("inf")) if left else self.found.chosen
-        if not self.tried:
+        if not self._able:
             return plan_of(self.found, foremost)
         best, best_s = self.tried[self._best()], self.standings.seconds(self._best())
         slowest_s = foremost.step_time_s * (1 + foremost.estimate.relative_error)

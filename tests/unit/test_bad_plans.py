@@ -24,6 +24,13 @@ def changed(change: Any) -> str:
     return json.dumps(data)
 
 
+def test_a_device_without_memory() -> None:
+    parts = "parameters", "gradients", "optimizer", "activations", "communication", "other", "reserve"
+    use = {"rank": 0, "device": "cpu", "device_bytes": 0, **{f"{part}_bytes": 0 for part in parts}}
+    with pytest.raises(PlanError, match=r"memory\.device_bytes.*greater than 0"):
+        Plan.loads(changed(lambda data: data.update(memory=use)))
+
+
 def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
     plan = small_plan()
     plan.save(tmp_path / "plan.json")

@@ -28,7 +28,7 @@ import torch
 
 
 def tiny():
-    return torch.nn.Linear(2, 1), (torch.ones(4, 2),), lambda out: out.sum()
+    return torch.nn.Linear(2, 1), (torch.ones(4, 2),), lambda out, target: out.sum()
 
 
 def bare():

@@ -94,7 +94,8 @@ def test_evidence_of_another_training_is_refused(tmp_path: Path, ranks: int, opt
 
 def test_a_plan_without_evidence_and_mistakes_are_told(tmp_path: Path) -> None:
     evidence(tmp_path)
-    plain, with_steps = str(tmp_path / "plan.json"), ("--budget", "1%", "--steps", str(STEPS))
+    with_steps = ("--budget", "1%", "--steps", str(STEPS))
+    plain = str((tmp_path / "plan.json").rename(tmp_path / "plain.json"))
     for arguments, told in (
         ((*with_steps, "--evidence", plain), "was chosen without a quality budget"),
         (("--budget", "1%"), "--budget needs --steps N"),

@@ -13,6 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from autopar.cli.app import app
+from autopar.cost_models.corrected import shipped
+from autopar.cost_models.trial_log import TrialRecord
+from autopar.spec.cluster import ClusterSpec
 from autopar.spec.explain import explain
 from autopar.spec.plan import Plan
 from tests.unit.plans import small_plan
@@ -38,6 +41,10 @@ def without_inputs():
 
 def leaves():
     raise SystemExit(0)
+
+
+def one_argument():
+    return nn.Linear(2, 1), torch.ones(4, 2), lambda output: output.sum()
 
 
 def frozen():
@@ -199,6 +206,7 @@ def test_what_cannot_be_priced_says_why(options: tuple[str, ...], said: str, mod
         ("without_inputs", (), 2, "example_inputs"),
         ("frozen", (), 2, "no trainable parameter"),
         ("leaves", (), 2, "the factory raised SystemExit: 0"),
+        ("one_argument", (), 2, "loss_fn takes (output), and it is called as loss_fn(output, target)"),
     ],
 )
 def test_what_cannot_be_planned(model_file: Path, factory: str, options: tuple[str, ...], code: int, said: str) -> None:
@@ -269,6 +277,49 @@ def test_what_changes_the_decision_is_explained_and_reported(model_file: Path, t
     assert (
         'id="what-if"' in text and "at half the bandwidth between the devices" in text and "<th>runner-up</th>" in text
     )
+
+
+def test_what_trials_taught_is_taken_along(model_file: Path, tmp_path: Path) -> None:
+    """A cluster whose steps take four times as long as predicted, as one trial has found."""
+    model, plan, trials = f"{model_file}:mlp", str(tmp_path / "plan.json"), tmp_path / "plan.trials.jsonl"
+    cluster, features = ClusterSpec.local(2).fingerprint, dict.fromkeys(shipped().features, 0.0)
+    ran = TrialRecord(
+        cluster.digest, cluster.summary, "any", "data sheets", "ddp", "any", "here", "ok",
+        simulated_s=0.1, measured_s=0.4, features=features,
+    )  # fmt: skip
+    trials.write_text(json.dumps(ran.line()) + "\n")
+    made = run("plan", model, "--cluster", "local:2", "--strategy", "PS", "--trials", str(trials), "-o", plan)
+    assert made.exit_code == 0, made.output
+    recorded = Plan.load(plan)
+    assert recorded.lessons == 1 and recorded.prediction is not None
+    for options, untaught in (((), True), (("--trials", str(trials)), False)):
+        done = run("explain", plan, "--what-if", "--model", model, "--json", *options)
+        assert done.exit_code == 0, done.output
+        told = json.loads(done.stdout)
+        assert ("--trials FILE" in (told["remark"] or "")) is untaught
+        now = told["what_if"][0]
+        assert ("not decided" in now["verdict"]) is untaught and now["changes"] is not untaught
+        assert (now["step_time_s"] == pytest.approx(recorded.prediction.step_time_s)) is not untaught
+        page = tmp_path / "page.html"
+        assert run("report", plan, "-o", str(page), "--model", model, *options).exit_code == 0
+        assert ("without its trials (--trials FILE)" in page.read_text()) is untaught
+    assert run("explain", plan, "--trials", str(trials)).exit_code == 2
+    assert run("report", plan, "--trials", str(trials)).exit_code == 2
+
+
+def test_a_plan_that_cannot_be_written_is_shown(model_file: Path) -> None:
+    done = run("plan", f"{model_file}:mlp", "--cluster", "local:2", "--strategy", "ddp", "-o", "/dev/full", "--json")
+    assert done.exit_code == 2 and "/dev/full: cannot write the plan: No space left" in done.stderr
+    assert Plan.loads(done.stdout).name == "ddp"
+
+
+def test_what_is_read_is_not_written_over(model_file: Path, tmp_path: Path) -> None:
+    before, cluster = model_file.read_text(), tmp_path / "cluster.yaml"
+    cluster.write_text(ClusterSpec.local(2).to_yaml())
+    for output, name in ((model_file, "MODEL"), (cluster, "--cluster")):
+        done = run("plan", f"{model_file}:mlp", "--cluster", str(cluster), "-o", str(output))
+        assert done.exit_code == 2 and f"is the file of {name} as well: write it to another one" in done.stderr
+    assert model_file.read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,29 @@ def test_mistakes_are_told_before_the_work(tmp_path: Path) -> None:
         (("--resume",), "--resume needs the journal"),
         (("--searcher", "gredy"), "no searcher is called 'gredy'"),
         (("--journal", str(tmp_path)), "is a folder"),
+        (("-o", "/proc/plan.json"), "cannot be written to"),
+        (("-o", str(tmp_path / ("p" * 490))), "File name too long"),
+        (("-o", str(tmp_path / ("p" * 248))), "File name too long"),  # of the journal
+        (("-o", str(tmp_path / "p"), "--journal", str(tmp_path / "p")), "is the file of -o as well"),
+        (("--journal", str(tmp_path / "model.py")), "is the file of MODEL as well"),
+        (
+            ("--journal", str(tmp_path / "j"), "--trials-log", str(tmp_path / "j")),
+            "--trials-log '" + str(tmp_path / "j") + "' is the file of --journal as well",
+        ),
         (("--trials", "2", "--global-batch", "8"), "leave one out"),
         (("--steps", "9", "--global-batch", "8"), "leave one out"),
         (("--resume", "-o", str(tmp_path / "p.json"), "--measure-compute"), "leave one out"),
     ):
         found = run(tmp_path, *arguments)
         assert (found.exit_code, told in found.output) == (2, True), found.output
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+
+
+def test_where_all_trials_fail_it_is_said(tmp_path: Path) -> None:
+    output = str(tmp_path / "plan.json")
+    done = run(tmp_path, "-o", output, "--evaluations", "1", "--trials", "2", "--launch", "false")
+    assert done.exit_code == 0 and "warning: all 2 trials failed" in done.stderr, done.output
+    assert "rests on its prediction: all trials failed" in done.stderr and "expected to pay" not in done.stderr
 
 
 def test_an_interrupt_keeps_the_best_plan_so_far(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -13,14 +15,16 @@ from torch import nn
 
 import autopar
 from autopar.cli.app import app
+from autopar.cli.constraints import constraint_options
 from autopar.cli.model_argument import load_model
 from autopar.cost_models import AnalyticCostModel
 from autopar.errors import AutoparWarning, InfeasibleError, PlanError, SpecError
 from autopar.planning import Planner
 from autopar.runtime.compiled import Settings
-from autopar.search import Budget, Constraints, Problem, build_plan, search
+from autopar.search import Budget, Constraints, Problem, build_plan, price, search, search_result
 from autopar.search.builders import BUILDERS, builder_named
 from autopar.search.moves import Neighbourhood
+from autopar.search.recorded import constraints_of
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan, partition_problems
 from autopar.spec.topology import topology_of
@@ -119,7 +123,39 @@ def test_the_search_never_unpins() -> None:
     assert strategies(plan, "0.weight") == strategies(plan, "0.bias") == {"parameter_server"}
     assert strategies(plan, "5.weight") == {"partitioned_parameter_server"}
     assert any("pinned by 0.*=parameter_server" in g.reason for g in plan.groups)
-    assert {a.name for a in plan.alternatives} >= {"ddp", "zero1", "PS"}
+    assert {a.name for a in plan.alternatives} >= {"ddp", "zero1 (pinned)", "PS (pinned)"}
+
+
+def test_what_is_called_ddp_is_ddp_as_it_is_without_pins() -> None:
+    pin = {"*": "parameter_server(owner=0)"}
+    plan, ddp = searched(pin=pin), build_plan("ddp", GRAPH, FOUR, Context(4))
+    pinned = build_plan("ddp", GRAPH, FOUR, Context(4), constraints=Constraints.of(pin=pin))
+    assert pinned.name == "ddp (pinned)"
+    others = {a.name: a for a in plan.alternatives}
+    assert others["ddp"].prediction == ddp.prediction != pinned.prediction == others["ddp (pinned)"].prediction
+    assert "does not keep to what was pinned" in others["ddp"].note and not others["ddp (pinned)"].note
+    assert "Predicted slower than ddp, which takes 0." in " ".join(plan.explain().split())
+    told: list[str] = []
+    kept = Constraints.of(pin=pin)
+    search(
+        GRAPH, FOUR, Context(4), budget=Budget(evaluations=1), constraints=kept, progress=lambda *a: told.append(a[0])
+    )
+    assert all(one.endswith(" of ddp's step") and not one.endswith("0.00 of ddp's step") for one in told)
+    assert all(c.name != "ddp" for c in search_result(GRAPH, FOUR, Context(4), constraints=kept).candidates)
+
+
+def test_a_plan_records_what_was_pinned_and_forbidden() -> None:
+    plan = searched(pin={"0.*": "parameter_server(owner=1)"}, forbid=["sharded_parameters"])
+    kept = constraints_of(Plan.loads(plan.model_dump_json()))
+    assert [str(pin) for pin in kept.pins] == ["0.*=parameter_server(owner=1)"]
+    assert kept.forbidden == {"sharded_parameters"} and kept.memory_reserve == pytest.approx(0.1)
+    bare = plan.model_copy(update={"pins": (), "forbidden": ()})
+    assert (bare.digest, bare.basis) == (plan.digest, plan.basis)
+    assert not {"pins", "forbidden", "lessons"} & json.loads(bare.model_dump_json()).keys(), "as older files are"
+    again = price(plan, GRAPH, FOUR, Context(4))
+    assert (again.pins, again.forbidden) == (plan.pins, plan.forbidden)
+    unpinned = plan.model_copy(update={"groups": build_plan("ddp", GRAPH, FOUR, Context(4)).groups})
+    assert price(unpinned, GRAPH, FOUR, Context(4)).pins == ()
 
 
 def test_options_that_a_pin_leaves_out_are_the_searchs() -> None:
@@ -142,7 +178,7 @@ def test_forbidden_strategies_are_in_no_plan() -> None:
     plan = searched(forbid=["all_reduce", "sufficient_factors"])
     assert not {g.strategy for g in plan.groups} & {"all_reduce", "sufficient_factors"}
     assert "ddp" not in {a.name for a in plan.alternatives}
-    with pytest.raises(PlanError, match="'ddp' uses all_reduce, which is forbidden"):
+    with pytest.raises(InfeasibleError, match="'ddp' uses all_reduce, which is forbidden"):
         build_plan("ddp", GRAPH, FOUR, Context(4), constraints=Constraints.of(forbid=["all_reduce"]))
 
 
@@ -272,7 +308,22 @@ def test_the_command_takes_constraints_and_precision(model_file: str, tmp_path: 
     assert plan.memory is not None and plan.memory.reserve_bytes == plan.memory.device_bytes // 4
     assert run(model_file, "--cluster", "local:2", "--memory-reserve", "10").exit_code == 2
     assert run(model_file, "--cluster", "local:2", "--pin", "0.weight").exit_code == 2
+    forbidden = run(model_file, "--cluster", "local:2", "--strategy", "ddp", "--forbid", "all_reduce")
+    assert forbidden.exit_code == 3, forbidden.output
     assert run(model_file, "--plan", out, "--forbid", "all_reduce").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "pattern", "strategy"),
+    [
+        ("d.q=r=all_reduce", "d.q=r", "all_reduce"),
+        ("d.q=r=parameter_server(owner=0)", "d.q=r", "parameter_server(owner=0)"),
+        ("*=all_reduce(wire=bfloat16", "*", "all_reduce(wire=bfloat16"),
+    ],
+)
+def test_names_of_pinned_parameters_may_hold_an_equals_sign(said: str, pattern: str, strategy: str) -> None:
+    command = click.Command("any", params=list(constraint_options(lambda: None).__click_params__))  # type: ignore[attr-defined]
+    assert command.make_context("any", ["--pin", said]).params["pin"] == {pattern: strategy}
 
 
 def test_a_model_in_16_bits_takes_half(model_file: str) -> None:

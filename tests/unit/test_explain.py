@@ -41,6 +41,18 @@ Not synchronized (frozen): 1 parameter, 32.0 KiB: wpe.weight
 """
 
 
+MEASURED = Measured(
+    rests_on="trials",
+    step_time_s=0.08,
+    best_step_time_s=0.08,
+    baseline="ddp",
+    baseline_step_time_s=0.1,
+    trials=6,
+    failed=1,
+    where="4 ranks of this machine",
+)
+
+
 def test_the_whole_page() -> None:
     plan = small_plan()
     assert explain(plan) == EXPLAINED.format(digest=plan.digest)
@@ -91,6 +103,29 @@ def test_the_verdict_says_no_more_than_the_error_bars_allow(mine: float, ddp: fl
     plan = small_plan()
     others = tuple(a.model_copy(update={"prediction": prediction(ddp)}) for a in plan.alternatives if a.name == "ddp")
     assert said in verdict(plan.model_copy(update={"prediction": prediction(mine), "alternatives": others}))
+
+
+def test_the_baseline_itself_is_compared_by_its_time() -> None:
+    ddp, zero1 = ordered_alternatives(small_plan())
+    plan = small_plan().model_copy(update={"name": "ddp", "prediction": ddp.prediction})
+    plan = plan.model_copy(update={"priced": plan.basis})
+    assert verdict(plan) == "This is ddp itself: predicted slower than zero1, which takes 0.73x the time."
+    decided = plan.model_copy(update={"measured": MEASURED})
+    assert verdict(decided)[:-1] == verdict(plan)[:-1] + ", and taken because of trials"
+    too_large = zero1.model_copy(update={"note": "does not fit: 1 MiB more than the device has"})
+    others = plan.model_copy(update={"alternatives": (ddp, too_large)})
+    assert verdict(others) == "This is ddp itself: none of the other plans that were priced is better."
+
+
+def test_what_trials_decided_is_no_order_of_magnitude() -> None:
+    guessed = small_plan().model_copy(update={"prediction": prediction(0.1, provenance="guessed")})
+    guessed = guessed.model_copy(update={"priced": guessed.basis})
+    for told, said in (
+        ({"lessons": 4}, "in part on guesses, and on what 4 trials on this cluster taught."),
+        ({"measured": MEASURED}, "in part on guesses; trials were run beside it."),
+    ):
+        text = " ".join(explain(guessed.model_copy(update=told)).split())
+        assert said in text and "order of magnitude" not in text
 
 
 @pytest.mark.parametrize(
@@ -233,22 +268,12 @@ def test_quantities() -> None:
 
 
 def test_a_plan_says_whether_it_rests_on_trials() -> None:
-    found = Measured(
-        rests_on="trials",
-        step_time_s=0.08,
-        best_step_time_s=0.08,
-        baseline="ddp",
-        baseline_step_time_s=0.1,
-        trials=6,
-        failed=1,
-        where="4 ranks of this machine",
-    )
-    plan = small_plan().model_copy(update={"measured": found})
+    plan = small_plan().model_copy(update={"measured": MEASURED})
     plan = plan.model_copy(update={"priced": plan.basis})
     said = "Rests on trials: measured 80.0 ms against 100 ms of ddp: 1.25x as fast; 6 trials, 1 of which failed on"
     assert said in " ".join(explain(plan).split())
     assert Plan.loads(plan.model_dump_json()) == plan
-    predicted = found.model_copy(update={"rests_on": "prediction", "step_time_s": None})
+    predicted = MEASURED.model_copy(update={"rests_on": "prediction", "step_time_s": None})
     assert "Rests on its prediction" in explain(plan.model_copy(update={"measured": predicted}))
     edited = plan.model_copy(update={"groups": plan.groups[::-1]})
     assert edited.was_edited and "Rests on" not in explain(edited)

@@ -99,7 +99,7 @@ def test_what_a_forward_pass_has_left_in_a_module_does_not_stand_in_the_way() ->
 
 def test_what_cannot_be_copied_is_said() -> None:
     model = Scaled()
-    model.lock = threading.Lock()
+    model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(SpecError, match=r"one of them cannot be copied: .*lock"):
         copies_of(model, torch.optim.SGD(model.parameters()), None, None)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from autopar.cost_models import AnalyticCostModel, Estimate
 from autopar.ir.training_graph import Parts, TrainingGraph
-from autopar.search import Budget, build_plan, search
+from autopar.search import Budget, build_plan, runner_up, search
 from autopar.search import price as priced_again
 from autopar.search.base import Problem
+from autopar.search.constraints import Constraints
 from autopar.search.moves import Neighbourhood
 from autopar.search.reasons import Reasons
+from autopar.search.runner_up import RunnersUp
 from autopar.spec.plan import ParameterSlice, Plan, SyncGroup
 from autopar.spec.summary import cost_text, group_rows
 from autopar.spec.topology import Topology
@@ -107,6 +110,31 @@ def test_without_time_the_largest_kinds_are_priced_and_the_others_say_that_they_
     assert 3 <= len(priced) < len(whole) and max(group_bytes(g, graph) for g in priced) == sizes[-1]
     for group in found:
         assert ("was not priced" in group.reason) == (group.runner_up is None)
+
+
+def test_where_pricing_takes_long_nothing_is_priced_beyond_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, now = training_graph(), 0.0
+    problem = Problem(graph, CLUSTER, Topology(CLUSTER), CONTEXT.on(CLUSTER), AnalyticCostModel())
+    groups = build_plan("all_reduce_4MiB", graph, CLUSTER, CONTEXT).groups
+    estimate = problem.cost_model.predict(graph, lower_plan(groups, graph, problem.context), problem.topology)
+
+    def alone_s(group: SyncGroup) -> float:
+        nonlocal now
+        now += 5.0
+        return 1.0
+
+    monkeypatch.setattr(runner_up, "time", SimpleNamespace(monotonic=lambda: now))
+    assert RunnersUp(problem, Neighbourhood(problem), alone_s).of(groups, estimate, 0.2) == {}
+    assert now == 5.0
+
+
+def test_a_group_says_which_part_of_it_is_pinned() -> None:
+    constraints = Constraints.of(pin={"*.bias": "all_reduce"})
+    for group in build_plan("ddp", training_graph(), CLUSTER, CONTEXT, constraints=constraints).groups:
+        biases, all_of = sum(m.name.endswith("bias") for m in group.members), len(group.members)
+        assert 0 < biases < all_of
+        assert f", {biases} of {all_of} pinned by *.bias=all_reduce: alone, " in group.reason
+        assert group.reason.endswith("; the pin leaves the group no other strategy") and group.runner_up is None
 
 
 def group_bytes(group: SyncGroup, graph: TrainingGraph) -> int:

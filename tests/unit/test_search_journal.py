@@ -16,6 +16,7 @@ from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, Observati
 from autopar.errors import AutoparWarning, SpecError
 from autopar.ir.training_graph import TrainingGraph
 from autopar.search import Budget, Evaluator, Journal, Problem, SearchResult, search_result
+from autopar.search.evaluate import CHECKED
 from autopar.search.journal import known
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.lines import read_lines as read
@@ -164,6 +165,30 @@ def test_prices_that_changed_are_not_mixed(tmp_path: Path) -> None:
     run(journal)
     with pytest.raises(SpecError, match="has another price today than there"):
         run(journal, resume=True, cost_model=AnalyticCostModel(optimizer_cost("AdamW", {})))
+
+
+def test_the_chosen_plan_has_the_price_of_today(tmp_path: Path) -> None:
+    """One wrong digit in any line would win."""
+    journal = tmp_path / "j.jsonl"
+    run(journal)
+    header, *rows = read(journal)
+    every = max(1, len(rows) // CHECKED)
+    rows[every + 1]["prediction"]["step_time_s"] /= 10
+    assert (every + 1) % every, "a line that is not looked at as the search begins"
+    journal.write_text("\n".join(map(json.dumps, [header, *rows])) + "\n")
+    with pytest.raises(SpecError, match=r"has another price today than there.* or the journal was changed"):
+        run(journal, resume=True)
+
+
+def test_a_journal_that_has_lost_its_first_line_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "j.jsonl"
+    result, _ = run(journal)
+    before = b"".join(journal.read_bytes().splitlines(keepends=True)[1:])
+    journal.write_bytes(before)
+    said = f"j.jsonl: .*it holds {len(result.candidates)} plans of a search whose first line.* is lost. Leave --resume"
+    with pytest.raises(SpecError, match=said):
+        run(journal, resume=True)
+    assert journal.read_bytes() == before
 
 
 def test_a_search_whose_time_is_up_keeps_the_best_plan_of_its_journal(tmp_path: Path) -> None:

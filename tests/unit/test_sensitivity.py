@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cost_models import AnalyticCostModel
+from autopar.cost_models import AnalyticCostModel, CorrectedCostModel, cost_model_for
+from autopar.cost_models.base import Lesson
 from autopar.cost_models.calibrated import measured
 from autopar.cost_models.carried import carried_calibration, carried_model
 from autopar.cost_models.network import Network
 from autopar.errors import ClusterSpecError, PlanMismatchError
 from autopar.ir.scaled_batch import scaled, why_not
 from autopar.ir.training_graph import TrainingGraph
+from autopar.report.what_if import what_if_text
 from autopar.runtime.compiled import Settings
 from autopar.search import Budget, build_plan, search
 from autopar.search.base import SEARCHED, executed
 from autopar.search.circumstances import HALF, TWICE, with_bandwidth, with_hosts
 from autopar.search.constraints import MEMORY_RESERVE, Constraints
 from autopar.search.run import search_result
-from autopar.search.sensitivity import Outcome, Sensitivity, sensitivity
+from autopar.search.sensitivity import UNTAUGHT, Outcome, Sensitivity, sensitivity
 from autopar.spec.calibration import LinkTimes
 from autopar.spec.cluster import ClusterSpec
 from autopar.spec.plan import Plan
@@ -152,6 +154,36 @@ def test_as_much_memory_is_kept_free_as_when_the_plan_was_made() -> None:
         kept = Constraints(memory_reserve=reserve)
         plan = build_plan("ddp", graph, ClusterSpec.loads(text), Context(4), constraints=kept)
         assert outcomes(sensitivity(plan, graph, Context(4), budget=SHORT))["as it is"].usable is fits
+
+
+def test_other_plans_keep_to_what_was_pinned_and_forbidden() -> None:
+    """Pinned to one owner, the plan is far from the best there is; the owner is not there on two hosts."""
+    graph, asked = training_graph(SMALL), Constraints.of(pin={"*": "parameter_server(owner=3)"})
+    plan = search(graph, cpu_hosts(4), Context(4), budget=SHORT, constraints=asked)
+    found = outcomes(sensitivity(plan, graph, Context(4), budget=SHORT))
+    assert {s for outcome in found.values() for s in used(outcome)} == {"parameter_server"}
+    assert not found["as it is"].changes and not found["hosts x 1/2"].left_out
+    assert found["hosts x 1/2"].best_step_time_s is not None
+    forbidding = Constraints.of(forbid=["parameter_server", "partitioned_parameter_server"])
+    plan = search(graph, cpu_hosts(4), Context(4), budget=SHORT, constraints=forbidding)
+    found = outcomes(sensitivity(plan, graph, Context(4), budget=SHORT))
+    assert not {s for outcome in found.values() for s in used(outcome)} & forbidding.forbidden
+
+
+def test_without_what_trials_taught_no_other_plan_is_said_to_be_better() -> None:
+    graph, cluster = training_graph(SMALL), cpu_hosts(4)
+    plan = build_plan("PS", graph, cluster, Context(4)).model_copy(update={"lessons": 1})
+    model = cost_model_for(trials=lambda basis: [])
+    for prices in (None, model):
+        found = sensitivity(plan, graph, Context(4), budget=SHORT, cost_model=prices)
+        assert found.is_untaught and found.changing == ()
+        assert {o.verdict for o in found.outcomes if not o.left_out} == {UNTAUGHT}
+        assert "--trials FILE" in what_if_text(plan, found)
+    assert isinstance(model, CorrectedCostModel)
+    taught = model.fit_lessons([Lesson(dict.fromkeys(model.correction.features, 0.0), 0.1, 0.2)])
+    found = sensitivity(plan, graph, Context(4), budget=SHORT, cost_model=taught)
+    assert not found.is_untaught and outcomes(found)["as it is"].changes
+    assert "--trials FILE" not in what_if_text(plan, found)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

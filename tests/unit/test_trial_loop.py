@@ -15,7 +15,7 @@ from autopar.cost_models.base import Lesson
 from autopar.cost_models.trial_log import lessons
 from autopar.errors import AutoparWarning, SpecError
 from autopar.lab.trial import TrialResult
-from autopar.search import Budget, SearchResult, search_result
+from autopar.search import Budget, Constraints, SearchResult, search_result
 from autopar.search.builders import BASELINES
 from autopar.spec.lines import read_lines
 from autopar.spec.plan import Plan
@@ -103,6 +103,28 @@ def test_the_first_round_holds_the_best_prediction_and_the_best_baseline() -> No
     assert plan.measured is not None and plan.measured.baseline == baseline.name
 
 
+def test_what_runs_as_ddp_is_not_pinned_and_is_not_taken() -> None:
+    """DDP is the fastest by far, and the pin rules it out."""
+    asked = Constraints.of(pin={"*": "parameter_server"})
+    found = search_result(
+        GRAPH, CLUSTER, CONTEXT, budget=SMALL, cost_model=cost_model_for(trials=lambda basis: []), constraints=asked
+    )
+    cluster = Slow()
+    plan = Trials(cluster, most=8, again=SMALL)(found)
+    ran = [p for p in cluster.rounds[0] if p.name == "ddp"]
+    assert [{g.strategy for g in p.groups} for p in ran] == [{"all_reduce"}]
+    assert plan.measured is not None and plan.measured.baseline == "ddp"
+    assert plan.measured.baseline_step_time_s == pytest.approx(cluster.step_s(ran[0]))
+    assert plan.measured.best_step_time_s > cluster.step_s(ran[0])
+    assert {g.strategy for g in plan.groups} == {"parameter_server"}
+
+    stuck = Slow(fails=lambda p: p.name != "ddp")
+    trials = Trials(stuck, most=8, again=SMALL)
+    with pytest.warns(AutoparWarning, match="trials but that of ddp failed"):
+        assert trials(found).measured is None
+    assert trials.all_failed.is_set()
+
+
 def test_a_strategy_that_is_slower_here_than_predicted_loses() -> None:
     found = searched()
     drags = first_strategy(found.plan)
@@ -144,7 +166,7 @@ def test_where_all_fail_it_is_said_and_the_rest_is_not_tried() -> None:
     cluster, found = Slow(fails=lambda plan: True), searched()
     with pytest.warns(AutoparWarning, match="all 8 trials failed.*rank 1: out of memory"):
         plan = Trials(cluster, most=100, again=SMALL)(found)
-    assert plan.measured is None and len(cluster.rounds) == 2
+    assert plan.measured is None and len(cluster.rounds) == 2 and not plan.is_taught
     assert plan.digest not in [p.digest for of in cluster.rounds for p in of]
 
 
@@ -169,6 +191,7 @@ def test_what_was_learned_is_kept_for_the_next_search_on_the_cluster(tmp_path: P
     names = CorrectedCostModel(AnalyticCostModel()).correction.features
     again = searched(lambda basis: lessons(log, CLUSTER.fingerprint, basis, names))
     assert again.chosen.step_time_s == pytest.approx(cluster.step_s(again.plan), rel=0.15)
+    assert again.plan.lessons == cluster.count and again.plan.is_taught
     ignorant = searched()
     assert ignorant.chosen.step_time_s == pytest.approx(cluster.step_s(ignorant.plan) / 2)
     assert lessons(log, CLUSTER.fingerprint, "another calibration", names) == []
