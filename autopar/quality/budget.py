@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -70,25 +72,23 @@ class QualityBudget:
             raise SpecError("the quality budget's batches are empty: plans are tried on batches of the training")
         size = sum(t.nbytes for t in tree_leaves(first) if isinstance(t, torch.Tensor))
         most = max(LEAST_HELD, HELD_BYTES // max(1, size))
-        own, second = _copied(first), next(source, None)
-        if second is None:
-            return [first] * count
-        is_reused = any(map(_is_same_memory, tree_leaves(first), tree_leaves(second)))
-        kept = map(_copied, itertools.chain([second], source)) if is_reused else itertools.chain([second], source)
-        found = [own if is_reused else first, *itertools.islice(kept, min(count, most) - 1)]
+        # A loader may fill the same few buffers again and again.
+        found = list(map(_copied, itertools.chain([first], itertools.islice(source, min(count, most) - 1))))
         return list(itertools.islice(itertools.cycle(found), count))
 
 
-def stream_kept(device: torch.device) -> AbstractContextManager[None]:
-    """While it is open, the user's code may draw random numbers: torch's streams are as they were behind it."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+@contextmanager
+def stream_kept(device: torch.device) -> Iterator[None]:
+    """While it is open, the user's code may draw random numbers: all streams are as they were behind it."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(of_numpy)
 
 
 def _copied(batch: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-
-def _is_same_memory(a: Any, b: Any) -> bool:
-    """Whether a loader has put the second into the memory of the first, as those with buffers of their own do."""
-    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    return tensors and a.numel() > 0 and a.data_ptr() == b.data_ptr()
+    return tree_map(copied, batch)

@@ -1,11 +1,18 @@
 """Copies of a training job's objects: models, optimizers and losses as users write them, none of which is made to be
-copied."""
+copied.
+
+`copy.deepcopy` takes functions for constants, although they may know the model: by a variable of the function around
+them, a default, a global name, or another function. Such functions are made anew, so that they know the copy.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +21,12 @@ from torch.optim import Optimizer
 
 from autopar.errors import SpecError
 from autopar.runtime.optimizers.joint_optimizer import JointOptimizer, each_of
+
+_DEEPEST, _MOST = 8, 1_000
+"""How far a model is looked for in what functions know, and the longest container that is looked into."""
+_LIBRARIES = ("torch", "numpy", "autopar", "builtins", "functools", "collections", "threading")
+"""Whose functions and objects know no model of the user's."""
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: Any, scaler: Any) -> tuple[Any, ...]:
@@ -27,15 +40,19 @@ def copies_of(model: nn.Module, optimizer: Optimizer, loss_fn: Any, scaler: Any)
         own = copy.deepcopy(model, memo)
         each = [_optimizer(one, memo) for one in each_of(optimizer)]
         joint = JointOptimizer(each) if isinstance(optimizer, JointOptimizer) else each[0]
-        return own, joint, _loss(loss_fn, memo), copy.deepcopy(scaler, memo)
-    except SpecError:
-        raise
+        loss = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+        own_scaler = copy.deepcopy(scaler, memo)
     except Exception as e:  # whatever the user's own objects raise
         raise SpecError(
             "a quality budget tries plans on copies of the model, the optimizer and the loss, and one of them cannot "
             f"be copied: copy.deepcopy raises {type(e).__name__}: {e}. Hold what cannot be copied outside of them, or "
             "define __deepcopy__"
         ) from e
+    known = _Known(memo)
+    for owner in (own, loss):
+        for module in owner.modules() if isinstance(owner, nn.Module) else ():
+            vars(module).update({n: known.of(v) for n, v in vars(module).items() if n not in _OF_TORCH})
+    return own, joint, known.of(loss), own_scaler
 
 
 def _made_by_forward(module: nn.Module) -> list[torch.Tensor]:
@@ -54,28 +71,95 @@ def _optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return made
 
 
-def _loss(loss_fn: Any, memo: dict[int, Any]) -> Any:
-    """The loss, which reads the copied model where it reads the model: as its method, or as a name that it knows."""
-    if isinstance(loss_fn, (nn.Module, types.MethodType, functools.partial)):
-        return copy.deepcopy(loss_fn, memo)
-    if not isinstance(loss_fn, types.FunctionType):
-        return loss_fn
-    known = {n: v for n in _names(loss_fn.__code__) if _is_copied(v := loss_fn.__globals__.get(n), memo)}
-    cells = loss_fn.__closure__ or ()
-    if not known and not any(_is_copied(_content(cell), memo) for cell in cells):
-        return loss_fn
-    made = types.FunctionType(
-        loss_fn.__code__,
-        {**loss_fn.__globals__, **{n: copy.deepcopy(v, memo) for n, v in known.items()}},
-        loss_fn.__name__,
-        loss_fn.__defaults__,
-        tuple(
-            types.CellType(copy.deepcopy(held, memo)) if _is_copied(held := _content(cell), memo) else cell
-            for cell in cells
-        ),
-    )
-    made.__kwdefaults__ = loss_fn.__kwdefaults__
-    return made
+class _Known:
+    """Makes what knows the model anew, so that it knows the copy; what does not know it stays as it is."""
+
+    def __init__(self, copied: Mapping[int, Any]) -> None:
+        """`copied`: the copies there are, by the identity of what they are copies of, as `copy.deepcopy` has it."""
+        self._copied = copied
+        self._made: dict[int, Any] = {}
+        self._alive: list[Any] = []
+        """What was looked at, so that no other object comes to have its identity."""
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """The value, or what stands for it where it knows the model."""
+        if id(value) in self._copied:
+            return self._copied[id(value)]
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if depth > _DEEPEST or isinstance(value, (nn.Module, torch.Tensor, Optimizer, type, types.ModuleType)):
+            return value
+        self._alive.append(value)
+        self._made[id(value)] = value  # where it is found again within itself
+        made = self._made[id(value)] = self._anew(value, depth + 1)
+        return made
+
+    def _anew(self, value: Any, depth: int) -> Any:
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, types.MethodType):
+            owner = self.of(value.__self__, depth)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, functools.partial):
+            parts = [value.func, *value.args, *value.keywords.values()]
+            found = [self.of(part, depth) for part in parts]
+            if _same(parts, found):
+                return value
+            first = 1 + len(value.args)
+            return functools.partial(found[0], *found[1:first], **dict(zip(value.keywords, found[first:], strict=True)))
+        if isinstance(value, weakref.ReferenceType):
+            target = self.of(value(), depth)
+            return value if target is value() else weakref.ref(target)
+        if type(value) in (list, tuple, dict, OrderedDict) and len(value) <= _MOST:
+            if not isinstance(value, dict):
+                found = [self.of(one, depth) for one in value]
+                return value if _same(value, found) else type(value)(found)
+            found = [self.of(one, depth) for one in value.values()]
+            return value if _same(value.values(), found) else type(value)(zip(value, found, strict=True))
+        return self._instance(value, depth)
+
+    def _instance(self, value: Any, depth: int) -> Any:
+        """An object of a class of the user's own."""
+        kind = type(value)
+        if kind.__module__.partition(".")[0] in _LIBRARIES or not isinstance(getattr(value, "__dict__", None), dict):
+            return value
+        found = {name: self.of(one, depth) for name, one in vars(value).items()}
+        if _same(vars(value).values(), found.values()):
+            return value
+        made = object.__new__(kind)
+        vars(made).update(found)
+        return made
+
+    def _function(self, function: types.FunctionType, depth: int) -> types.FunctionType:
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES and function.__closure__ is None:
+            return function
+        cells = function.__closure__ or ()
+        contents = [_content(cell) for cell in cells]
+        names = [n for n in sorted(_names(function.__code__)) if n in function.__globals__]
+        known = [function.__globals__[n] for n in names]
+        parts = [function.__defaults__, function.__kwdefaults__, function.__dict__, *contents, *known]
+        found = [self.of(part, depth) for part in parts]
+        if _same(parts, found):
+            return function
+        defaults, keywords, attributes, *rest = found
+        new_cells = [
+            types.CellType(new) if new is not old else cell
+            for cell, old, new in zip(cells, contents, rest, strict=False)
+        ]
+        own = dict(zip(names, rest[len(cells) :], strict=True))
+        made = types.FunctionType(
+            function.__code__, {**function.__globals__, **own}, function.__name__, defaults, tuple(new_cells)
+        )
+        made.__kwdefaults__ = keywords
+        made.__dict__.update(attributes)
+        for name, old in zip(names, known, strict=True):
+            if old is function:
+                made.__globals__[name] = made
+        return made
+
+
+def _same(before: Any, after: Any) -> bool:
+    return all(a is b for a, b in zip(before, after, strict=True))
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -89,9 +173,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not there yet
         return None
-
-
-def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
-    """Whether a value is part of what was copied."""
-    owner = value.__self__ if isinstance(value, types.MethodType) else value
-    return isinstance(owner, (nn.Module, nn.Parameter)) and id(owner) in memo

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from autopar.quality.copies import copies_of
 from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.model.copies import copies
+from autopar.runtime.model.evaluated import evaluated
 from autopar.runtime.program import Program
 from autopar.spec.plan import Plan
 
@@ -88,16 +89,15 @@ class Job:
         if not (isinstance(theirs, nn.Module) and isinstance(own, nn.Module)):
             yield
             return
-        tensors, training = [*theirs.parameters(), *theirs.buffers()], theirs.training
-        put_back = copies(tensors)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, (*own.parameters(), *own.buffers()), strict=True):
-                tensor.copy_(value)
-        try:
-            yield
-        finally:
-            put_back()
-            theirs.train(training)
+        tensors, values = _held(theirs), _held(own)
+        put_back = copies(tensors.values())
+        with evaluated(theirs, nullcontext()):
+            try:
+                for name in tensors.keys() & values.keys():
+                    tensors[name].copy_(values[name])
+                yield
+            finally:
+                put_back()
 
     def program(self, plan: Plan) -> Program:
         """A program that trains this job's model. Its first steps are not compared with the model run eagerly, nor its
@@ -169,6 +169,10 @@ class Probe:
         losses = [float(program.step(batch)) for batch in batches]
         with program.gathered():
             return [end - start for end, start in zip(job.values(), self._start, strict=True)], losses
+
+
+def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _dot(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:

@@ -45,7 +45,7 @@ class BudgetedProgram(Program):
         if self.guard is not None and not self.guard.reason:
             self.guard.look(step, float(result if isinstance(result, torch.Tensor) else result.loss))
             if self.guard.reason:
-                self._lasting.meet()
+                self._lasting.go_on_exactly([i for i, is_lossy in enumerate(self._lossy) if is_lossy])
         return result
 
     def _moments(self) -> Moments:

@@ -8,7 +8,7 @@ the loss and checkpoints are given this object, and nothing else of the program.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -79,8 +79,7 @@ class Lasting:
         self.parts = Parts(optimizer, parameters, plan.groups, self.is_timed)
         self.names = {parameters[p.name]: p.name for p in plan.model.parameters if p.name in parameters}
         """Of the parameters that the plan knows."""
-        self.local = frozenset(m.name for g in plan.groups if is_local(g) for m in g.members)
-        """Parameters of which each rank updates a replica of its own, that is averaged from time to time."""
+        self._local = frozenset(m.name for g in plan.groups if is_local(g) for m in g.members)
         self.steps = 0
         """Optimizer steps done, those before a checkpoint included."""
         self.since = [0] * len(plan.groups)
@@ -88,6 +87,8 @@ class Lasting:
         self.has_loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self.guard: Watch | None = None
+        self._guard_text = ""
+        """What a checkpoint had of a guard that this program has not, for the next one."""
         self._groups = plan.groups
 
     @property
@@ -101,11 +102,20 @@ class Lasting:
         return self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
 
     @property
+    def local(self) -> frozenset[str]:
+        """Parameters of which each rank updates a replica of its own, that is averaged from time to time; none since
+        the guard has stepped in."""
+        return frozenset() if self._is_stopped else self._local
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether the guard has stepped in."""
+        return self.guard is not None and bool(self.guard.reason)
+
+    @property
     def are_apart(self) -> bool:
         """Whether the replicas of `local` parameters differ between ranks now."""
-        if self.guard is not None and self.guard.reason:  # since then, ranks train together
-            return False
-        return any(m.doing == "alone" for m in moments_of(self._groups, self.steps - 1))
+        return not self._is_stopped and any(m.doing == "alone" for m in moments_of(self._groups, self.steps - 1))
 
     @property
     def unsaved(self) -> frozenset[int]:
@@ -132,18 +142,19 @@ class Lasting:
             with self.group.guard("parameters on their way"):
                 raise
 
-    def meet(self) -> None:
-        """Has ranks that train replicas apart go on from their average, and from that of what their optimizers keep; by
-        all ranks together."""
-        if not self.local or self.group.pg is None:
+    def go_on_exactly(self, lossy: Collection[int]) -> None:
+        """Forgets what these groups have not sent, as the guard has stepped in. Has ranks that train replicas apart go
+        on from their average, and from that of what their optimizers keep. By all ranks together."""
+        self.states.drop(lossy)
+        if not self._local:
             return
         self.arrive()
         with torch.no_grad():
-            for name in sorted(self.local):
+            for name in sorted(self._local):
                 parameter = self.parameters[name]
                 parameter.copy_(average(parameter.detach(), self.group))
-        parts = [p for p in self.parts.every() if any(f.name in self.local for f in p.fragments)]
-        scatter_state(parts, gather_state(parts, self.parameters, self.group, self.local), self.parameters)
+        parts = [p for p in self.parts.every() if any(f.name in self._local for f in p.fragments)]
+        scatter_state(parts, gather_state(parts, self.parameters, self.group, self._local), self.parameters)
         self.parts.settle(loaded=True)
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -165,14 +176,14 @@ class Lasting:
         return all_of([self.arrive, tensors, self.parts.kept(), self.random.kept(), self.states.kept()])
 
     def watched(self) -> dict[str, str]:
-        """What a checkpoint has of the guard: its state, as `guard`, where there is one."""
-        return {} if self.guard is None else {"guard": self.guard.saved()}
+        """What a checkpoint has of the guard: its state, as `guard`, where there is one, or was one before."""
+        text = self._guard_text if self.guard is None else self.guard.saved()
+        return {"guard": text} if text else {}
 
     def check_guard(self, saved: object) -> str:
         """What a checkpoint has of it; raises `SpecError` where it has something else."""
-        if self.guard is None:
-            return ""
-        self.guard.read(saved)
+        if self.guard is not None:
+            self.guard.read(saved)
         return str(saved)
 
     def resume(self, steps: int, guard: str) -> None:
@@ -180,6 +191,7 @@ class Lasting:
         the guard."""
         if self.guard is not None:
             self.guard.load(guard)
+        self._guard_text = guard
         there = (self.states.has_held(i, self.states.found) for i in range(len(self._groups)))
         self.since, self.steps, self.has_loaded = [0 if complete else steps for complete in there], steps, True
         self.parts.settle(loaded=True)

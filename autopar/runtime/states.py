@@ -55,6 +55,10 @@ class States:
             self._fill(key, call, tensor)
         return self._held[of][1]
 
+    def drop(self, groups: Collection[int]) -> None:
+        """Forgets the states of groups, of which no later step asks for any."""
+        self._held = {key: held for key, held in self._held.items() if key[0] not in groups}
+
     def residual_norm(self) -> float:
         """Of what all ranks have not sent yet; to be called by all of them together."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)

@@ -122,6 +122,7 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
             alone, cluster, example_inputs=first, loss_fn=F.cross_entropy, optimizer=its_optimizer, strategy="ddp"
         )
         state = guarded.state_dict()
+        assert "state" not in state, "nobody goes on with what was not sent"
         whole.load_state_dict({**state, "random": whole.state_dict()["random"]})
         resumed_model, its_optimizer = made(torch.float64)
         resumed = BudgetedProgram(resumed_model, plan, plain.group, its_optimizer, plain.settings, plain.context)

@@ -33,6 +33,25 @@ class Scaled(nn.Module):
         return ((self.t * output - target) ** 2).mean()
 
 
+class Called:
+    def __init__(self, known: dict[str, Scaled]) -> None:
+        self.known = known
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.known["model"].loss(output, target)
+
+
+KNOWN: list[Scaled] = []
+
+
+def of_known(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return KNOWN[0].loss(output, target)
+
+
+def of_global(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return of_known(output, target)
+
+
 def losses(model: Scaled) -> dict[str, Callable[..., torch.Tensor]]:
     def outer(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return model.loss(output, target)
@@ -42,7 +61,23 @@ def losses(model: Scaled) -> dict[str, Callable[..., torch.Tensor]]:
     def of_method(output: torch.Tensor, target: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
         return factor * bound(output, target)
 
+    held = [model]
+
+    def of_default(output: torch.Tensor, target: torch.Tensor, known: Scaled = model) -> torch.Tensor:
+        return known.loss(output, target)
+
+    @functools.wraps(outer)
+    def wrapped(*args: torch.Tensor) -> torch.Tensor:
+        return outer(*args)
+
+    KNOWN[:] = [model]
     return {
+        "a function that knows a list": lambda output, target: held[0].loss(output, target),
+        "a default": of_default,
+        "a wrapped function": wrapped,
+        "a partial function of one that knows the model": functools.partial(of_method, factor=1.0),
+        "an object that is called": Called({"model": model}),
+        "a global name": of_global,
         "a method": model.loss,
         "a partial function": functools.partial(model.loss),
         "a function that knows the model": outer,
@@ -104,11 +139,22 @@ def test_what_cannot_be_copied_is_said() -> None:
         copies_of(model, torch.optim.SGD(model.parameters()), None, None)
 
 
-def test_batches_of_a_loader_that_fills_one_buffer_are_told_apart() -> None:
+def test_a_function_that_a_module_holds_knows_the_copy() -> None:
+    model = Scaled()
+    model.twice = lambda x: 2 * model.t * x  # type: ignore[assignment]
+    copied, *_ = copies_of(model, torch.optim.SGD(model.parameters()), None, None)
+    with torch.no_grad():
+        copied.t.fill_(3.0)
+        found = [float(vars(one)["twice"](1.0)) for one in (copied, model)]
+    assert found == [6.0, 2.0]
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_batches_of_a_loader_that_fills_few_buffers_are_told_apart(buffers: int) -> None:
     def filled() -> Iterator[Any]:
-        buffer = torch.zeros(3)
+        each = torch.zeros(buffers, 3)
         for i in range(5):
-            yield buffer.fill_(i), i
+            yield each[i % buffers].fill_(i), i
 
     budget = QualityBudget(0.01, lambda model: 0.0, filled(), 1000)
     assert [(int(x[0]), i) for x, i in budget.taken(7)] == [(i, i) for i in (0, 1, 2, 3, 4, 0, 1)]

@@ -32,7 +32,7 @@ def fold_cats_of_one(graph: torch.fx.Graph) -> None:
         before, after = filled[0].meta["val"], node.meta["val"]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             continue
-        if before.stride() == after.stride():
+        if (before.stride(), before.storage_offset()) == (after.stride(), after.storage_offset()):
             node.replace_all_uses_with(filled[0])
             graph.erase_node(node)
         elif after.is_contiguous():
