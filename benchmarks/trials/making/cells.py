@@ -64,8 +64,8 @@ def cell_name(workload: str, cluster: str, compute: Compute) -> str:
 
 class Cell:
     """One workload on one cluster, with real or virtual compute. `one_choice`: all plans without clipping and at the
-    same speed, so that all may be compared; the slowest, where the machine's own noise weighs least. `budget_s`: see
-    `TrialSpec`."""
+    same speed, so that all may be compared; the slowest, where the machine's own noise weighs least, and no faster than
+    the cluster is. `budget_s`: see `TrialSpec`."""
 
     def __init__(
         self,
@@ -128,6 +128,8 @@ class Cell:
         dilation = self.fastest
         if self.compute == "virtual" and self.ddp_s <= LIGHT_STEP_S:
             dilation *= max(SLOWDOWNS) if self.one_choice else draw.choice(SLOWDOWNS)
+        if self.compute == "virtual" and self.one_choice:
+            dilation = max(dilation, 1.0)
         slowest_bps = min(
             min(wire.forth_bps or 1e12, wire.back_bps or 1e12) for wire in of_cluster(self.case.cluster).wires
         )
