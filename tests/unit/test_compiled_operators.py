@@ -62,6 +62,21 @@ def test_places_in_memory_are_read_by_pytorch(offset: tuple[int, ...], expected:
     assert found is expected
 
 
+def test_the_memory_that_such_a_place_is_in_is_pytorchs_own() -> None:
+    """A compiler may return a tensor that begins elsewhere in its memory."""
+    graph, mode = torch.fx.Graph(), torch._subclasses.FakeTensorMode()
+    given = graph.placeholder("given")
+    made = graph.call_function(aten.tanh.default, (given,))
+    view = graph.call_function(aten.slice.Tensor, (made, 0, 2, 6))
+    node = graph.call_function(aten.as_strided.default, (view, [2, 2], [1, 2], 1))
+    with mode:
+        given.meta["val"] = made.meta["val"] = torch.ones(6)
+        view.meta["val"] = made.meta["val"][2:6]
+        node.meta["val"] = view.meta["val"].as_strided([2, 2], [1, 2], 1)
+    graph.output((node,))
+    assert made not in Partition(torch.fx.GraphModule({}, graph)).home
+
+
 def test_a_concatenation_that_lies_otherwise_in_memory_becomes_a_copy() -> None:
     graph, mode = torch.fx.Graph(), torch._subclasses.FakeTensorMode()
     value, nothing = graph.placeholder("value"), graph.placeholder("nothing")

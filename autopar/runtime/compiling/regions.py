@@ -59,8 +59,9 @@ class Partition:
         self._order = [n for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
         self._computes: dict[torch.fx.Node, bool] = {}
         self._may_wait: dict[torch.fx.Node, bool] = {}
+        kept = {_base_of(n) for n in self._order if _reads_from_offset(n)}
         for node in self._order:
-            self._computes[node] = _computes(node, self._computes)
+            self._computes[node] = node not in kept and _computes(node, self._computes)
         for node in reversed(self._order):
             self._may_wait[node] = self._is_late(node)
         self.home: dict[torch.fx.Node, Region] = {}
@@ -240,6 +241,15 @@ def _reads_from_offset(node: torch.fx.Node) -> bool:
     if _name(node) not in ("as_strided", "as_strided_copy"):
         return False
     return (node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")) is not None
+
+
+def _base_of(node: torch.fx.Node) -> torch.fx.Node:
+    """What has made the memory that an operator reads from such a place."""
+    base = node.args[0]
+    assert isinstance(base, torch.fx.Node)
+    while is_attached(base) and isinstance(base.args[0], torch.fx.Node):
+        base = base.args[0]
+    return base
 
 
 def _has_narrow_statistics(node: torch.fx.Node) -> bool:
