@@ -38,6 +38,7 @@ class BudgetedProgram(Program):
             begins = min(g.from_step for g, is_lossy in zip(self.plan.groups, self._lossy, strict=True) if is_lossy)
             self.guard = Guard(begins, self._lasting.states.residual_norm, group.rank == 0)
             self._lasting.guard = self.guard
+            self._lasting.watched_groups = frozenset(i for i, is_lossy in enumerate(self._lossy) if is_lossy)
             self._is_timed = True  # so that a step can be another one, also where all of the plan's are alike
 
     def _step(self, *asked: Any) -> torch.Tensor | StepResult:
@@ -45,7 +46,7 @@ class BudgetedProgram(Program):
         if self.guard is not None and not self.guard.reason:
             self.guard.look(step, float(result if isinstance(result, torch.Tensor) else result.loss))
             if self.guard.reason:
-                self._lasting.go_on_exactly([i for i, is_lossy in enumerate(self._lossy) if is_lossy])
+                self._lasting.meet()
         return result
 
     def _moments(self) -> Moments:

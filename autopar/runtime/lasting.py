@@ -8,7 +8,7 @@ the loss and checkpoints are given this object, and nothing else of the program.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -87,6 +87,8 @@ class Lasting:
         self.has_loaded = False
         """Whether the optimizer's state came from a checkpoint, and parts of it lie with the parts of parameters."""
         self.guard: Watch | None = None
+        self.watched_groups = frozenset[int]()
+        """Those that synchronize exactly once the guard has stepped in."""
         self._guard_text = ""
         """What a checkpoint had of a guard that this program has not, for the next one."""
         self._groups = plan.groups
@@ -111,6 +113,11 @@ class Lasting:
     def _is_stopped(self) -> bool:
         """Whether the guard has stepped in."""
         return self.guard is not None and bool(self.guard.reason)
+
+    @property
+    def stopped(self) -> frozenset[int]:
+        """Groups whose states nobody goes on with, as the guard has stepped in: checkpoints leave them out."""
+        return self.watched_groups if self._is_stopped else frozenset()
 
     @property
     def are_apart(self) -> bool:
@@ -142,10 +149,9 @@ class Lasting:
             with self.group.guard("parameters on their way"):
                 raise
 
-    def go_on_exactly(self, lossy: Collection[int]) -> None:
-        """Forgets what these groups have not sent, as the guard has stepped in. Has ranks that train replicas apart go
-        on from their average, and from that of what their optimizers keep. By all ranks together."""
-        self.states.drop(lossy)
+    def meet(self) -> None:
+        """As the guard has stepped in: has ranks that train replicas apart go on from the average of these, and of what
+        their optimizers keep. By all ranks together."""
         if not self._local:
             return
         self.arrive()

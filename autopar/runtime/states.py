@@ -55,10 +55,6 @@ class States:
             self._fill(key, call, tensor)
         return self._held[of][1]
 
-    def drop(self, groups: Collection[int]) -> None:
-        """Forgets the states of groups, of which no later step asks for any."""
-        self._held = {key: held for key, held in self._held.items() if key[0] not in groups}
-
     def residual_norm(self) -> float:
         """Of what all ranks have not sent yet; to be called by all of them together."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -83,12 +79,13 @@ class States:
 
         return back
 
-    def save(self, unsaved: Collection[int] = ()) -> Saved:
+    def save(self, unsaved: Collection[int] = (), stopped: Collection[int] = ()) -> Saved:
         """As one process would have them; to be called by all ranks together. `unsaved`: groups of which what they hold
-        of earlier steps is left out."""
+        of earlier steps is left out; `stopped`: those of which nothing is saved."""
         found: Saved = {}
         for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
-            if isinstance(call.layout, Varying) or (call.owner_group.index in unsaved and key.startswith(HELD)):
+            of = call.owner_group.index
+            if isinstance(call.layout, Varying) or of in stopped or (of in unsaved and key.startswith(HELD)):
                 continue
             whole, into = self._whole(call, tensor), found.setdefault(key, {})
             for place in _places(call, self._parameters):
@@ -121,10 +118,12 @@ class States:
         """The names of the pieces that `save` leaves out."""
         return {f"{STATE}.{k}.{n}" for i in unsaved for k, n in self.names(i) if k.startswith(HELD)}
 
-    def pieces(self) -> list[Piece]:
-        """What this rank has of them, for checkpoints on disk."""
+    def pieces(self, stopped: Collection[int] = ()) -> list[Piece]:
+        """What this rank has of them, for checkpoints on disk. `stopped`: as of `save`."""
         found: list[Piece] = []
-        for (_, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
+        for (of, key), (call, tensor) in sorted(self._held.items(), key=lambda item: item[0]):
+            if of in stopped:
+                continue
             layout = call.layout
             over: Over = "summed" if isinstance(layout, Partial) else "reset" if isinstance(layout, Varying) else "kept"
             begin = held_before(call.layout, call.elements, self._group.rank)

@@ -43,6 +43,12 @@ def batch(step: int, rank: int, samples: int = 16, dtype: torch.dtype = torch.fl
     return x.to(dtype), x[:, :15].view(-1, 3, 5).sum(2).argmax(1)
 
 
+def _trained_on(program: Any, state: dict[str, Any], rank: int) -> list[float]:
+    """The losses of some steps behind a checkpoint of three."""
+    program.load_state_dict(copy.deepcopy(state))
+    return [float(program.step(batch(step, rank, dtype=torch.float64))) for step in range(3, 12)]
+
+
 def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
     import autopar
     from autopar.quality.on_evidence import OnEvidence
@@ -112,7 +118,10 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
         guarded = BudgetedProgram(model, plan, plain.group, optimizer, plain.settings, plain.context)
         guarded.adopt(plain.graph, first)
         assert guarded.guard is not None
+        early: dict[str, Any] = {}
         for step in range(6):
+            if step == 3:
+                early = copy.deepcopy(guarded.state_dict())
             if step == 5:
                 guarded.guard.seen.limit = -math.inf
             guarded.step(batch(step, rank, dtype=torch.float64))
@@ -137,6 +146,8 @@ def of_ranks(rank: int, world_size: int) -> dict[str, Any]:
         assert resumed.guard is not None
         equal = zip(model.parameters(), resumed_model.parameters(), strict=True)
         found[f"{name} resumed"] = resumed.guard.seen == guarded.guard.seen and all(torch.equal(a, b) for a, b in equal)
+        resumed_early = _trained_on(guarded, early, rank), _trained_on(resumed, early, rank)
+        found[f"{name} put back"] = resumed_early[0] == resumed_early[1] and not guarded.guard.reason
     return found
 
 
@@ -187,3 +198,4 @@ def test_behind_a_guard_that_steps_in_training_is_exact_also_when_it_is_resumed(
 ) -> None:
     assert outcomes[0][name] < 1e-12
     assert outcomes[0][f"{name} resumed"]
+    assert outcomes[0][f"{name} put back"], "what a checkpoint of before holds is gone on with"

@@ -67,7 +67,7 @@ def save(lasting: Lasting) -> dict[str, Any]:
     state = gather_state(lasting.parts.every(), lasting.parameters, lasting.group, lasting.local)
     with lasting.rows.gathered():
         written = _write(lasting, _averaged(lasting, lasting.model), state, streams)
-    if states := lasting.states.save(lasting.unsaved):
+    if states := lasting.states.save(lasting.unsaved, lasting.stopped):
         written["state"] = states
         names = {key: sorted(by_name) for key, by_name in states.items()}
         written["held"] = json.dumps({**json.loads(written["held"]), "state": names})

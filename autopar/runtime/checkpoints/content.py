@@ -67,7 +67,7 @@ def content_of(lasting: Lasting, spread: bool) -> Content:
         found.loss_fn = loss
     _optimizer(lasting, found)
     left_out = lasting.states.left_out(lasting.unsaved)
-    found.pieces.extend(p for p in lasting.states.pieces() if p.name not in left_out)
+    found.pieces.extend(p for p in lasting.states.pieces(lasting.stopped) if p.name not in left_out)
     for piece in found.pieces:
         tensor = piece.tensor
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
