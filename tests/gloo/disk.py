@@ -99,7 +99,7 @@ def with_own(program: Program, residual: torch.Tensor) -> list[Piece]:
         whole_piece("state.own.all", own, "reset"),
         Piece("state.rows.all", (8,), (range(rank, 8, n),), rows),
     ]
-    program._lasting.states.pieces = lambda: pieces  # type: ignore[method-assign]
+    program._lasting.states.pieces = lambda stopped=(): pieces  # type: ignore[method-assign]
     return pieces
 
 

@@ -132,7 +132,7 @@ def test_tensors_of_all_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.tensor([[1, 0, 3], [4, 5, 0]]).to(dtype)
     program = program_for()
     pieces = [whole_piece("state.a", value.clone()), whole_piece("state.b", value[0, 0].clone())]
-    program._lasting.states.pieces = lambda: pieces  # type: ignore[method-assign]
+    program._lasting.states.pieces = lambda stopped=(): pieces  # type: ignore[method-assign]
     program.save(tmp_path)
     for piece in pieces:
         piece.tensor.zero_()
