@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.backends import collectives
+from autopar.backends.exchange import in_rounds
 from autopar.cost_models.compute import is_cpu
 from autopar.ops.context import Context
 from autopar.ops.subgroups import Subgroups, subgroup_of
@@ -203,7 +204,7 @@ class _Bench:
             "broadcast": lambda: by.broadcast(whole, 0, pg),
             "reduce_scatter": lambda: by.reduce_scatter(whole, each, place, pg),
             "all_gather": lambda: by.all_gather(mine, each, place, pg),
-            "all_to_all": lambda: by.all_to_all(mine, of_each, of_each, pg),
+            "all_to_all": lambda: by.all_to_all(mine, of_each, of_each, pg, in_rounds(mine, of_each)),
         }
 
         @collectives.may_fail()

@@ -84,7 +84,10 @@ class Backend:
         sent = x.repeat(len(sizes))
         return out, dist.all_to_all_single(out, sent, list(sizes), [x.numel()] * len(sizes), group=pg, async_op=True)
 
-    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], pg: Any) -> Begun:
-        """Begins to exchange parts between all ranks; receives those for this rank, in the order of ranks."""
+    def all_to_all(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], pg: Any, large: bool = False
+    ) -> Begun:
+        """Begins to exchange parts between all ranks; receives those for this rank, in the order of ranks. `large`:
+        what all ranks say alike of their parts; sizes that the batch decides may differ from rank to rank."""
         out = x.new_empty(sum(received))
         return out, dist.all_to_all_single(out, x, list(received), list(sent), group=pg, async_op=True)

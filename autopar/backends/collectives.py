@@ -135,10 +135,13 @@ def all_gather_equal(x: torch.Tensor, world_size: int, group: str) -> torch.Tens
 
 
 @may_fail()
-def all_to_all(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
-    """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long."""
+def all_to_all(
+    x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str, large: bool = False
+) -> torch.Tensor:
+    """Sends the r-th part of `x`, `sent[r]` elements long, to rank r; what comes from rank r is `received[r]` long.
+    `large` is the same on all ranks."""
     backend, pg = library(x, group)
-    return registered(*backend.all_to_all(x, sent, received, pg))
+    return registered(*backend.all_to_all(x, sent, received, pg, large))
 
 
 @may_fail()

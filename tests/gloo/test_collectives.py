@@ -1,5 +1,5 @@
-"""Reduce-scatter and all-gather of parts that are large enough to go in rounds, and the sums they come to; and which
-collectives ranks have issued that leave a step by errors."""
+"""Reduce-scatter, all-gather and all-to-all of parts that are large enough to go in rounds; and which collectives ranks
+have issued that leave a step by errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,16 @@ def exchange(rank: int, n: int, names: list[str]) -> dict[str, list[float]]:
         sums = values.sum(1)
         own = [(p - s[begin : begin + len(p)]).abs().sum().item() for p, s in zip(parts, sums, strict=True)]
         errors[name] = own + [(g - s).abs().max().item() for g, s in zip(gathered, sums, strict=True)]
+        errors[name] += parts_of_all(rank, splits, values, group)
     return errors
+
+
+def parts_of_all(rank: int, splits: list[int], values: torch.Tensor, group: str) -> list[float]:
+    """The errors of all-to-alls of [pending, ranks, elements], whose rank r receives part r of each."""
+    received = [splits[rank]] * len(splits)
+    started = [collectives.all_to_all(v[rank].clone(), splits, received, group, large=True) for v in values]
+    expected = [torch.stack([torch.split(of, splits)[rank] for of in v]).view(-1) for v in values]
+    return [(collectives.wait(s) - e).abs().sum().item() for s, e in zip(started, expected, strict=True)]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.backends.base import COLLECTIVES
@@ -141,6 +143,20 @@ def test_a_broadcast_goes_down_a_tree_and_a_reduce_takes_two_phases() -> None:
     # 32 segments of 1 MiB, of which gloo's ring passes on 30.
     expected = (30 / 32 + 0.75) * unit / GLOO.fraction["reduce"]
     assert reduce == pytest.approx(expected, rel=0.01)
+
+
+def test_senders_of_an_all_to_all_meet_at_a_receiver_only_where_the_batch_decides_on_large_parts() -> None:
+    n, line_bytes_per_s = 4, 0.4e9 / 8
+    network = Network(Topology(cpu_hosts(n, "0.4 Gbit/s")))
+
+    def fraction(part: int, expected: bool) -> float:
+        few, many = (collective("all_to_all", n * n * size, n) for size in (part // 2, part))
+        a, b = (network.transfer(replace(c, made=replace(c.made, expected=expected))).seconds for c in (few, many))
+        return (n - 1) * part / 2 / line_bytes_per_s / (b - a)
+
+    assert fraction(ROUNDS_BYTES, expected=True) == pytest.approx(GLOO.fraction["reduce_scatter"])
+    assert fraction(8 * ROUNDS_BYTES, expected=False) == pytest.approx(GLOO.fraction["reduce_scatter"])
+    assert fraction(8 * ROUNDS_BYTES, expected=True) == pytest.approx(GLOO.fraction["all_to_all"])
 
 
 def test_nccl_passes_a_broadcast_along_a_chain() -> None:
