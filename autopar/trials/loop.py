@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -38,6 +39,9 @@ ALIKE = 0.005
 of them is measured in a round."""
 HOPELESS = 2
 """Rounds in a row in which every plan failed, after which no more are run: what fails is something else than a plan."""
+PATIENCE, IN_VAIN = 3, 0.005
+"""Where it is said how long the training will be: rounds in a row, and the part of the training's time, that may go
+into trials which found nothing that pays for them. Of plans that take almost the same, each promises something."""
 START_S = 20.0
 """What the ranks take to start and to capture a model, before it is known. [Guessed]"""
 FIRST_STEPS = 40
@@ -113,13 +117,18 @@ class _Loop:
         self.priced = len(found.candidates)
         self.elapsed_s = 0.0
         """Seconds that the rounds took, with the searches after them."""
+        self.mark: tuple[Hashable, float] | None = None
+        """The best plan when trials had paid for themselves last, at first the one that prices preferred, and the
+        seconds that they had taken by then."""
+        self.in_vain = 0
+        """Rounds since."""
         as_today = found.seeds | found.baselines
         fitting = [c for name, c in as_today.items() if name in BASELINES and c.feasible]
         self.baseline = min(fitting, key=lambda c: c.order, default=None)
 
     def run(self) -> Plan:
         empty = 0
-        while empty < HOPELESS and (members := self._round()):
+        while empty < HOPELESS and not self._has_lost_patience and (members := self._round()):
             began = time.monotonic()
             empty = 0 if self._run(members) else empty + 1
             if not self.trials.stop.is_set():
@@ -134,6 +143,7 @@ class _Loop:
                 )
                 self.priced += len(self.found.candidates)
             self.elapsed_s += time.monotonic() - began
+            self._see_what_it_paid(executed(members[0].groups))
         if self.failures and not self._able:
             self.trials.all_failed.set()
             but = f" but that of {self.baseline.name}" if self.baseline is not None and self.tried else ""
@@ -144,6 +154,25 @@ class _Loop:
                 stacklevel=2,
             )
         return self._winner()
+
+    def _see_what_it_paid(self, first: Hashable) -> None:
+        """Behind a round. `first`: the plan that the others were compared with in it."""
+        if not self._able:
+            return
+        if self.mark is None or self.mark[0] not in self.tried:
+            self.mark = (first if first in self.tried else self._best(), 0.0)
+        (before, then_s), best = self.mark, self._best()
+        saved_s = -math.expm1(self.standings.lead(best, before).mean) * self.standings.seconds(before)
+        self.in_vain += 1
+        if saved_s * (self.trials.steps or 0) > self.elapsed_s - then_s:
+            self.mark, self.in_vain = (best, self.elapsed_s), 0
+
+    @property
+    def _has_lost_patience(self) -> bool:
+        if self.trials.steps is None or self.mark is None or self.in_vain < PATIENCE:
+            return False
+        training_s = self.standings.seconds(self._best()) * self.trials.steps if self._able else 0.0
+        return self.elapsed_s - self.mark[1] > IN_VAIN * training_s
 
     def _fastest(self) -> list[Candidate]:
         """Those that can be measured, by their predictions: plans whose steps are all alike, and that have not failed.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
 from autopar.trials import Trials
+from autopar.trials.loop import PATIENCE
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 GRAPH = training_graph(MLP, rows=["0.weight"])
@@ -174,6 +177,25 @@ def test_nothing_is_tried_where_no_trial_pays() -> None:
     cluster, found = Slow(), searched()
     assert Trials(cluster, steps=10, again=SMALL)(found) is found.plan
     assert cluster.rounds == []
+
+
+def test_trials_end_where_they_have_cost_more_than_they_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a thousandth of what the training will, and all plans take the same but for noise."""
+
+    class Noisy(Slow):
+        def step_s(self, plan: Plan) -> float:
+            clock.now_s += 0.2
+            return float(torch.empty(1).log_normal_(math.log(1e-3), 0.01, generator=drawn))
+
+    clock, drawn = SimpleNamespace(now_s=0.0), torch.Generator().manual_seed(0)
+    monkeypatch.setattr("autopar.trials.loop.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    counts, found = [], searched()
+    for patience in (PATIENCE, 100):
+        monkeypatch.setattr("autopar.trials.loop.PATIENCE", patience)
+        cluster = Noisy()
+        Trials(cluster, most=40, steps=1_000_000, again=Budget(evaluations=5))(found)
+        counts.append(len(cluster.rounds))
+    assert PATIENCE <= counts[0] < counts[1]
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
