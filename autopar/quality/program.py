@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ class BudgetedProgram(Program):
             self._lasting.guard = self.guard
             self._lasting.watched_groups = frozenset(i for i, is_lossy in enumerate(self._lossy) if is_lossy)
             self._is_timed = True  # so that a step can be another one, also where all of the plan's are alike
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._shadow = None
+        super().load_state_dict(state)
+
+    def load(self, folder: str | Path) -> None:
+        self._shadow = None
+        super().load(folder)
 
     def _step(
         self, batches: list[Batch], given: list[Any], sizes: tuple[int, ...], asked: Asked

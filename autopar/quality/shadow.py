@@ -62,16 +62,18 @@ class Shadow:
         to, and has all as it was."""
         lasting = self._lasting
         here, steps = self._kept(), lasting.steps
-        self._there()
-        lasting.steps = steps - 1
-        if self._is_first:
-            lasting.meet()
-        self._is_first = False
-        self.plans.append(loss)
-        self.exact.append(exactly())
-        self._there = self._kept()
-        here()
-        lasting.steps = steps
+        try:
+            self._there()
+            lasting.steps = steps - 1
+            if self._is_first:
+                lasting.meet()
+            self._is_first = False
+            self.plans.append(loss)
+            self.exact.append(exactly())
+            self._there = self._kept()
+        finally:
+            here()
+            lasting.steps = steps
 
     def _kept(self) -> Callable[[], None]:
         """What training keeps, and what the model's own Python does."""
