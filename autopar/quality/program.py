@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from autopar.ir.batch import Batch
 from autopar.ops.context import Context
+from autopar.ops.moments import Moment
 from autopar.quality.candidates import loses
 from autopar.quality.guard import Guard
 from autopar.quality.shadow import Shadow, fits, is_due
 from autopar.runtime.compiled import Settings
 from autopar.runtime.job.process_group import Group
 from autopar.runtime.looks import Observers
+from autopar.runtime.optimizers.own_settings import kept_settings
 from autopar.runtime.program import Program
 from autopar.runtime.step_result import Asked, StepResult
 from autopar.spec.plan import Plan
@@ -64,24 +66,36 @@ class BudgetedProgram(Program):
         guard, step = self.guard, self._lasting.steps
         if guard is None or guard.reason:
             return super()._step(batches, given, sizes, asked)
-        if is_due(step - guard.begins) and self.settings.scaler is None and fits(self._lasting):
-            self._shadow = Shadow(self._lasting)
+        if is_due(step - guard.begins) and fits(self._lasting, self._casts_a_shadow):
+            self._shadow = Shadow(self._lasting, (self._meaning, self._looks, self._times))
+        settings = kept_settings(self.optimizer) if self._shadow is not None else None
         result = super()._step(batches, given, sizes, asked)
         loss = _loss_of(result)
-        if self._shadow is not None:
-            self._in_the_shadow(self._shadow, loss, partial(super()._step, batches, given, sizes, asked))
+        if self._shadow is not None and settings is not None:
+            run = partial(super()._step, batches, given, sizes, asked)
+            self._in_the_shadow(self._shadow, loss, settings, run)
         guard.look(step, loss)
         if guard.reason:
             self._shadow = None
             self._lasting.meet()
         return result
 
-    def _in_the_shadow(self, shadow: Shadow, loss: float, run: Callable[[], torch.Tensor | StepResult]) -> None:
+    @property
+    def _casts_a_shadow(self) -> bool:
+        """Whether all that a step changes can be put back: not what a model does that runs eagerly, nor the scale of
+        the loss."""
+        runs_eagerly = self._eager is not None or any(True for _ in self._stand_ins)
+        return not runs_eagerly and self.settings.scaler is None
+
+    def _in_the_shadow(
+        self, shadow: Shadow, loss: float, settings: Callable[[], None], run: Callable[[], torch.Tensor | StepResult]
+    ) -> None:
         """An exact step beside the one that was taken. No observer sees it."""
-        self._is_exact = True
+        self._is_exact, self._shadow = True, None
         try:
             with self._looking.also(Observers(), alone=True):
-                shadow.step(loss, lambda: _loss_of(run()))
+                shadow.step(loss, settings, lambda: _loss_of(run()))
+            self._shadow = shadow
         finally:
             self._is_exact = False
         if shadow.has_ended:
@@ -89,10 +103,17 @@ class BudgetedProgram(Program):
             assert self.guard is not None
             self.guard.compare(self._lasting.steps - 1, shadow.plans, shadow.exact)
 
+    @property
+    def _goes_exactly(self) -> bool:
+        return self._is_exact or (self.guard is not None and bool(self.guard.reason))
+
     def _moments(self) -> Moments:
         moments = super()._moments()
-        has_ended = self.guard is not None and self.guard.reason
-        return exactly(moments, self._lossy) if has_ended or self._is_exact else moments
+        return exactly(moments, self._lossy) if self._goes_exactly else moments
+
+    def _moment(self, index: int) -> Moment:
+        moment = super()._moment(index)
+        return exactly((moment,), (self._lossy[index],))[0] if self._goes_exactly else moment
 
 
 def _loss_of(result: torch.Tensor | StepResult) -> float:

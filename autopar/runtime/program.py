@@ -19,6 +19,7 @@ from autopar.ir.batch import Batch
 from autopar.ir.training_graph import TrainingGraph
 from autopar.ops.context import Context
 from autopar.ops.fragments import Fragment
+from autopar.ops.moments import Moment
 from autopar.ops.updates import Observer
 from autopar.runtime.base_program import BaseProgram, Write
 from autopar.runtime.captures import check_batches
@@ -55,7 +56,7 @@ from autopar.runtime.unused import UnusedParameters
 from autopar.runtime.writer import Target
 from autopar.spec.plan import Plan
 from autopar.strategies.lowering import StepProgram
-from autopar.strategies.timing import Moments, is_timed, moments_of
+from autopar.strategies.timing import Moments, is_timed, moment_of, moments_of
 
 
 class Program(BaseProgram):
@@ -98,7 +99,7 @@ class Program(BaseProgram):
         self._given = ""
         """A digest of the optimizer's state as the user has put it in last."""
         self._is_timed = any(map(is_timed, plan.groups))
-        self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._lasting.steps, self._lasting.since))
+        self._unused = UnusedParameters(plan.groups, lambda: (self._eager, self._lasting.steps), self._moment)
         self._scale = None if settings.scaler is None else LossScale(settings.scaler, group.world_size)
         if self._scale is not None:
             check_scaled(self._parameters, plan, self._context)
@@ -295,6 +296,10 @@ class Program(BaseProgram):
 
     def _moments(self) -> Moments:
         return moments_of(self.plan.groups, self._lasting.steps, self._lasting.since)
+
+    def _moment(self, index: int) -> Moment:
+        """What one group does in the next step."""
+        return moment_of(self.plan.groups[index], self._lasting.steps, self._lasting.since[index])
 
     def _graphs(self) -> Iterator[nn.Module]:
         for compiled in [*self._compiled, *self._stand_ins, *([self._outlined] if self._outlined else ())]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from autopar.errors import AutoparWarning
 from autopar.ops.group import Group
+from autopar.ops.moments import Moment
 from autopar.runtime.uncaptured.model import EagerModel
 from autopar.spec.plan import Plan, SyncGroup
 from autopar.strategies import strategy_named
 from autopar.strategies.base import Options, Strategy
-from autopar.strategies.timing import moment_of
 
 
 class UnusedParameters:
@@ -22,22 +22,25 @@ class UnusedParameters:
     """
 
     def __init__(
-        self, groups: Sequence[SyncGroup], now: Callable[[], tuple[EagerModel | None, int, Sequence[int]]]
+        self,
+        groups: Sequence[SyncGroup],
+        now: Callable[[], tuple[EagerModel | None, int]],
+        moment: Callable[[int], Moment],
     ) -> None:
-        """`now`: the model, the step that runs, and of each group the step that `moment_of` calls `since`."""
+        """`now`: the model, and the step that runs; `moment`: what a group does in it, by its index."""
         self._groups = groups
         self._kept = [_keeps(g) for g in groups]
-        self._now = now
+        self._now, self._moment = now, moment
         self._longest = max((g.delay for g in groups), default=0)
         self._by_step: dict[int, frozenset[str]] = {}
         self._said = False
 
     def of(self, index: int) -> frozenset[str]:
         """What group `index` leaves as it is in this step."""
-        model, step, since = self._now()
+        model, step = self._now()
         if model is None:
             return frozenset()
-        moment = moment_of(self._groups[index], step, since[index])
+        moment = self._moment(index)
         if self._kept[index] and (moment.doing != "plain" or strategy_named(self._groups[index].strategy).warms_up):
             return frozenset()
         if moment.doing == "delayed":
@@ -62,7 +65,7 @@ class UnusedParameters:
 
     def note(self) -> None:
         """Keeps what this step has shown, behind it, for as long as a group may update with its gradients."""
-        model, step, _ = self._now()
+        model, step = self._now()
         if model is not None and self._longest:
             self._by_step = {s: names for s, names in self._by_step.items() if s > step - self._longest}
             self._by_step[step] = model.unused()

@@ -52,5 +52,5 @@ class LossLooks:
         if self._check == "never":
             return False
         model = self._lasting.model
-        free, needed = free_bytes(model), sum(p.numel() * p.element_size() for p in model.parameters())
+        free, needed = free_bytes(self._lasting.device), sum(p.numel() * p.element_size() for p in model.parameters())
         return not summed(torch.tensor(float(free is not None and free < 2 * needed)), self._lasting.group)

@@ -125,7 +125,8 @@ class Parts:
 
     def kept(self) -> Callable[[], None]:
         """Keeps the optimizer's state and settings as they are; what is returned puts them back."""
-        return all_of([*(part.kept_state() for part in self.every()), kept_settings(self._optimizer)])
+        users = [users.kept() for users in self._users]
+        return all_of([*(part.kept_state() for part in self.every()), kept_settings(self._optimizer), *users])
 
     def begin(self) -> None:
         """Before a run of a step."""
@@ -182,6 +183,15 @@ class _UsersState:
         """Takes note of what is there."""
         self.is_open = self.is_open or not self._known or not all(map(is_, now, self._known))
         self._known = now
+
+    def kept(self) -> Callable[[], None]:
+        """Keeps what was seen last; what is returned puts that back."""
+        known = self._known
+
+        def back() -> None:
+            self._known = known
+
+        return back
 
     def forget(self) -> None:
         """Has all be seen anew."""

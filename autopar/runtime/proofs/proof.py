@@ -350,7 +350,7 @@ def fits(subject: Subject) -> bool:
     """Whether all ranks have the memory to look: for a copy of the parameters and of the optimizer's state, and for the
     eager model's activations. Warns, on rank 0, where one has not. By all ranks together."""
     needed = 3 * subject.graph.parameter_bytes + max((n.live_bytes for n in subject.graph.compute), default=0)
-    free = free_bytes(subject.lasting.model)
+    free = free_bytes(subject.lasting.device)
     short = summed(torch.tensor(float(free is not None and free < needed)), subject.lasting.group)
     if short and subject.lasting.group.rank == 0:
         warnings.warn(
@@ -378,9 +378,8 @@ def _sampled(key: str, value: Any, p: nn.Parameter, probe: Probe) -> Any:
     return (probe.elements(value) if of_elements else value).clone()
 
 
-def free_bytes(model: nn.Module) -> int | None:
-    """Memory that this rank may still take on the model's device; `None` where it is not known."""
-    device = next(model.parameters()).device
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that this rank may still take on its device; `None` where it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
