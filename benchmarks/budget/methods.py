@@ -95,6 +95,7 @@ METHODS: dict[str, Method] = {
         *(_compressed(f"weight_differences {b}", f"weight_differences(bits={b},wire=bfloat16)") for b in (8, 4)),
         *(Method(f"local {k}", f"ddp+every={k}", "local") for k in (4, 16)),
         Method("post-local 16", "ddp+every=16", "local", warm_up=0.5),
+        Method("post-local 16 at 25%", "ddp+every=16", "local", warm_up=0.25),
         Method("diloco 16", "diloco+every=16", "local"),
         Method("des_loc 16", "des_loc+every=16", "local", averages_moments=True),
         Method("delayed", "ddp+delay=1", "stale"),
