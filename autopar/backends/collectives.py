@@ -149,7 +149,7 @@ def server_reduce(x: torch.Tensor, adds_up: Sequence[int], mesh: str) -> torch.T
     """The sum over ranks, in place, with the help of servers. `adds_up`: elements that each rank and each server of
     the mesh adds up."""
     assert x.is_contiguous(), _STRIDED
-    return registered(x, ServerSum(x, adds_up, mesh_named(mesh), mesh).begin())
+    return registered(x, ServerSum(x, adds_up, mesh_named(mesh)).begin())
 
 
 def library(x: torch.Tensor, group: str) -> tuple[Backend, Any]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,18 @@ go in rounds."""
 PIECES, PIECE_BYTES = 4, 1 << 19
 """Of what goes around a ring, the most pieces, and how small they may be."""
 
-_latest: dict[str, Exchange] = {}
-"""Of each channel, the exchange behind which the next one begins."""
+
+@dataclass(eq=False)
+class _Turn:
+    """What an exchange leaves to the one behind it."""
+
+    passed_on: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+
+_latest: WeakKeyDictionary[object, _Turn] = WeakKeyDictionary()
+"""Of each channel, the turn behind which the next exchange begins. A process group made anew under an old name is
+another channel: it has nothing to do with what failed on the old one."""
 
 
 def in_rounds(x: torch.Tensor, splits: Sequence[int]) -> bool:
@@ -39,28 +51,32 @@ def alike(sizes: Sequence[int]) -> bool:
     return max(sizes) - min(sizes) <= 1
 
 
-def has_failed(channel: str) -> bool:
+def has_failed(channel: object) -> bool:
     """Whether the last exchange of a channel has ended with an error."""
-    return channel in _latest and _latest[channel]._error is not None
+    return channel in _latest and _latest[channel].error is not None
 
 
 class Exchange(dist.Work):
-    """Messages, sent and received in a thread of its own, behind those of the exchange before it on its channel. A
-    subclass says what they are; `begin` starts it."""
+    """Messages, sent and received in a thread of its own, behind those of the exchange before it on its channel: a
+    process group, or what else holds the connections. A subclass says what they are; `begin` starts it."""
 
-    def __init__(self, channel: str) -> None:
+    def __init__(self, channel: object) -> None:
         super().__init__()
         self._channel = channel
-        self._error: Exception | None = None
-        self._next_may_begin = threading.Event()
+        self._turn = _Turn()
+        self._behind: _Turn | None = None
         self._ended = threading.Event()
-        self._behind = _latest.get(channel)
 
     def begin(self) -> dist.Work:
         """Starts it; returns itself."""
-        _latest[self._channel] = self
+        self._line_up()
         _Worker.idle().runs.put(self._run)
         return self
+
+    def _line_up(self) -> None:
+        """Behind what was begun before it on its channel."""
+        self._behind = _latest.get(self._channel)
+        _latest[self._channel] = self._turn
 
     def is_completed(self) -> bool:
         """Whether all was sent and received, or it has failed."""
@@ -69,19 +85,19 @@ class Exchange(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until all was sent and received; the process group's timeout holds for each message."""
         self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        if self._turn.error is not None:
+            raise self._turn.error
         return True
 
     def _run(self) -> None:
         try:
             if self._behind is not None:
-                self._behind._next_may_begin.wait()
-                if self._behind._error is not None:
-                    raise self._behind._error
+                self._behind.passed_on.wait()
+                if self._behind.error is not None:
+                    raise self._behind.error
             self._messages()
         except Exception as e:
-            self._error = e
+            self._turn.error = e
         finally:
             self._pass_on()
             self._behind = None
@@ -94,7 +110,7 @@ class Exchange(dist.Work):
 
     def _pass_on(self) -> None:
         """Lets the exchange behind this one begin."""
-        self._next_may_begin.set()
+        self._turn.passed_on.set()
 
     def _forget(self) -> None:
         """Lets go of the values."""
@@ -139,7 +155,7 @@ class Messages(Exchange):
     """Messages between the ranks of a process group; a subclass says which, in `_messages`."""
 
     def __init__(self, rank: int, pg: dist.ProcessGroup) -> None:
-        super().__init__(pg.group_name)
+        super().__init__(pg)
         self._rank, self._pg = rank, pg
 
     def _receive(self, piece: torch.Tensor, source: int, tag: int = 0) -> dist.Work | None:

@@ -104,8 +104,8 @@ class Mesh:
 class ServerSum(Exchange):
     """Sums `x` over the ranks, in place. `adds_up`: how many elements each member of the mesh adds up."""
 
-    def __init__(self, x: torch.Tensor, adds_up: Sequence[int], mesh: Mesh, channel: str) -> None:
-        super().__init__(channel)
+    def __init__(self, x: torch.Tensor, adds_up: Sequence[int], mesh: Mesh) -> None:
+        super().__init__(mesh)
         self._x, self._mesh = x, mesh
         self._adds_up = tuple(adds_up)
         self._ready = torch.cuda.Event() if x.is_cuda else None  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class ServerSum(Exchange):
             _wait_for([mesh.send(part, member, _ADDEND) for member, part in sent])
             sums += [mesh.receive(part, member, _SUM) for member, part in sent]  # what was sent may be overwritten
             own.step()
-        self._next_may_begin.set()
+        self._pass_on()
         _wait_for(sums)
         own.finish()
 

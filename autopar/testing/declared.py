@@ -13,7 +13,7 @@ import torch.fx
 from torch.utils._pytree import tree_map_only
 
 from autopar.backends import collectives
-from autopar.backends.exchange import Exchange, _latest
+from autopar.backends.exchange import Exchange
 from autopar.cost_models.alike import alike_in
 from autopar.ops.base import Call
 from autopar.ops.collectives import collective_of, served_bytes, wire_bytes
@@ -177,6 +177,6 @@ def _of_rank(declared: Bytes | None, rank: int) -> int:
 
 def _at_once(self: Exchange) -> Exchange:
     """Begins an exchange in the thread that issues it, whose memory is seen."""
-    _latest[self._channel] = self
+    self._line_up()
     self._run()
     return self

@@ -3,11 +3,14 @@ have issued that leave a step by errors."""
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar.backends import collectives
 from autopar.backends.exchange import in_rounds
@@ -96,13 +99,43 @@ def leave(rank: int, n: int) -> list[str]:
     return told
 
 
-def on_two(rank: int, n: int) -> dict[str, Any]:
-    return {"sums": library_sums(rank, n), "told": leave(rank, n)}
+def begin_anew(rank: int, n: int, folder: str) -> list[str]:
+    """What an exchange is told whose other rank is late, the one behind it, and the first one of the next process
+    group, which has the same name."""
+    told, names = [], set()
+    for attempt in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=n)
+        group = join((3.0, 60.0)[attempt]).name
+        assert group is not None
+        names.add(group)
+        for _ in range((2, 1)[attempt]):
+            if attempt == 1 or rank == 0:
+                told.append(_sum_of_part(rank, n, group))
+        if attempt == 0:
+            (Path(folder) / f"over-{rank}").touch()
+            while not (Path(folder) / "over-0").exists():
+                time.sleep(0.05)
+    assert len(names) == 1
+    return told
+
+
+def _sum_of_part(rank: int, n: int, group: str) -> str:
+    try:
+        parts = collectives.reduce_scatter(torch.ones(n * ELEMENTS), [ELEMENTS] * n, rank, group)
+        return str(collectives.sum_parts(collectives.wait(parts), torch.float32).sum().item())
+    except (RuntimeError, CollectiveError):
+        return "failed"
+
+
+def on_two(rank: int, n: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"begun anew": begin_anew(rank, n, folder)}
+    return found | {"sums": library_sums(rank, n), "told": leave(rank, n)}
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_ranks(2, on_two)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, on_two, str(tmp_path_factory.mktemp("stores")))
 
 
 def test_nccls_own_reduce_scatter_gives_the_same_sums(two: list[dict[str, Any]]) -> None:
@@ -114,3 +147,8 @@ def test_ranks_that_leave_a_step_go_on_where_they_were_equally_far(two: list[dic
         went_on, refused = found["told"]
         assert went_on == "[2.0, 2.0, 2.0]"
         assert "rank 0 had issued 1 collectives" in refused and "rank 1 had issued 2 collectives" in refused
+
+
+def test_a_process_group_made_anew_does_not_inherit_an_error(two: list[dict[str, Any]]) -> None:
+    right = str(2.0 * ELEMENTS)
+    assert [found["begun anew"] for found in two] == [["failed", "failed", right], [right]]

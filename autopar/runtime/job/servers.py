@@ -86,7 +86,7 @@ def _number(asked: JobStore, presence: Presence, group: str, servers: Sequence[s
 def leave_servers(name: str) -> None:
     """On every rank, when its program is done: the servers' threads end."""
     mesh = drop_mesh(name)
-    if mesh is not None and not has_failed(name):  # else they see the connections end
+    if mesh is not None and not has_failed(mesh):  # else they see the connections end
         with contextlib.suppress(RuntimeError):  # the server is gone already
             end(mesh)
 
