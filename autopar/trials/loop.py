@@ -162,7 +162,8 @@ class _Loop:
         if self.mark is None or self.mark[0] not in self.tried:
             self.mark = (first if first in self.tried else self._best(), 0.0)
         (before, then_s), best = self.mark, self._best()
-        saved_s = -math.expm1(self.standings.lead(best, before).mean) * self.standings.seconds(before)
+        lead = self.standings.lead(best, before)  # the best of many was lucky, too: what is shown beyond that counts
+        saved_s = -math.expm1(lead.mean + lead.deviation) * self.standings.seconds(before)
         self.in_vain += 1
         if saved_s * (self.trials.steps or 0) > self.elapsed_s - then_s:
             self.mark, self.in_vain = (best, self.elapsed_s), 0
