@@ -19,7 +19,7 @@ from autopar.cost_models.base import CostModel, Estimate, Lesson, Observation
 from autopar.cost_models.correction import Correction, Floats
 from autopar.cost_models.features import features
 from autopar.cost_models.optimizers import ADAMW, OptimizerCost
-from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, Prior, Z, most_telling
+from autopar.cost_models.own_trials import NOISE, NOISY, OwnTrials, Prior, Z, covariance, most_telling
 from autopar.ir.training_graph import TrainingGraph
 from autopar.spec.calibration import Calibration
 from autopar.spec.topology import Topology
@@ -89,9 +89,15 @@ class CorrectedCostModel(CostModel):
     ) -> list[int]:
         """Which of these programs to measure for `fit`, to learn most about all of them: their places, the most telling
         first."""
-        pricer = self.pricer(graph, topology)
-        rows = np.array([self._row(p, pricer, pricer.estimate(p)) for p in programs])
-        return most_telling(self.correction, rows, count, self.prior)
+        return most_telling(self.correction, self._rows(graph, programs, topology), count, self.prior)
+
+    def apart(self, graph: TrainingGraph, programs: Sequence[StepProgram], topology: Topology) -> list[float]:
+        """By how much more or less the prediction of each of these programs is off than that of the first: a standard
+        deviation, in logarithms. What all are off by is none of it, and programs that are alike are off alike."""
+        rows = self._rows(graph, programs, topology)
+        of = covariance(self.correction, rows, self.prior) if self.own_ is None else self.own_.covariance(rows)
+        variances = np.diag(of) + of[0, 0] - 2 * of[0]
+        return [float(v) for v in np.sqrt(np.maximum(variances, 0.0))]
 
     def predict(
         self, graph: TrainingGraph, program: StepProgram, topology: Topology, *, timeline: bool = False
@@ -109,6 +115,10 @@ class CorrectedCostModel(CostModel):
     def pricer(self, graph: TrainingGraph, topology: Topology) -> StepPricer:
         """Of the simulation below."""
         return self.base.pricer(graph, topology)
+
+    def _rows(self, graph: TrainingGraph, programs: Sequence[StepProgram], topology: Topology) -> Floats:
+        pricer = self.pricer(graph, topology)
+        return np.array([self._row(p, pricer, pricer.estimate(p)) for p in programs])
 
     def _row(self, program: StepProgram, pricer: StepPricer, estimate: Estimate) -> Floats:
         found = features(program, estimate, pricer)

@@ -80,6 +80,16 @@ class OwnTrials:
         return np.clip(mean, -self.prior.clip, self.prior.clip), Z * np.sqrt(deviation**2 + NOISE**2)
 
 
+    def covariance(self, rows: Floats) -> Floats:
+        """By how much predictions are off, as far as trials have not shown it: of each two of them, in logarithms."""
+        return np.asarray(self.process.predict(_scaled(self.correction, rows), return_cov=True)[1])
+
+
+def covariance(correction: Correction, rows: Floats, prior: Prior | None = None) -> Floats:
+    """The same before anything is measured."""
+    return np.asarray(_kernel(prior or Prior.of(correction))(_scaled(correction, rows)))
+
+
 def most_telling(correction: Correction, rows: Floats, count: int, prior: Prior | None = None) -> list[int]:
     """Which plans to measure, of those with these features, to know most of all of them: one after the other, each the
     one that takes most from the sum of their variances (active learning after Cohn; for Gaussian processes Seo et al.,

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from autopar.cost_models.own_trials import Z
 from autopar.search import Candidate
 
+ALIKE = 0.005
+"""Plans of the same strategies, in as many groups, whose predictions differ by less than this part count as alike: one
+of them is measured in a round."""
 NEGLIGIBLE = 0.002
 """Part of a step: where measuring a plan is expected to save less, and nothing is said of how long the training will
 be, the plan is not measured."""
 
 
-@dataclass(frozen=True)
-class Time:
-    """A step time of which a median and a standard deviation, in logarithms, are known."""
-
-    seconds: float
-    deviation: float
-
-    @classmethod
-    def predicted(cls, candidate: Candidate) -> Time:
-        """As the stated interval of 90 % has it."""
-        return cls(candidate.step_time_s, math.log1p(candidate.estimate.relative_error) / Z)
-
-
-def expected_saving_s(best: Time, other: Time) -> float:
-    """Seconds of a step that trying `other` is expected to save, if it is taken where it turns out faster than `best`;
-    the two times are taken to be independent."""
-    mean, deviation = math.log(other.seconds / best.seconds), math.hypot(best.deviation, other.deviation)
-    return best.seconds * expected_part(mean, deviation)
+def expected_saving_s(best_s: float, other_s: float, deviation: float) -> float:
+    """Seconds of a step that trying a plan of which `other_s` seconds are predicted is expected to save, if it is taken
+    where it turns out faster than the best one. `deviation`: by how much a trial is expected to move the logarithm of
+    what the one takes in the time of the other."""
+    return best_s * expected_part(math.log(other_s / best_s), deviation)
 
 
 def expected_part(mean: float, deviation: float) -> float:
@@ -67,6 +55,20 @@ def worth_trying(
             break
         found.append(place)
     return found
+
+
+def unlike(candidates: Sequence[Candidate], reference: Candidate) -> list[Candidate]:
+    """Those that are like none before them, nor like the one that they are compared with."""
+    found = [reference]
+    for candidate in candidates:
+        if not any(_alike(candidate, other) for other in found):
+            found.append(candidate)
+    return found[1:]
+
+
+def _alike(a: Candidate, b: Candidate) -> bool:
+    near = abs(a.step_time_s - b.step_time_s) <= ALIKE * b.step_time_s
+    return near and len(a.groups) == len(b.groups) and {g.strategy for g in a.groups} == {g.strategy for g in b.groups}
 
 
 def _below(x: float) -> float:

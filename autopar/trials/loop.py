@@ -14,7 +14,7 @@ from typing import Protocol
 
 from autopar.cost_models import CorrectedCostModel, Observation
 from autopar.cost_models.base import Lesson
-from autopar.cost_models.own_trials import NOISY
+from autopar.cost_models.own_trials import NOISE
 from autopar.cost_models.trial_log import TrialRecord
 from autopar.errors import AutoparWarning
 from autopar.formatting import duration, number_of
@@ -27,16 +27,15 @@ from autopar.spec.lines import Lines
 from autopar.spec.plan import Measured, Plan
 from autopar.strategies.lowering import lower_plan
 from autopar.strategies.timing import cycle
-from autopar.trials.decide import Time, expected_part, expected_saving_s, worth_trying
+from autopar.trials.decide import expected_part, expected_saving_s, unlike, worth_trying
 from autopar.trials.standings import Standings
 
 A_ROUND = 4
 """Plans that are run in turn with each other, at most."""
 WITHIN = 60
 """Candidates that are looked at for a trial: the fastest by their predictions."""
-ALIKE = 0.005
-"""Plans of the same strategies, in as many groups, whose predictions differ by less than this part count as alike: one
-of them is measured in a round."""
+OWN = 0.01
+"""Standard deviation, in logarithms, of what a plan takes beside others of the same features. [Assumed]"""
 HOPELESS = 2
 """Rounds in a row in which every plan failed, after which no more are run: what fails is something else than a plan."""
 PATIENCE, IN_VAIN = 3, 0.005
@@ -103,6 +102,8 @@ class _Tried:
     candidate: Candidate
     result: TrialResult
     """The last one."""
+    lesson: Lesson
+    """What it teaches, as it was measured."""
 
 
 class _Loop:
@@ -111,6 +112,7 @@ class _Loop:
         self.tried: dict[Hashable, _Tried] = {}
         """Those that were measured, and have not failed since; the baseline, too, where pins exclude it."""
         self.standings = Standings()
+        self.known_before = model.lessons_
         self.failed: set[Hashable] = set()
         self.spent = self.failures = 0
         self.last_error = ""
@@ -190,16 +192,16 @@ class _Loop:
         if is_first:
             chosen = self.found.chosen  # not always the fastest: the simplest of those that are as fast
             reference = chosen if chosen in fastest else fastest[0]
-            best = Time.predicted(reference)
+            best_s = reference.step_time_s
         else:
             key = self._best()
-            reference, best = self.tried[key].candidate, self._measured(key)
-        others = _unlike([c for c in fastest if executed(c.groups) not in self.tried], reference)
-        savings_s = [expected_saving_s(best, Time.predicted(c)) for c in others]
+            reference, best_s = self.tried[key].candidate, self.standings.seconds(key)
+        others = unlike([c for c in fastest if executed(c.groups) not in self.tried], reference)
+        savings_s = self._saved_by_trying(others, reference, best_s)
         again = [t.candidate for t in self._able.values() if t.candidate is not reference]
         others += again
         savings_s += [self._saved_by_repeating(c, reference) for c in again]
-        paying = worth_trying(savings_s, best.seconds, self.trials.steps, self._trial_s(reference))
+        paying = worth_trying(savings_s, best_s, self.trials.steps, self._trial_s(reference))
         if not paying and not (is_first and self.trials.steps is None):
             return []
         members = [reference]
@@ -218,9 +220,16 @@ class _Loop:
     def _best(self) -> Hashable:
         return min(self._able, key=self.standings.seconds)
 
-    def _measured(self, key: Hashable) -> Time:
-        deviation = self.standings.deviation(key)
-        return Time(self.standings.seconds(key), max(deviation, NOISY) if self.tried[key].result.noise else deviation)
+    def _saved_by_trying(self, others: Sequence[Candidate], best: Candidate, best_s: float) -> list[float]:
+        """Seconds of a step that each plan is expected to save that was not measured. `best_s`: of the best one, as
+        measured where it was."""
+        problem = self.found.problem
+        programs = [lower_plan(c.groups, problem.graph, problem.context) for c in (best, *others)]
+        apart = self.model.apart(problem.graph, programs, problem.topology)[1:]
+        said = {executed(c.groups): c.step_time_s for c in self.found.candidates}
+        best_s = min(best_s, said.get(executed(best.groups), best_s))  # plans that are alike promise nothing
+        moves = [self.standings.after_one_more(math.hypot(deviation, math.sqrt(2) * OWN)) for deviation in apart]
+        return [expected_saving_s(best_s, c.step_time_s, move) for c, move in zip(others, moves, strict=True)]
 
     def _saved_by_repeating(self, candidate: Candidate, best: Candidate) -> float:
         """Seconds of a step that are expected to be saved where both are measured once more: what looks fastest may
@@ -257,7 +266,6 @@ class _Loop:
             self.trials.stop.is_set,
             lambda name: self._say(f"running {name}"),
         )
-        lessons: list[Lesson] = []
         blocks_s: dict[Hashable, Sequence[float]] = {}
         with _log(self.trials.log) as log:
             for name, result in results.items():
@@ -271,13 +279,17 @@ class _Loop:
                     self.tried.pop(key, None)
                     self.last_error = f"{result.status}: {result.error}"
                     continue
-                lessons.append(lesson)
-                self.tried[key] = _Tried(self.tried[key].candidate if key in self.tried else candidate, result)
+                self.tried[key] = _Tried(self.tried[key].candidate if key in self.tried else candidate, result, lesson)
                 blocks_s[key] = result.block_s or (result.step_time_s,)
         if blocks_s:
             self.standings.add(blocks_s)
-        self.model.fit_lessons([*self.model.lessons_, *lessons])
-        return bool(lessons)
+        self.model.fit_lessons([*self.known_before, *map(self._taught, self.tried)])
+        return bool(blocks_s)
+
+    def _taught(self, key: Hashable) -> Lesson:
+        """What a plan's trials teach, all in all: of a machine as fast as it was in the first round."""
+        is_vague = self.standings.deviation(key) > NOISE
+        return replace(self.tried[key].lesson, measured_s=self.standings.seconds(key), disturbed=is_vague)
 
     def _bare(self, candidate: Candidate) -> Plan:
         """The candidate as ranks need it."""
@@ -363,20 +375,6 @@ class _Loop:
         """Seconds that a step of the baseline took; `None` where it was not measured."""
         key = None if self.baseline is None else executed(self.baseline.groups)
         return self.standings.seconds(key) if key in self.tried else None
-
-
-def _unlike(candidates: Sequence[Candidate], reference: Candidate) -> list[Candidate]:
-    """Those that are like none before them, nor like the one that they are compared with."""
-    found = [reference]
-    for candidate in candidates:
-        if not any(_alike(candidate, other) for other in found):
-            found.append(candidate)
-    return found[1:]
-
-
-def _alike(a: Candidate, b: Candidate) -> bool:
-    near = abs(a.step_time_s - b.step_time_s) <= ALIKE * b.step_time_s
-    return near and len(a.groups) == len(b.groups) and {g.strategy for g in a.groups} == {g.strategy for g in b.groups}
 
 
 def _fit(members: Sequence[Candidate], limits_bytes: Sequence[int], here_bytes: int) -> bool:

@@ -74,9 +74,13 @@ class Standings:
         i, j = self._plans.index(plan), self._plans.index(over)
         variance = self._covariance[i, i] + self._covariance[j, j] - 2 * self._covariance[i, j]
         variance = max(float(variance), 0.0)
-        fresh = 2 * (LOADED**2 + self.block_deviation**2 / BLOCKS)
         mean = float(self._means[i] - self._means[j])
-        return Lead(mean, math.sqrt(variance), variance / math.sqrt(variance + fresh))
+        return Lead(mean, math.sqrt(variance), self.after_one_more(math.sqrt(variance)))
+
+    def after_one_more(self, deviation: float) -> float:
+        """By how much what is known to `deviation` of two plans is expected to move as both are measured in a round."""
+        fresh = 2 * (LOADED**2 + self.block_deviation**2 / BLOCKS)
+        return deviation**2 / math.sqrt(deviation**2 + fresh)
 
     @property
     def block_deviation(self) -> float:

@@ -35,7 +35,7 @@ from benchmarks.trials.making.collect import LIMITS
 CLUSTERS = ("4x1g", "3x1g-1x200m")
 STEPS = 100_000
 """Of the training."""
-ROUNDS, BLOCK = 7, 4
+ROUNDS, BLOCK = 15, 4
 """In which the two plans take turns, and the steps that each takes in one."""
 NOT_ABOVE = 0.9
 """Part of the cases in which the whole with trials takes no longer."""

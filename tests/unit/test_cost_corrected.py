@@ -109,6 +109,20 @@ def test_the_most_telling_plans_are_of_different_kinds(correction: Correction) -
     assert unknown(first) < min(drawn)
 
 
+def test_alike_plans_are_off_alike_and_all_of_them_by_less_once_they_are_measured(correction: Correction) -> None:
+    every = programs()
+    model = CorrectedCostModel(AnalyticCostModel(), correction)
+    before = model.apart(GRAPH, [every[0], *every], TOPOLOGY)
+    assert before[:2] == [0.0, 0.0] and max(before) > 0.01
+    taken_s = [model.predict(GRAPH, p, TOPOLOGY).step_time_s for p in every]
+    model.fit([Observation(GRAPH, p, TOPOLOGY, s) for p, s in zip(every, taken_s, strict=True)])
+    after = model.apart(GRAPH, [every[0], *every], TOPOLOGY)
+    assert all(a <= b for a, b in zip(after, before, strict=True)) and max(after) < 0.7 * max(before)
+    plain = cost_model_for(trials=lambda basis: [])
+    assert isinstance(plain, CorrectedCostModel)
+    assert max(plain.apart(GRAPH, every, TOPOLOGY)) > 2 * max(before), "data sheets are further off"
+
+
 def test_a_disturbed_step_counts_for_less(correction: Correction) -> None:
     program = programs()[0]
     model = CorrectedCostModel(AnalyticCostModel(), correction)
