@@ -79,7 +79,6 @@ class OwnTrials:
         mean, deviation = self.process.predict(_scaled(self.correction, rows), return_std=True)
         return np.clip(mean, -self.prior.clip, self.prior.clip), Z * np.sqrt(deviation**2 + NOISE**2)
 
-
     def covariance(self, rows: Floats) -> Floats:
         """By how much predictions are off, as far as trials have not shown it: of each two of them, in logarithms."""
         return np.asarray(self.process.predict(_scaled(self.correction, rows), return_cov=True)[1])
