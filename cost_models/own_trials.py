@@ -8,7 +8,7 @@ much as they are on average, and less.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ the lab: 0.03 gives intervals that hold 87 % in place of 90 %, 0.06 ones that ho
 NOISY = 0.1
 """Standard deviation, in logarithms, of a measured step that says that it was disturbed. [Empirical, on trials of the
 lab: between 0.08 and 0.15 predictions of other plans are as good]"""
+FEWEST = 4
+"""Trials that can say by which part of a prior's `own` predictions are off."""
 Z = 1.645
 """Half of an interval of 90 %, in standard deviations of a normal distribution."""
 
@@ -40,6 +42,8 @@ class Prior:
     """Standard deviation of the error that plans which are unlike each other do not share."""
     clip: float = CLIP
     """The most by which trials may correct a prediction, in logarithms."""
+    parts: tuple[float, ...] = (1.0,)
+    """Of `own`, what it may be, as trials say by their marginal likelihood (Rasmussen and Williams, section 5.4.1)."""
 
     @classmethod
     def of(cls, correction: Correction) -> Prior:
@@ -71,8 +75,11 @@ class OwnTrials:
         from sklearn.gaussian_process import GaussianProcessRegressor
 
         prior = prior or Prior.of(correction)
-        process = GaussianProcessRegressor(_kernel(prior), alpha=np.square(noise), optimizer=None)
-        return cls(correction, prior, process.fit(_scaled(correction, rows), off))
+        each = [replace(prior, own=part * prior.own) for part in (prior.parts if len(rows) >= FEWEST else (1.0,))]
+        scaled, alpha = _scaled(correction, rows), np.square(noise)
+        fitted = [GaussianProcessRegressor(_kernel(p), alpha=alpha, optimizer=None).fit(scaled, off) for p in each]
+        best = max(range(len(each)), key=lambda i: fitted[i].log_marginal_likelihood_value_)
+        return cls(correction, each[best], fitted[best])
 
     def residual(self, rows: Floats) -> tuple[Floats, Floats]:
         """By how much predictions are off, and half of the interval around that; in logarithms."""

@@ -97,6 +97,11 @@ class _Run:
     failed: TrialResult | None = None
     wall_s: float = 0.0
 
+    @property
+    def step_s(self) -> float:
+        """Of its blocks so far; infinite before."""
+        return median(median(_step_s(block)) for block in self.blocks) if self.blocks else math.inf
+
 
 class Pool:
     """The ranks of a lab. A context manager; ranks are started by the first trial."""
@@ -166,6 +171,7 @@ class Pool:
         *,
         goes_on: bool = True,
         together: bool = True,
+        behind: float = math.inf,
         stopped: Callable[[], bool] = lambda: False,
         tell: Callable[[str], None] = lambda name: None,
     ) -> dict[str, TrialResult]:
@@ -173,16 +179,18 @@ class Pool:
         that what slows the machine down hits all.
 
         `goes_on`: one that fails is left out, and the others are run, on new ranks where it took them along.
-        `together`: all are kept in memory; else each is loaded anew for each of its blocks. `stopped`: asked between
-        blocks; then what was measured by then counts, and what
-        was not run is left out. `tell`: is told which block is next.
+        `together`: all are kept in memory; else each is loaded anew for each of its blocks. `behind`: those whose steps
+        take more than so many times as long as the fastest one's, as far as blocks have shown by then, get no
+        further ones. `stopped`: asked between blocks; then what was measured by then counts, and what was not run is
+        left out. `tell`: is told which block is next.
         """
         runs = {slot: _Run(spec) for slot, spec in specs.items()}
         try:
             for number in range(rounds):
+                limit_s = behind * min((run.step_s for run in runs.values()), default=math.inf)
                 for slot in list(runs) if number % 2 == 0 else list(runs)[::-1]:
                     run = runs[slot]
-                    if run.failed is not None or stopped():
+                    if run.failed is not None or stopped() or (run.blocks and run.step_s > limit_s):
                         continue
                     tell(slot)
                     began = time.monotonic()

@@ -17,6 +17,8 @@ LEAST_STEPS, MOST_STEPS = 3, 20
 """Of a block."""
 ROUNDS = 4
 """Blocks of each plan."""
+BEHIND = 1.3
+"""Times the fastest plan's step, above which a plan gets no further blocks: enough is known of it."""
 WARMUP = 2
 USED = 0.7
 """Part of this machine's free memory that plans may take that are kept in it together."""
@@ -47,7 +49,7 @@ class Measure:
         }
         free = free_memory_bytes() if self.one_machine else None
         together = fits(1 << 62 if free is None else int(USED * free))
-        return self.pool.in_turn(specs, ROUNDS, together=together, stopped=stopped, tell=tell)
+        return self.pool.in_turn(specs, ROUNDS, together=together, behind=BEHIND, stopped=stopped, tell=tell)
 
 
 def block_steps(plan: Plan) -> int:

@@ -87,13 +87,14 @@ class Standings:
         """The standard deviation of a block beside its round's, as far as rounds show it; in logarithms."""
         squares, freedom = BLOCK_WEIGHT * BLOCK**2, BLOCK_WEIGHT
         for of in self._rounds:
-            count = min(map(len, of.values()))
-            if len(of) < 2 or count < 2:
+            lasting = [values for values in of.values() if len(values) > 1]  # others were soon known to be slow
+            count = min(map(len, lasting), default=0)
+            if len(lasting) < 2:
                 continue
-            rows = np.array([values[:count] for values in of.values()])
+            rows = np.array([values[:count] for values in lasting])
             rest = rows - rows.mean(0) - rows.mean(1, keepdims=True) + rows.mean()
             squares += float((rest**2).sum())
-            freedom += (len(of) - 1) * (count - 1)
+            freedom += (len(rows) - 1) * (count - 1)
         return math.sqrt(squares / freedom)
 
     def _solve(self) -> None:

@@ -91,12 +91,16 @@ def measured(case: str, say: Callable[[str], None]) -> Figures:
         with_trials = _searched(workload, spec, SearchOptions(evaluations=EVALUATIONS, finalists=trials))
         trials_s = max(0.0, time.monotonic() - began - searched_s)
         found = with_trials.measured
-        figures = {"trials": 0 if found is None else found.trials, "trials_s": 0.0 if found is None else trials_s}
+        figures: Figures = {
+            "trials": 0 if found is None else found.trials,
+            "trials_s": 0.0 if found is None else trials_s,
+        }
         a, b = (TrialSpec(plan, compute, steps=BLOCK, warmup=2) for plan in (without, with_trials))
         if without.digest == with_trials.digest:
             taken = pool.trial(a)
             return {**figures, "without_s": taken.step_time_s, "ratio": 1.0}
         compared = pool.compare(a, b, ROUNDS)
+        figures["spread"] = list(compared.spread)
         return {**figures, "without_s": median(compared.a.step_s), "ratio": compared.ratio}
 
 

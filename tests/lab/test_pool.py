@@ -144,3 +144,5 @@ def test_two_trials_are_compared_in_turn(pool: Pool, graph: TrainingGraph) -> No
     assert len(found.a.step_s) == 6 and len(found.b.step_s) == 3
     assert min(found.b.step_s) >= 0.5
     assert found.ratio > 1
+    raced = pool.in_turn({"fast": fast, "slow": slow, "like it": fast}, rounds=3, behind=2.0)
+    assert [len(raced[name].block_s) for name in ("fast", "slow", "like it")] == [3, 1, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 
 import numpy as np
@@ -121,6 +122,20 @@ def test_alike_plans_are_off_alike_and_all_of_them_by_less_once_they_are_measure
     plain = cost_model_for(trials=lambda basis: [])
     assert isinstance(plain, CorrectedCostModel)
     assert max(plain.apart(GRAPH, every, TOPOLOGY)) > 2 * max(before), "data sheets are further off"
+
+
+@pytest.mark.parametrize("kinds_differ", [False, True])
+def test_few_trials_say_whether_data_sheets_are_off_by_one_factor(kinds_differ: bool) -> None:
+    every = programs()
+    model = cost_model_for(trials=lambda basis: [])
+    assert isinstance(model, CorrectedCostModel)
+    said_s = [model.predict(GRAPH, p, TOPOLOGY).step_time_s for p in every]
+    before = model.apart(GRAPH, every, TOPOLOGY)
+    draw = random.Random(0)
+    off = [3.0 * (math.exp(draw.gauss(0, 0.4)) if kinds_differ else 1.0) for _ in range(5)]
+    model.fit([Observation(GRAPH, p, TOPOLOGY, o * s) for p, s, o in zip(every, said_s, off, strict=False)])
+    after = model.apart(GRAPH, every, TOPOLOGY)
+    assert (np.mean(after) > 0.4 * np.mean(before)) == kinds_differ
 
 
 def test_a_disturbed_step_counts_for_less(correction: Correction) -> None:

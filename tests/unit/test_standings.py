@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Hashable
 
 import pytest
 
@@ -26,6 +27,15 @@ def test_what_slows_whole_blocks_down_is_no_noise() -> None:
     disturbed.add({"a": [1.0, 3.0, 1.0, 3.0], "b": [3.0, 1.0, 3.0, 1.0]})
     assert calm.block_deviation < BLOCK < 0.5 < disturbed.block_deviation
     assert calm.lead("b", "a").deviation < 0.03 < 0.3 < disturbed.lead("b", "a").deviation
+
+
+def test_a_plan_that_was_soon_known_to_be_slow_says_nothing_of_noise() -> None:
+    with_it, without = Standings(), Standings()
+    both: dict[Hashable, list[float]] = {"a": [1.0, 3.0, 1.1, 3.0], "b": [1.0, 3.1, 1.0, 3.0]}
+    with_it.add({**both, "slow": [5.0]})
+    without.add(both)
+    assert with_it.block_deviation == without.block_deviation > 0
+    assert with_it.seconds("slow") == pytest.approx(5 * with_it.seconds("a"), rel=0.05)
 
 
 def test_a_plan_measured_twice_is_known_better() -> None:
