@@ -26,7 +26,7 @@ NOISY = 0.1
 """Standard deviation, in logarithms, of a measured step that says that it was disturbed. [Empirical, on trials of the
 lab: between 0.08 and 0.15 predictions of other plans are as good]"""
 FEWEST = 4
-"""Trials that can say by which part of a prior's `own` predictions are off."""
+"""The fewest trials that choose among the `parts` of a prior."""
 Z = 1.645
 """Half of an interval of 90 %, in standard deviations of a normal distribution."""
 
@@ -87,12 +87,14 @@ class OwnTrials:
         return np.clip(mean, -self.prior.clip, self.prior.clip), Z * np.sqrt(deviation**2 + NOISE**2)
 
     def covariance(self, rows: Floats) -> Floats:
-        """By how much predictions are off, as far as trials have not shown it: of each two of them, in logarithms."""
+        """Of what predictions with these features are still off by, behind the trials: the covariance of each two, in
+        squared logarithms."""
         return np.asarray(self.process.predict(_scaled(self.correction, rows), return_cov=True)[1])
 
 
 def covariance(correction: Correction, rows: Floats, prior: Prior | None = None) -> Floats:
-    """The same before anything is measured."""
+    """Of what predictions with these features are off by, before anything is measured: the covariance of each two, in
+    squared logarithms."""
     return np.asarray(_kernel(prior or Prior.of(correction))(_scaled(correction, rows)))
 
 

@@ -99,7 +99,7 @@ class _Run:
 
     @property
     def step_s(self) -> float:
-        """Of its blocks so far; infinite before."""
+        """Seconds of a step, the median of its blocks so far; infinite before the first."""
         return median(median(_step_s(block)) for block in self.blocks) if self.blocks else math.inf
 
 
