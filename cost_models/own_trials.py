@@ -40,6 +40,9 @@ class Prior:
     as for another."""
     own: float
     """Standard deviation of the error that plans which are unlike each other do not share."""
+    along_compute: float = math.inf
+    """By how much the part of a step that is compute differs between plans which share little of the common error:
+    where compute takes longer than data sheets have it, plans that wait for the network are off by less."""
     clip: float = CLIP
     """The most by which trials may correct a prediction, in logarithms."""
     parts: tuple[float, ...] = (1.0,)
@@ -77,7 +80,8 @@ class OwnTrials:
         prior = prior or Prior.of(correction)
         each = [replace(prior, own=part * prior.own) for part in (prior.parts if len(rows) >= FEWEST else (1.0,))]
         scaled, alpha = _scaled(correction, rows), np.square(noise)
-        fitted = [GaussianProcessRegressor(_kernel(p), alpha=alpha, optimizer=None).fit(scaled, off) for p in each]
+        kernels = [_kernel(p, correction) for p in each]
+        fitted = [GaussianProcessRegressor(kernel, alpha=alpha, optimizer=None).fit(scaled, off) for kernel in kernels]
         best = max(range(len(each)), key=lambda i: fitted[i].log_marginal_likelihood_value_)
         return cls(correction, each[best], fitted[best])
 
@@ -95,14 +99,14 @@ class OwnTrials:
 def covariance(correction: Correction, rows: Floats, prior: Prior | None = None) -> Floats:
     """Of what predictions with these features are off by, before anything is measured: the covariance of each two, in
     squared logarithms."""
-    return np.asarray(_kernel(prior or Prior.of(correction))(_scaled(correction, rows)))
+    return np.asarray(_kernel(prior or Prior.of(correction), correction)(_scaled(correction, rows)))
 
 
 def most_telling(correction: Correction, rows: Floats, count: int, prior: Prior | None = None) -> list[int]:
     """Which plans to measure, of those with these features, to know most of all of them: one after the other, each the
     one that takes most from the sum of their variances (active learning after Cohn; for Gaussian processes Seo et al.,
     2000)."""
-    known = _kernel(prior or Prior.of(correction))(_scaled(correction, rows))
+    known = _kernel(prior or Prior.of(correction), correction)(_scaled(correction, rows))
     chosen: list[int] = []
     for _ in range(min(count, len(rows))):
         gain = np.square(known).sum(0) / (np.diag(known) + NOISE**2)
@@ -118,8 +122,13 @@ def _scaled(correction: Correction, rows: Floats) -> Floats:
     return np.asarray((rows - np.asarray(correction.center)) / np.asarray(correction.spread))
 
 
-def _kernel(prior: Prior) -> Any:
+def _kernel(prior: Prior, correction: Correction) -> Any:
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 
     common, own = ConstantKernel(prior.common**2, "fixed"), ConstantKernel(prior.own**2, "fixed")
+    if math.isfinite(prior.along_compute):
+        lengths = np.full(len(correction.features), 1e9)  # whatever the other features are
+        compute = correction.features.index("compute")
+        lengths[compute] = prior.along_compute / correction.spread[compute]
+        common = common * RBF(lengths, "fixed")
     return common + own * RBF(REACH, "fixed")

@@ -14,6 +14,11 @@ NEGLIGIBLE = 0.002
 """Part of a step: where measuring a plan is expected to save less, and nothing is said of how long the training will
 be, the plan is not measured."""
 
+DOUBT, VAIN = 3.0, 0.001
+"""What a promise is divided by, before any was kept or not: what is expected of many plans is the largest of what is
+expected of each, and how far they are apart is a guess. And the part of a step: as often as rounds of trials in a row
+were expected to save as much in sum, and found nothing that paid for them, it is divided by one more. [Assumed]"""
+
 
 def expected_saving_s(best_s: float, other_s: float, deviation: float) -> float:
     """Seconds of a step that trying a plan of which `other_s` seconds are predicted is expected to save, if it is taken
@@ -33,6 +38,12 @@ def expected_part(mean: float, deviation: float) -> float:
         return max(0.0, 1 - math.exp(mean))
     faster = _below(-mean / deviation)
     return max(0.0, faster - math.exp(mean + deviation**2 / 2) * _below(-mean / deviation - deviation))
+
+
+def credibility(in_vain: float) -> float:
+    """What counts of a promise, from 0 to 1. `in_vain`: the parts of a step, in sum, that rounds of trials promised
+    since one has paid for itself. Of plans that take almost the same, each promises something."""
+    return 1 / (DOUBT + in_vain / VAIN)
 
 
 def worth_trying(

@@ -27,7 +27,7 @@ from autopar.spec.lines import Lines
 from autopar.spec.plan import Measured, Plan
 from autopar.strategies.lowering import lower_plan
 from autopar.strategies.timing import cycle
-from autopar.trials.decide import expected_part, expected_saving_s, unlike, worth_trying
+from autopar.trials.decide import credibility, expected_part, expected_saving_s, unlike, worth_trying
 from autopar.trials.standings import Standings
 
 A_ROUND = 4
@@ -38,9 +38,6 @@ OWN = 0.01
 """Standard deviation, in logarithms, of what a plan takes beside others of the same features. [Assumed]"""
 HOPELESS = 2
 """Rounds in a row in which every plan failed, after which no more are run: what fails is something else than a plan."""
-PATIENCE, IN_VAIN = 3, 0.005
-"""Where it is said how long the training will be: rounds in a row, and the part of the training's time, that may go
-into trials which found nothing that pays for them. Of plans that take almost the same, each promises something."""
 START_S = 20.0
 """What the ranks take to start and to capture a model, before it is known. [Guessed]"""
 FIRST_STEPS = 40
@@ -122,15 +119,15 @@ class _Loop:
         self.mark: tuple[Hashable, float] | None = None
         """The best plan when trials had paid for themselves last, at first the one that prices preferred, and the
         seconds that they had taken by then."""
-        self.in_vain = 0
-        """Rounds since."""
+        self.promised = self.in_vain = 0.0
+        """Parts of a step that the last round was expected to save at most, and that all rounds since were."""
         as_today = found.seeds | found.baselines
         fitting = [c for name, c in as_today.items() if name in BASELINES and c.feasible]
         self.baseline = min(fitting, key=lambda c: c.order, default=None)
 
     def run(self) -> Plan:
         empty = 0
-        while empty < HOPELESS and not self._has_lost_patience and (members := self._round()):
+        while empty < HOPELESS and (members := self._round()):
             began = time.monotonic()
             empty = 0 if self._run(members) else empty + 1
             if not self.trials.stop.is_set():
@@ -166,16 +163,9 @@ class _Loop:
         (before, then_s), best = self.mark, self._best()
         lead = self.standings.lead(best, before)  # the best of many was lucky, too: what is shown beyond that counts
         saved_s = -math.expm1(lead.mean + lead.deviation) * self.standings.seconds(before)
-        self.in_vain += 1
+        self.in_vain += self.promised
         if saved_s * (self.trials.steps or 0) > self.elapsed_s - then_s:
-            self.mark, self.in_vain = (best, self.elapsed_s), 0
-
-    @property
-    def _has_lost_patience(self) -> bool:
-        if self.trials.steps is None or self.mark is None or self.in_vain < PATIENCE:
-            return False
-        training_s = self.standings.seconds(self._best()) * self.trials.steps if self._able else 0.0
-        return self.elapsed_s - self.mark[1] > IN_VAIN * training_s
+            self.mark, self.in_vain = (best, self.elapsed_s), 0.0
 
     def _fastest(self) -> list[Candidate]:
         """Those that can be measured, by their predictions: plans whose steps are all alike, and that have not failed.
@@ -201,6 +191,9 @@ class _Loop:
         again = [t.candidate for t in self._able.values() if t.candidate is not reference]
         others += again
         savings_s += [self._saved_by_repeating(c, reference) for c in again]
+        self.promised = max(savings_s, default=0.0) / best_s
+        if self.trials.steps is not None:
+            savings_s = [credibility(self.in_vain) * saving_s for saving_s in savings_s]
         paying = worth_trying(savings_s, best_s, self.trials.steps, self._trial_s(reference))
         if not paying and not (is_first and self.trials.steps is None):
             return []

@@ -25,7 +25,7 @@ from autopar.spec.topology import Topology
 from autopar.strategies import Context
 from autopar.strategies.lowering import lower_plan
 from autopar.trials import Trials
-from autopar.trials.loop import PATIENCE
+from autopar.trials.decide import VAIN
 from tests.unit.synthetic import MLP, cpu_hosts, training_graph
 
 GRAPH = training_graph(MLP, rows=["0.weight"])
@@ -190,14 +190,14 @@ def test_trials_end_where_they_have_cost_more_than_they_found(monkeypatch: pytes
     clock, drawn = SimpleNamespace(now_s=0.0), torch.Generator()
     monkeypatch.setattr("autopar.trials.loop.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     counts, found = [], searched()
-    for patience, seed in ((PATIENCE, 1), (PATIENCE, 2), (100, 1)):
-        monkeypatch.setattr("autopar.trials.loop.PATIENCE", patience)
+    for vain, seed in ((VAIN, 1), (VAIN, 2), (100.0, 1)):
+        monkeypatch.setattr("autopar.trials.decide.VAIN", vain)
         drawn.manual_seed(seed)
         cluster = Noisy()
         Trials(cluster, most=60, steps=1_000_000, again=Budget(evaluations=5))(found)
         counts.append(len(cluster.rounds))
-    *patient, stubborn = counts  # a round takes 0.8 s, and IN_VAIN of the training 5
-    assert all(PATIENCE <= count <= 8 < stubborn for count in patient), counts
+    *sober, credulous = counts
+    assert all(1 <= count <= 4 < credulous for count in sober), counts
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
