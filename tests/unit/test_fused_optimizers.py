@@ -95,3 +95,59 @@ def test_a_strided_parameter_under_a_fused_optimizer_stays_where_it_is() -> None
         other.step()
     assert torch.allclose(net.weight, dense.weight, rtol=1e-12) and torch.equal(net.weight, memory[..., 0])
     assert torch.equal(memory[..., 1], between), "nothing is written beside the parameter"
+
+
+def test_moments_of_slices_are_loaded_as_their_first_step_made_them() -> None:
+    """Rows of a parameter that lies the other way round are strided; a fused kernel is given a dense copy of them."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4, bias=False).double()
+    net.weight = nn.Parameter(torch.randn(6, 4).double().t())
+    eager = copy.deepcopy(net)
+    batches = [(torch.randn(5, 6).double(), torch.randn(5, 4).double()) for _ in range(4)]
+    graph = training_graph(net, flatten(batches[0]), F.mse_loss)
+    groups = [{"strategy": "all_reduce", "members": [{"name": "weight", "start": a, "stop": a + 2}]} for a in (0, 2)]
+    plan = autopar.Plan.model_validate(
+        {"model": graph.model, "cluster": autopar.ClusterSpec.local(1).fingerprint, "groups": groups}
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    program = autopar.optimize(net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=batches[0], plan=plan)
+    other = torch.optim.AdamW(eager.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            program.load_state_dict(copy.deepcopy(program.state_dict()))
+        program.step((x, y))
+        other.zero_grad()
+        F.mse_loss(eager(x), y).backward()
+        other.step()
+    assert torch.allclose(net.weight, eager.weight, rtol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["saved in another layout", "laid out anew in mid-training"])
+def test_moments_may_lie_otherwise_than_their_parameter(how: str) -> None:
+    """PyTorch's other implementations, of which the fused one is taken where the user leaves it open, do not care."""
+
+    def trained(with_autopar: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).double()
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        batches = [(torch.randn(2, 3, 4, 4).double(), torch.randn(2, 2).double()) for _ in range(4)]
+
+        def made() -> Any:
+            return autopar.optimize(net, optimizer=optimizer, loss_fn=F.mse_loss, example_inputs=batches[0])
+
+        program = made() if with_autopar and how.startswith("laid") else None
+        for number, (x, y) in enumerate(batches):
+            if number == 2:
+                net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+                if with_autopar and program is None:
+                    program = made()
+            if program is not None:
+                program.step((x, y))
+            else:
+                optimizer.zero_grad()
+                F.mse_loss(net(x), y).backward()
+                optimizer.step()
+        return net[0].weight.detach().clone()  # type: ignore[operator]
+
+    assert torch.allclose(trained(True), trained(False), rtol=1e-12)

@@ -27,6 +27,7 @@ from autopar.runtime.optimizers import kinds
 from autopar.runtime.optimizers.frozen_adam import step_frozen
 from autopar.runtime.optimizers.initial_state import initial_state
 from autopar.runtime.optimizers.joint_optimizer import JointOptimizer, each_of
+from autopar.runtime.optimizers.layout import is_dense, lay_as
 from autopar.runtime.optimizers.own_settings import OwnSettings, bare_copy
 
 ELEMENTWISE = frozenset(
@@ -192,6 +193,8 @@ class OptimizerPart:
         """The state of each of these, as the user's optimizer has it."""
         self._count = 0
         """Of states that are there."""
+        self._strides: list[tuple[int, ...]] = []
+        """Of the leaves, when their states last were laid as they lie; none where a state was set since."""
         self.has_written = True
         """Whether there are other states, as objects, since this was set to be false."""
 
@@ -217,6 +220,10 @@ class OptimizerPart:
             if may_fuse(self._part, mine) and not sparse and not self._begins_late(mine, formed):
                 mine["fused"] = True
         without_wrong_kernels(self._part)
+        if (strides := [leaf.stride() for leaf in self._leaves]) != self._strides:
+            for leaf in self._leaves:
+                lay_as(leaf, self._part.state.get(leaf, {}))
+            self._strides = strides
         if sparse and not kinds.leaves_zeros_alone(self._whole):  # set since it was planned for
             known = [g.to_dense() for g in known]
         self._apply([leaf for leaf, there in zip(self._leaves, formed, strict=True) if there], known)
@@ -275,9 +282,9 @@ class OptimizerPart:
         if all(leaf.is_contiguous() for leaf in leaves):  # as mostly
             return []
         fused = {id(p) for g in self._part.param_groups if g.get("fused") for p in g["params"]}
-        found = [(leaf, leaf.data) for leaf in leaves if id(leaf) in fused and not _is_dense(leaf)]
+        found = [(leaf, leaf.data) for leaf in leaves if id(leaf) in fused and not is_dense(leaf)]
         for leaf, memory in found:
-            leaf.data = memory.contiguous()
+            leaf.data = torch.empty_like(memory).copy_(memory)  # as its state lies
         return found
 
     def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
@@ -314,11 +321,12 @@ class OptimizerPart:
     def take_state(self, index: int, state: dict[str, Any] | None) -> None:
         """Sets the state of one fragment, `None` where it has none, which the user's optimizer has for it."""
         _set(self._part.state, self._leaves[index], state)
-        self._known = []
+        self._known, self._strides = [], []
 
     def load_state(self, index: int, state: dict[str, Any] | None) -> None:
         """Sets the optimizer state of one fragment, `None` where it has none."""
         _set(self._part.state, leaf := self._leaves[index], state)
+        self._strides = []
         if self.fragments[index].whole:
             _set(self._whole.state, leaf, state)
             self._known, self.has_written = [], True
@@ -390,11 +398,3 @@ def _fuses_wrongly(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     the vectorized part of 16-bit parameters as it is]"""
     narrow = (p.device.type == "cpu" and p.dtype.itemsize < EXACT_BYTES for p in group["params"])
     return type(optimizer) is torch.optim.SGD and any(narrow)
-
-
-def _is_dense(p: torch.Tensor) -> bool:
-    """Whether elements lie side by side in memory, in whatever order of dimensions."""
-    if p.is_contiguous():  # asked for every parameter in each step
-        return True
-    order = sorted(range(p.dim()), key=lambda d: (p.stride(d), p.shape[d]), reverse=True)
-    return p.permute(order).is_contiguous()
