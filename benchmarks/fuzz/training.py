@@ -61,18 +61,21 @@ def batches_of(built: Built, step: int, rank: int) -> list[Any]:
 
 
 def eager(
-    built: Built, weighting: Weighting = "joined", noise: float = 0.0, like: nn.Module | None = None, rounding: int = 0
-) -> Record:
+    built: Built, weighting: Weighting = "joined", noise: float = 0.0, like: nn.Module | None = None, rounding: int = 0,
+    traced: bool = False,
+) -> Record:  # fmt: skip
     """Training in one process. `noise`: changes parameters by so much of their values first; `like`: a model whose
     values to begin with, and to whose dtype its batches are rounded, in float64; `rounding`: unless 0, a seed by which
     each step's loss and gradients are those of parameters that are a rounding off, while it updates those that are
-    not."""
+    not; `traced`: runs the model as PyTorch traces it, without autopar."""
     case, record = built.case, Record()
     model, loss_fn = built.model(), built.loss_fn()
     if like is not None:
         _copy(like, model)
     if noise:
         _disturb(model, noise)
+    if traced:
+        model.compile(backend="aot_eager", dynamic=False)
     parameters = trainable(model, loss_fn)
     optimizer = built.optimizer(parameters)
     if case.unfused:

@@ -23,7 +23,7 @@ from benchmarks.fuzz.draft import Draft, Rejected, Unrepeatable
 from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.outcome import Outcome, merged
 from benchmarks.fuzz.plans import as_text, groups_of
-from benchmarks.fuzz.rank import run_case
+from benchmarks.fuzz.rank import _is_as_traced, run_case
 from benchmarks.fuzz.report import Tally
 from benchmarks.fuzz.script import script
 from benchmarks.fuzz.shrink import pruned, shrink
@@ -108,6 +108,18 @@ def test_a_fault_of_pytorchs_own_tracing_is_counted_apart() -> None:
     tally.say(0)
     assert "1 equal" in said[0] and "1 refused, 1 refused: PyTorch's tracing" in said[0], said
     assert not tally.findings
+
+
+def test_numbers_of_pytorchs_own_tracing_are_known_where_nothing_is_proved() -> None:
+    """As with the plans of several ranks that the fuzzer runs, whose users are refused by the first step's proof."""
+    forward = (
+        "h4 = x.clone()",
+        "h4.unsqueeze(-1).expand(*h4.shape, 2).zero_()",
+        "h4 = F.linear(h4 + 1, self.p1)[:, :2]",
+    )
+    built = build(replace(CASE, init=CASE.init[:1], forward=forward))
+    traced, right = eager(built, traced=True), eager(built)
+    assert _is_as_traced(built, traced) and not _is_as_traced(built, right)
 
 
 def test_an_update_that_does_not_happen_in_16_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
