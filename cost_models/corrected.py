@@ -28,7 +28,7 @@ from autopar.strategies.lowering import StepProgram
 UNCORRECTED = Prior(common=1.0, own=0.1, along_compute=1.6, clip=math.log(30), parts=(2.0, 1.0, 0.5, 0.25))
 """Of predictions from data sheets: an order of magnitude, mostly of the compute, and so the same for plans of which it
 is the same part. By how much each is off besides, the first trials say. [Empirical: the most likely for 39 rounds of
-trials of ten workloads of the benchmarks' suite, with real compute; compute took 1.4 to 3.7 times as long as said]"""
+trials of nine workloads of the benchmarks' suite, with real compute; compute took 1.4 to 3.7 times as long as said]"""
 SHIPPED = Path(__file__).parent / "learned" / "gloo.json"
 
 

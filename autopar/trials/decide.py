@@ -14,10 +14,13 @@ NEGLIGIBLE = 0.002
 """Part of a step: where measuring a plan is expected to save less, and nothing is said of how long the training will
 be, the plan is not measured."""
 
-DOUBT, VAIN = 3.0, 0.001
-"""What a promise is divided by, before any was kept or not: what is expected of many plans is the largest of what is
-expected of each, and how far they are apart is a guess. And the part of a step: as often as rounds of trials in a row
-were expected to save as much in sum, and found nothing that paid for them, it is divided by one more. [Assumed]"""
+DOUBT = 3.0
+"""What an expected saving is divided by, before trials have shown anything: it is the largest of those of many plans,
+and how far their predictions are apart is a guess. [Empirical: between what five searches of the benchmarks' suite
+promised, whose trials found nothing, and five others, some of whose did]"""
+VAIN = 0.001
+"""Part of a step: for each such part that rounds in a row were expected to save, and did not, an expected saving is
+divided by one more. [Assumed]"""
 
 
 def expected_saving_s(best_s: float, other_s: float, deviation: float) -> float:
@@ -41,8 +44,9 @@ def expected_part(mean: float, deviation: float) -> float:
 
 
 def credibility(in_vain: float) -> float:
-    """What counts of a promise, from 0 to 1. `in_vain`: the parts of a step, in sum, that rounds of trials promised
-    since one has paid for itself. Of plans that take almost the same, each promises something."""
+    """The part of an expected saving that counts, from 0 to 1. Of plans that take almost the same, each promises
+    something. `in_vain`: what the rounds of trials since the last one that paid for itself were expected to save, as
+    parts of a step, in sum."""
     return 1 / (DOUBT + in_vain / VAIN)
 
 

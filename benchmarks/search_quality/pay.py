@@ -36,9 +36,9 @@ CLUSTERS = ("4x1g", "3x1g-1x200m")
 STEPS = 100_000
 """Of the training."""
 ROUNDS, FEWEST, BLOCK = 15, 7, 4
-"""In which the two plans take turns, at least how many where steps are slow, and the steps that each takes in one."""
+"""Rounds in which the two plans take turns; the fewest, where steps are slow; and steps of each plan in a round."""
 COMPARED_S = 300.0
-"""Seconds that all rounds are to take, but for the fewest."""
+"""Seconds that all rounds take, unless the fewest take longer."""
 NOT_ABOVE = 0.9
 """Part of the cases in which the whole with trials takes no longer."""
 AGAIN = Budget(time_s=1e9, evaluations=EVALUATIONS // 4)
