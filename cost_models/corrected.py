@@ -62,15 +62,32 @@ class CorrectedCostModel(CostModel):
 
     def fit_lessons(self, lessons: Sequence[Lesson]) -> Self:
         """As `fit`, from what was kept of observations."""
-        self.own_, self.lessons_ = None, tuple(lessons)
-        if lessons:
-            rows = np.array([[lesson.features[name] for name in self.correction.features] for lesson in lessons])
-            simulated_s = np.array([lesson.simulated_s for lesson in lessons])
-            predicted_s = simulated_s * np.exp(self.correction.residual(rows))
-            off = np.log(np.array([lesson.measured_s for lesson in lessons]) / predicted_s)
-            noise = np.where([lesson.disturbed for lesson in lessons], NOISY, NOISE)
-            self.own_ = OwnTrials.of(self.correction, rows, off, noise, self.prior)
+        self.lessons_ = tuple(lessons)
+        self.own_ = self._taught(lessons, self.prior) if lessons else None
         return self
+
+    def expected(self, plans: Sequence[Lesson], taught: Sequence[Lesson]) -> tuple[Floats, Floats]:
+        """What is known of plans that were measured without what was measured of them: the logarithms of their step's
+        seconds, and the covariance of what these are off by. `taught`: what was learned by then. How far plans that are
+        unlike are off unlike each other is as all lessons have it."""
+        prior = self.prior if self.own_ is None else replace(self.own_.prior, parts=(1.0,))
+        rows, said = self._known(plans)
+        if not taught:
+            return said, covariance(self.correction, rows, prior)
+        own = self._taught(taught, prior)
+        return said + own.residual(rows)[0], own.covariance(rows)
+
+    def _taught(self, lessons: Sequence[Lesson], prior: Prior | None) -> OwnTrials:
+        rows, said = self._known(lessons)
+        off = np.log([lesson.measured_s for lesson in lessons]) - said
+        noise = np.where([lesson.disturbed for lesson in lessons], NOISY, NOISE)
+        return OwnTrials.of(self.correction, rows, off, noise, prior)
+
+    def _known(self, lessons: Sequence[Lesson]) -> tuple[Floats, Floats]:
+        """The features of plans, and the logarithms of the seconds that they are predicted to take before any trial."""
+        rows = np.array([[lesson.features[name] for name in self.correction.features] for lesson in lessons])
+        simulated_s = np.array([lesson.simulated_s for lesson in lessons])
+        return rows, np.log(simulated_s) + self.correction.residual(rows)
 
     def lesson(self, steps: Sequence[tuple[float, Observation]]) -> Lesson:
         """What a plan's measured step teaches. `steps`: the different ones of the plan, and the share of each."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
+import numpy as np
+
 from autopar.cost_models import CorrectedCostModel, Observation
 from autopar.cost_models.base import Lesson
 from autopar.cost_models.own_trials import NOISE
@@ -28,7 +30,7 @@ from autopar.spec.plan import Measured, Plan
 from autopar.strategies.lowering import lower_plan
 from autopar.strategies.timing import cycle
 from autopar.trials.decide import credibility, expected_part, expected_saving_s, unlike, worth_trying
-from autopar.trials.standings import Standings
+from autopar.trials.standings import Lead, Standings
 
 A_ROUND = 4
 """Plans that are run in turn with each other, at most."""
@@ -161,7 +163,7 @@ class _Loop:
         if self.mark is None or self.mark[0] not in self.tried:
             self.mark = (first if first in self.tried else self._best(), 0.0)
         (before, then_s), best = self.mark, self._best()
-        lead = self.standings.lead(best, before)  # the best of many was lucky, too: what is shown beyond that counts
+        lead = self._lead(best, before)  # the best of many was lucky, too: what is shown beyond that counts
         saved_s = -math.expm1(lead.mean + lead.deviation) * self.standings.seconds(before)
         self.in_vain += self.promised
         if saved_s * (self.trials.steps or 0) > self.elapsed_s - then_s:
@@ -198,7 +200,8 @@ class _Loop:
         if not paying and not (is_first and self.trials.steps is None):
             return []
         members = [reference]
-        if is_first and self.baseline is not None and executed(self.baseline.groups) != executed(reference.groups):
+        shows_baseline = is_first and self.trials.steps is None  # else it is run where that pays, as any other
+        if shows_baseline and self.baseline and executed(self.baseline.groups) != executed(reference.groups):
             members.append(self.baseline)
         taken = {executed(c.groups) for c in members}
         rest = [others[i] for i in paying if executed(others[i].groups) not in taken]
@@ -211,7 +214,18 @@ class _Loop:
         return {key: tried for key, tried in self.tried.items() if rules.admit(tried.candidate.groups)}
 
     def _best(self) -> Hashable:
-        return min(self._able, key=self.standings.seconds)
+        """Of plans that are alike, the one that took least was mostly the luckiest."""
+        first = next(iter(self._able))
+        return min(self._able, key=lambda key: self._lead(key, first).mean)
+
+    def _lead(self, key: Hashable, over: Hashable) -> Lead:
+        """What is known of a plan's time in another's: as it was measured, beside what was expected before."""
+        if key == over:
+            return self.standings.lead(key, over)
+        plans = [self.tried[key].lesson, self.tried[over].lesson]
+        expected, covariance = self.model.expected(plans, self.known_before)
+        believed = self.standings.beside(dict(zip((key, over), expected, strict=True)), covariance + OWN**2 * np.eye(2))
+        return believed.lead(key, over)
 
     def _saved_by_trying(self, others: Sequence[Candidate], best: Candidate, best_s: float) -> list[float]:
         """Seconds of a step that each plan is expected to save that was not measured. `best_s`: of the best one, as
@@ -228,7 +242,7 @@ class _Loop:
         """Seconds of a step that are expected to be saved where both are measured once more: what looks fastest may
         have been lucky."""
         key = executed(best.groups)
-        lead = self.standings.lead(executed(candidate.groups), key)
+        lead = self._lead(executed(candidate.groups), key)
         return self.standings.seconds(key) * expected_part(lead.mean, lead.after_one_more)
 
     def _among(self, paying: Sequence[Candidate], count: int) -> list[Candidate]:
@@ -373,8 +387,7 @@ class _Loop:
 def _fit(members: Sequence[Candidate], limits_bytes: Sequence[int], here_bytes: int) -> bool:
     """Whether each rank's device holds all of these plans at once, and one machine all ranks."""
     taken = [sum(peaks) for peaks in zip(*(c.estimate.peak_memory_bytes for c in members), strict=True)]
-    fits = all(bytes_ <= limit for bytes_, limit in zip(taken, limits_bytes, strict=True))
-    return fits and sum(taken) <= here_bytes
+    return sum(taken) <= here_bytes and all(of <= limit for of, limit in zip(taken, limits_bytes, strict=True))
 
 
 @contextlib.contextmanager

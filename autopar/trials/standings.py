@@ -77,6 +77,20 @@ class Standings:
         mean = float(self._means[i] - self._means[j])
         return Lead(mean, math.sqrt(variance), self.after_one_more(math.sqrt(variance)))
 
+    def beside(self, expected: Mapping[Hashable, float], covariance: np.ndarray) -> Standings:
+        """The same with what was known before: of two plans that are alike, the one that took less was the luckier one,
+        mostly. `expected`: of some of the plans, all that is asked for, the logarithms of their seconds as they were
+        predicted; `covariance`: of what these are off by.
+
+        The conditional mean and covariance of a normal distribution (Rasmussen and Williams, Gaussian Processes for
+        Machine Learning, 2006, equations 2.23 and 2.24), whose noise is what the rounds leave open.
+        """
+        places = [self._plans.index(plan) for plan in expected]
+        before = np.fromiter(expected.values(), dtype=float)
+        gain = covariance @ np.linalg.inv(covariance + self._covariance[np.ix_(places, places)])
+        means = before + gain @ (self._means[places] - before)
+        return Standings(self._rounds, list(expected), means, covariance - gain @ covariance)
+
     def after_one_more(self, deviation: float) -> float:
         """By how much what is known to `deviation` of two plans is expected to move as both are measured in a round."""
         fresh = 2 * (LOADED**2 + self.block_deviation**2 / BLOCKS)

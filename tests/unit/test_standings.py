@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Hashable
 
+import numpy as np
 import pytest
 
 from autopar.trials.standings import BLOCK, BLOCKS, LOADED, Standings
@@ -73,3 +74,19 @@ def test_intervals_hold_what_they_say() -> None:
             inside += abs(lead.mean - math.log(true[p] / true["a"])) <= 1.645 * lead.deviation
             of += 1
     assert 0.87 <= inside / of <= 0.93
+
+
+def test_what_was_expected_counts_as_much_as_it_is_sure() -> None:
+    """Two plans that were predicted alike, and one of which took 3 % less."""
+    seen = Standings()
+    seen.add({"a": [1.0] * 4, "b": [0.97] * 4})
+    alike, unlike = np.full((2, 2), 1.0) + np.eye(2) * 1e-4, np.eye(2)
+    expected: dict[Hashable, float] = {"a": 0.0, "b": 0.0}
+    measured = seen.lead("b", "a")
+    lead = seen.beside(expected, alike).lead("b", "a")
+    weight = 2e-4 / (2e-4 + measured.deviation**2)
+    assert lead.mean == pytest.approx(weight * measured.mean, rel=1e-3)
+    assert lead.deviation == pytest.approx(math.sqrt(2e-4 * (1 - weight)), rel=1e-3)
+    assert seen.beside(expected, unlike).lead("b", "a").mean == pytest.approx(measured.mean, rel=2e-3)
+    slower = seen.beside({"a": 0.0, "b": 0.05}, alike).lead("b", "a")
+    assert slower.mean == pytest.approx(weight * measured.mean + (1 - weight) * 0.05, rel=1e-3)

@@ -155,6 +155,32 @@ def test_a_plan_that_was_lucky_once_is_measured_again() -> None:
     assert plan.digest == first.digest
 
 
+def test_of_plans_that_are_alike_the_luckier_one_is_not_taken_for_the_faster_one() -> None:
+    """One is predicted to take 11 % more, and seems to take 0.1 % less: no round tells them apart."""
+
+    class Chance(Slow):
+        def step_s(self, plan: Plan) -> float:
+            first, lucky = self.rounds[0][:2]
+            return super().step_s(first) * (0.999 if plan.groups == lucky.groups else 1.0)
+
+    cluster, found = Chance(), searched()
+    plan = Trials(cluster, most=4, again=SMALL)(found)
+    lucky = cluster.rounds[0][1]
+    assert plan.digest != lucky.digest
+    assert plan.measured is not None and plan.measured.rests_on == "trials"
+    assert plan.measured.step_time_s == pytest.approx(cluster.step_s(found.plan)) != cluster.step_s(lucky)
+
+
+def test_the_baseline_is_run_where_nobody_says_how_long_the_training_is_or_it_pays() -> None:
+    found = searched()
+    for steps in (None, 10**9):
+        cluster = Slow()
+        plan = Trials(cluster, most=4, steps=steps, again=SMALL)(found)
+        names = [p.name for p in cluster.rounds[0]]
+        assert ("all_reduce_1MiB" in names) == (steps is None)
+        assert plan.measured is not None and bool(plan.measured.baseline) == (steps is None)
+
+
 def test_a_plan_that_fails_is_left_out_and_the_search_goes_on() -> None:
     found = searched()
     cluster = Slow(fails=lambda plan: plan.digest == found.plan.digest)
@@ -189,15 +215,15 @@ def test_trials_end_where_they_have_cost_more_than_they_found(monkeypatch: pytes
 
     clock, drawn = SimpleNamespace(now_s=0.0), torch.Generator()
     monkeypatch.setattr("autopar.trials.loop.time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    counts, found = [], searched()
+    counts = []
     for vain, seed in ((VAIN, 1), (VAIN, 2), (100.0, 1)):
         monkeypatch.setattr("autopar.trials.decide.VAIN", vain)
         drawn.manual_seed(seed)
         cluster = Noisy()
-        Trials(cluster, most=60, steps=1_000_000, again=Budget(evaluations=5))(found)
+        Trials(cluster, most=60, steps=1_000_000, again=Budget(evaluations=5))(searched())
         counts.append(len(cluster.rounds))
     *sober, credulous = counts
-    assert all(1 <= count <= 4 < credulous for count in sober), counts
+    assert all(1 <= count <= 3 < credulous for count in sober), counts
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
