@@ -163,8 +163,7 @@ class _Loop:
         if self.mark is None or self.mark[0] not in self.tried:
             self.mark = (first if first in self.tried else self._best(), 0.0)
         (before, then_s), best = self.mark, self._best()
-        lead = self._lead(best, before)  # the best of many was lucky, too: what is shown beyond that counts
-        saved_s = -math.expm1(lead.mean + lead.deviation) * self.standings.seconds(before)
+        saved_s = -math.expm1(self._lead(best, before).shown) * self.standings.seconds(before)
         self.in_vain += self.promised
         if saved_s * (self.trials.steps or 0) > self.elapsed_s - then_s:
             self.mark, self.in_vain = (best, self.elapsed_s), 0.0
@@ -214,9 +213,9 @@ class _Loop:
         return {key: tried for key, tried in self.tried.items() if rules.admit(tried.candidate.groups)}
 
     def _best(self) -> Hashable:
-        """Of plans that are alike, the one that took least was mostly the luckiest."""
+        """The first one, unless another is shown to be faster: of plans that are alike, the luckiest took least."""
         first = next(iter(self._able))
-        return min(self._able, key=lambda key: self._lead(key, first).mean)
+        return min(self._able, key=lambda key: self._lead(key, first).shown)
 
     def _lead(self, key: Hashable, over: Hashable) -> Lead:
         """What is known of a plan's time in another's: as it was measured, beside what was expected before."""

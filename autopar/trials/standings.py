@@ -37,6 +37,11 @@ class Lead:
     after_one_more: float
     """By how much the mean is expected to move (a standard deviation) as both are measured once more."""
 
+    @property
+    def shown(self) -> float:
+        """What counts of the mean as one of many that were measured: the one that looks fastest was lucky, too."""
+        return self.mean + self.deviation
+
 
 @dataclass
 class Standings:

@@ -90,7 +90,8 @@ def test_the_measured_winner_is_returned_and_says_so() -> None:
     assert plan.measured is not None and plan.prediction is not None
     assert plan.measured.rests_on == "trials"
     assert plan.measured.step_time_s == pytest.approx(cluster.step_s(plan))
-    assert plan.measured.step_time_s == pytest.approx(min(cluster.step_s(p) for of in cluster.rounds for p in of))
+    least_s = min(cluster.step_s(p) for of in cluster.rounds for p in of)
+    assert least_s <= plan.measured.step_time_s < 1.01 * least_s, "what is ahead by less may be chance"
     assert plan.measured.trials == cluster.count <= 8 and plan.measured.failed == 0
     assert plan.measured.where == Slow.where
     assert plan.prediction.step_time_s == pytest.approx(cluster.step_s(plan), rel=0.15), "what was learned is said"
@@ -156,19 +157,23 @@ def test_a_plan_that_was_lucky_once_is_measured_again() -> None:
 
 
 def test_of_plans_that_are_alike_the_luckier_one_is_not_taken_for_the_faster_one() -> None:
-    """One is predicted to take 11 % more, and seems to take 0.1 % less: no round tells them apart."""
+    """One is predicted to take 11 % more. That it seems to take 1 % less may be chance; 10 % are none."""
 
     class Chance(Slow):
-        def step_s(self, plan: Plan) -> float:
-            first, lucky = self.rounds[0][:2]
-            return super().step_s(first) * (0.999 if plan.groups == lucky.groups else 1.0)
+        part = 0.99
 
-    cluster, found = Chance(), searched()
-    plan = Trials(cluster, most=4, again=SMALL)(found)
-    lucky = cluster.rounds[0][1]
-    assert plan.digest != lucky.digest
-    assert plan.measured is not None and plan.measured.rests_on == "trials"
-    assert plan.measured.step_time_s == pytest.approx(cluster.step_s(found.plan)) != cluster.step_s(lucky)
+        def step_s(self, plan: Plan) -> float:
+            first, other = self.rounds[0][:2]
+            return super().step_s(first) * (self.part if plan.groups == other.groups else 1.0)
+
+    for part, place in ((0.99, 0), (0.9, 1)):
+        cluster = Chance()
+        cluster.part = part
+        plan = Trials(cluster, most=4, again=SMALL)(searched())
+        taken = cluster.rounds[0][place]
+        assert plan.digest == taken.digest
+        assert plan.measured is not None and plan.measured.rests_on == "trials"
+        assert plan.measured.step_time_s == pytest.approx(cluster.step_s(taken))
 
 
 def test_the_baseline_is_run_where_nobody_says_how_long_the_training_is_or_it_pays() -> None:
