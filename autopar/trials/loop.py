@@ -199,9 +199,8 @@ class _Loop:
         if not paying and not (is_first and self.trials.steps is None):
             return []
         members = [reference]
-        shows_baseline = is_first and self.trials.steps is None  # else it is run where that pays, as any other
-        if shows_baseline and self.baseline and executed(self.baseline.groups) != executed(reference.groups):
-            members.append(self.baseline)
+        if is_first and self.baseline is not None and executed(self.baseline.groups) != executed(reference.groups):
+            members.append(self.baseline)  # also where it is slow: it tells how far off plans are that are unlike
         taken = {executed(c.groups) for c in members}
         rest = [others[i] for i in paying if executed(others[i].groups) not in taken]
         return [*members, *self._among(rest, left - len(members))][:left]

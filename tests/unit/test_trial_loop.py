@@ -91,7 +91,7 @@ def test_the_measured_winner_is_returned_and_says_so() -> None:
     assert plan.measured.rests_on == "trials"
     assert plan.measured.step_time_s == pytest.approx(cluster.step_s(plan))
     least_s = min(cluster.step_s(p) for of in cluster.rounds for p in of)
-    assert least_s <= plan.measured.step_time_s < 1.01 * least_s, "what is ahead by less may be chance"
+    assert least_s <= cluster.step_s(plan) < 1.01 * least_s, "what is ahead by less may be chance"
     assert plan.measured.trials == cluster.count <= 8 and plan.measured.failed == 0
     assert plan.measured.where == Slow.where
     assert plan.prediction.step_time_s == pytest.approx(cluster.step_s(plan), rel=0.15), "what was learned is said"
@@ -174,16 +174,6 @@ def test_of_plans_that_are_alike_the_luckier_one_is_not_taken_for_the_faster_one
         assert plan.digest == taken.digest
         assert plan.measured is not None and plan.measured.rests_on == "trials"
         assert plan.measured.step_time_s == pytest.approx(cluster.step_s(taken))
-
-
-def test_the_baseline_is_run_where_nobody_says_how_long_the_training_is_or_it_pays() -> None:
-    found = searched()
-    for steps in (None, 10**9):
-        cluster = Slow()
-        plan = Trials(cluster, most=4, steps=steps, again=SMALL)(found)
-        names = [p.name for p in cluster.rounds[0]]
-        assert ("all_reduce_1MiB" in names) == (steps is None)
-        assert plan.measured is not None and bool(plan.measured.baseline) == (steps is None)
 
 
 def test_a_plan_that_fails_is_left_out_and_the_search_goes_on() -> None:
