@@ -67,9 +67,9 @@ class CorrectedCostModel(CostModel):
         return self
 
     def expected(self, plans: Sequence[Lesson], taught: Sequence[Lesson]) -> tuple[Floats, Floats]:
-        """What is known of plans that were measured without what was measured of them: the logarithms of their step's
-        seconds, and the covariance of what these are off by. `taught`: what was learned by then. How far plans that are
-        unlike are off unlike each other is as all lessons have it."""
+        """What would be predicted of measured plans had they not been measured: the logarithm of a step's seconds of
+        each, and the covariance of the errors. `plans`: the lesson of each, whose measured seconds do not count;
+        `taught`: the lessons that count. The prior's `own` is the one that all lessons so far have chosen."""
         prior = self.prior if self.own_ is None else replace(self.own_.prior, parts=(1.0,))
         rows, said = self._known(plans)
         if not taught:

@@ -112,6 +112,8 @@ class _Loop:
         """Those that were measured, and have not failed since; the baseline, too, where pins exclude it."""
         self.standings = Standings()
         self.known_before = model.lessons_
+        self.expected = (np.zeros(0), np.zeros((0, 0)))
+        """What the cost model expected of the plans in `tried` before this search ran any."""
         self.failed: set[Hashable] = set()
         self.spent = self.failures = 0
         self.last_error = ""
@@ -208,8 +210,7 @@ class _Loop:
     @property
     def _able(self) -> dict[Hashable, _Tried]:
         """Those of the measured plans that may be taken."""
-        rules = self.found.problem.rules
-        return {key: tried for key, tried in self.tried.items() if rules.admit(tried.candidate.groups)}
+        return {key: t for key, t in self.tried.items() if self.found.problem.rules.admit(t.candidate.groups)}
 
     def _best(self) -> Hashable:
         """The first one, unless another is shown to be faster: of plans that are alike, the luckiest took least."""
@@ -220,10 +221,10 @@ class _Loop:
         """What is known of a plan's time in another's: as it was measured, beside what was expected before."""
         if key == over:
             return self.standings.lead(key, over)
-        plans = [self.tried[key].lesson, self.tried[over].lesson]
-        expected, covariance = self.model.expected(plans, self.known_before)
-        believed = self.standings.beside(dict(zip((key, over), expected, strict=True)), covariance + OWN**2 * np.eye(2))
-        return believed.lead(key, over)
+        at = [list(self.tried).index(plan) for plan in (key, over)]
+        expected, covariance = self.expected
+        off = covariance[np.ix_(at, at)] + OWN**2 * np.eye(2)
+        return self.standings.beside(dict(zip((key, over), expected[at], strict=True)), off).lead(key, over)
 
     def _saved_by_trying(self, others: Sequence[Candidate], best: Candidate, best_s: float) -> list[float]:
         """Seconds of a step that each plan is expected to save that was not measured. `best_s`: of the best one, as
@@ -239,8 +240,7 @@ class _Loop:
     def _saved_by_repeating(self, candidate: Candidate, best: Candidate) -> float:
         """Seconds of a step that are expected to be saved where both are measured once more: what looks fastest may
         have been lucky."""
-        key = executed(best.groups)
-        lead = self._lead(executed(candidate.groups), key)
+        lead = self._lead(executed(candidate.groups), key := executed(best.groups))
         return self.standings.seconds(key) * expected_part(lead.mean, lead.after_one_more)
 
     def _among(self, paying: Sequence[Candidate], count: int) -> list[Candidate]:
@@ -289,6 +289,8 @@ class _Loop:
         if blocks_s:
             self.standings.add(blocks_s)
         self.model.fit_lessons([*self.known_before, *map(self._taught, self.tried)])
+        if self.tried:
+            self.expected = self.model.expected([t.lesson for t in self.tried.values()], self.known_before)
         return bool(blocks_s)
 
     def _taught(self, key: Hashable) -> Lesson:

@@ -39,7 +39,8 @@ class Lead:
 
     @property
     def shown(self) -> float:
-        """What counts of the mean as one of many that were measured: the one that looks fastest was lucky, too."""
+        """The mean and one standard deviation, for the fastest of many measured plans was lucky, too: the plan is shown
+        to be faster than the other where this is negative."""
         return self.mean + self.deviation
 
 
@@ -83,9 +84,9 @@ class Standings:
         return Lead(mean, math.sqrt(variance), self.after_one_more(math.sqrt(variance)))
 
     def beside(self, expected: Mapping[Hashable, float], covariance: np.ndarray) -> Standings:
-        """The same with what was known before: of two plans that are alike, the one that took less was the luckier one,
-        mostly. `expected`: of some of the plans, all that is asked for, the logarithms of their seconds as they were
-        predicted; `covariance`: of what these are off by.
+        """Standings of some of the plans, by their rounds and by earlier predictions of them. Where two plans were
+        predicted alike, most of what rounds show between them is chance, and little of it is left here. `expected`: the
+        logarithm of each plan's predicted seconds; `covariance`: of the errors of these predictions.
 
         The conditional mean and covariance of a normal distribution (Rasmussen and Williams, Gaussian Processes for
         Machine Learning, 2006, equations 2.23 and 2.24), whose noise is what the rounds leave open.
