@@ -16,7 +16,7 @@ from autopar.ir.build import Unused, model_fingerprint, named_parameters
 from autopar.ir.capture import Mode
 from autopar.ir.gradient_modes import gradients_recorded
 from autopar.ir.passes import EVERY, Passes
-from autopar.planning import Planner, Progress, check_choices
+from autopar.planning import Planner, Progress, check_choices, check_objects
 from autopar.quality.budget import QualityBudget
 from autopar.quality.planned import check_budget, choose_for
 from autopar.quality.program import BudgetedProgram
@@ -111,6 +111,7 @@ def plan(
     settings = Settings(
         loss_fn, clip_grad_norm, weight, unused_parameters, passes=passes, capture=capture, outputs=outputs
     )
+    check_objects(cluster=cluster, plan=plan, calibration=calibration)
     kept = Constraints.of(memory_reserve, pin, forbid)
     planner = Planner(
         strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, plan, kept,
@@ -307,6 +308,7 @@ def optimize(
         check=check,
         capture=capture,
     )
+    check_objects(cluster=cluster_spec, plan=plan, calibration=calibration)
     kept = Constraints.of(memory_reserve, pin, forbid)
     planner = Planner(
         strategy, fidelity, late_parameters, calibration, measure_compute, time_budget_s, seed, progress, None, kept,

@@ -55,6 +55,23 @@ def check_choices(**given: str | None) -> None:
             raise SpecError(f"{name} is {value!r}, expected one of {known}{did_you_mean(str(value), choices)}")
 
 
+def check_objects(
+    *, cluster: ClusterSpec | None = None, plan: Plan | None = None, calibration: Calibration | None = None
+) -> None:
+    """Raises `SpecError` where one of them is another object, such as the path of a file that holds it."""
+    kinds: list[tuple[str, object, type, str]] = [
+        ("the cluster", cluster, ClusterSpec, ", or describe ranks of this machine by autopar.ClusterSpec.local(4)"),
+        ("the plan", plan, Plan, ""),
+        ("the calibration", calibration, Calibration, ""),
+    ]
+    for name, value, kind, otherwise in kinds:
+        if value is not None and not isinstance(value, kind):
+            raise SpecError(
+                f"{name} is {value!r}, expected an object of autopar.{kind.__name__}: read a file by "
+                f"autopar.{kind.__name__}.load(path){otherwise}"
+            )
+
+
 @dataclass(frozen=True)
 class Planner:
     """How a plan is found; `autopar.optimize` says what each field is."""

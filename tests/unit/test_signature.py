@@ -67,3 +67,14 @@ def test_a_mode_that_is_none_is_refused() -> None:
     mode: Any = "steps"
     with pytest.raises(SpecError, match="mode is 'steps'"):
         autopar.plan(nn.Linear(3, 2), autopar.ClusterSpec.local(2), example_inputs=X, mode=mode)
+
+
+@pytest.mark.parametrize("wrong", ({"plan": "plan.json"}, {"cluster_spec": "local:2"}, {"calibration": "here.json"}))
+def test_a_file_s_path_in_place_of_what_it_holds_is_refused(wrong: dict[str, Any]) -> None:
+    """Before any rank waits for another, and with what to call; it was an AttributeError."""
+    net = nn.Linear(3, 2)
+    with pytest.raises(SpecError, match=r"'(plan.json|local:2|here.json)', expected an object of autopar.*\.load\("):
+        autopar.optimize(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), example_inputs=X, **wrong)
+    wrong = {{"cluster_spec": "cluster"}.get(name, name): value for name, value in wrong.items()}
+    with pytest.raises(SpecError, match=r"expected an object of autopar.*\.load\("):
+        autopar.plan(net, **{"cluster": autopar.ClusterSpec.local(2), "example_inputs": X, **wrong})
