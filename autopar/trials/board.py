@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -68,7 +69,11 @@ class StoreBoard:
 
 
 class Beating:
-    """While it is open, the board shows that the search lives; at its end, that it is over."""
+    """While it is open, the board shows that the search lives; at its end, that it is over.
+
+    A sign that cannot be put, as a network file system is away for a moment, is put at the next beat; ranks that never
+    read of the end take the silence for it.
+    """
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -82,14 +87,18 @@ class Beating:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
         self._thread.join()
-        self._board.put(END, "")
+        self._show(END, "")
 
     def _beat(self) -> None:
         count = 0
         while not self._over.is_set():
-            self._board.put(BEAT, str(count))
+            self._show(BEAT, str(count))
             count += 1
             self._over.wait(BEAT_S)
+
+    def _show(self, key: str, text: str) -> None:
+        with contextlib.suppress(SpecError, RuntimeError):  # RuntimeError: torch's store
+            self._board.put(key, text)
 
 
 class Pulse:

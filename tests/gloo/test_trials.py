@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from autopar.search import build_plan
 from autopar.spec.lines import read_lines
 from autopar.strategies import Context
 from autopar.trials.attend import Seat, _Child
-from autopar.trials.board import FolderBoard
+from autopar.trials.board import BEAT, Beating, FolderBoard
 from autopar.trials.far import Asking, launched
 from tests.lab.pool_workloads import workload
 from tests.tiers import thorough
@@ -113,6 +114,31 @@ def test_the_rank_that_failed_first_is_told_though_it_ends_later(tmp_path: Path)
     with pytest.raises(JobFailed, match="rank 1: the data ran out"):
         Asking(board, 2).start(60).ask({"do": "run"}, 60)
     later.join()
+
+
+def test_the_search_goes_on_showing_that_it_lives_where_its_folder_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an end that cannot be shown is no error: it would take the best plan's place."""
+    monkeypatch.setattr("autopar.trials.board.BEAT_S", 0.01)
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    board = FolderBoard(folder)
+
+    def beat(after: str | None) -> str | None:
+        until = time.monotonic() + 30
+        while (now := board.get(BEAT)) == after and time.monotonic() < until:
+            time.sleep(0.001)
+        assert now != after
+        return now
+
+    with Beating(board):
+        beat(None)
+        folder.rename(away)
+        time.sleep(0.05)
+        away.rename(folder)
+        beat(board.get(BEAT))
+        folder.rename(away)
 
 
 def test_a_command_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
