@@ -182,6 +182,21 @@ def test_hosts_may_have_cores_for_themselves() -> None:
         Lab([None] * (len(usable) + 1), cores_apart=True)
 
 
+def test_hosts_stay_on_a_core_where_as_many_ranks_fall_to_each() -> None:
+    """Else a step takes longer while more ranks than that happen to be on one of them."""
+    usable = sorted(os.sched_getaffinity(0))
+    count = 2 * len(usable)
+    with Lab([None] * (count + 1), placement=range(count)) as lab:
+        assert [h.cores for h in lab.hosts] == [*((core,) for core in usable for _ in range(2)), ()], "a server on any"
+    assert {h.cores for h in _hosts(Lab([None] * (count + 1)))} == {()}, "one core would have three"
+    assert {h.cores for h in _hosts(Lab([None] * len(usable)))} == {()}, "no core has several"
+
+
+def _hosts(lab: Lab) -> tuple[Host, ...]:
+    with lab:
+        return lab.hosts
+
+
 def test_loopback_has_the_same_face() -> None:
     with loopback(ClusterSpec.loads(MIXED)) as lab:
         assert _names(lab.hosts) == ["worker-0", "worker-1", "server", "last"]
