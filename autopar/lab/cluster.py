@@ -61,9 +61,9 @@ class Lab:
         """`rates_bps`: hosts on one switch, with the rate of each one's link in bit/s, the same in and out; None for
         as fast as it goes. Or any `wiring`. `placement`: the host of each rank; default: one rank a host.
         `cores_apart`: the machine's cores are shared out evenly, and each host's processes run on its own. Otherwise
-        they run on any, unless two or more ranks fall to every core, and as many to each: then each host stays on one,
-        for a step takes up to half as long again while three of four ranks happen to be on one of two cores. Raises
-        `ValueError` where cores are to be apart and there are more hosts than cores."""
+        they run on any core, unless the ranks divide evenly among the cores, two or more to each: then each host stays
+        on one core, for a step takes up to half as long again while three of four ranks happen to be on one of two
+        cores. Raises `ValueError` where cores are to be apart and there are more hosts than cores."""
         self.wiring = wiring or star(rates_bps)
         self.placement = tuple(range(len(self.wiring.hosts)) if placement is None else placement)
         self.note = note or _EMULATED
@@ -200,9 +200,9 @@ def _shared_out(hosts: int) -> list[tuple[int, ...]]:
 
 
 def _spread(hosts: int, placement: Sequence[int]) -> list[tuple[int, ...]]:
-    """A core for each host, where several ranks fall to each of the machine's cores, and as many to each; else none.
-    Servers run on any."""
+    """A core for each host, where the ranks divide evenly among the machine's cores, two or more to each, and no host's
+    ranks come to lie on two cores; else none. Hosts without ranks get none."""
     usable, ranks = sorted(os.sched_getaffinity(0)), len(placement)
-    core_of = {(host, usable[rank * len(usable) // ranks]) for rank, host in enumerate(placement)}
-    is_even = ranks > len(usable) and ranks % len(usable) == 0 and len(core_of) == len(set(placement))
-    return [tuple(core for at, core in core_of if at == host and is_even) for host in range(hosts)]
+    host_on_core = {(host, usable[rank * len(usable) // ranks]) for rank, host in enumerate(placement)}
+    is_even = ranks > len(usable) and ranks % len(usable) == 0 and len(host_on_core) == len(set(placement))
+    return [tuple(core for at, core in host_on_core if at == host and is_even) for host in range(hosts)]

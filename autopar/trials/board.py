@@ -71,8 +71,8 @@ class StoreBoard:
 class Beating:
     """While it is open, the board shows that the search lives; at its end, that it is over.
 
-    A sign that cannot be put, as a network file system is away for a moment, is put at the next beat; ranks that never
-    read of the end take the silence for it.
+    Where a sign cannot be written, as while a network file system is away, the next beat writes one. Where the end
+    cannot be written, ranks stop by themselves after `SILENT_S` seconds without a sign.
     """
 
     def __init__(self, board: Board) -> None:
