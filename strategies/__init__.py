@@ -18,6 +18,7 @@ from autopar.strategies.dgc import DGC
 from autopar.strategies.diloco import DiLoCo
 from autopar.strategies.emitter import Emitter
 from autopar.strategies.hierarchical_all_reduce import HierarchicalAllReduce
+from autopar.strategies.local_adam import LocalAdam
 from autopar.strategies.one_bit_adam import OneBitAdam
 from autopar.strategies.parameter_server import ParameterServer
 from autopar.strategies.partitioned_parameter_server import PartitionedParameterServer
@@ -48,6 +49,7 @@ __all__ = [
     "Emitter",
     "Group",
     "HierarchicalAllReduce",
+    "LocalAdam",
     "Member",
     "OneBitAdam",
     "Options",
@@ -81,6 +83,7 @@ STRATEGIES: dict[str, Strategy] = {
         DesLoc(),
         DiLoCo(),
         HierarchicalAllReduce(),
+        LocalAdam(),
         OneBitAdam(),
         ParameterServer(),
         PartitionedParameterServer(),

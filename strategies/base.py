@@ -77,6 +77,9 @@ class Strategy(ABC):
     trains_apart: ClassVar[bool] = False
     """Whether each rank updates a replica of its own between synchronizations. Then it lowers all steps of a group
     itself, as `group.moment` says: `alone`, or `average` where ranks synchronize behind their own update."""
+    only_own_period: ClassVar[bool] = False
+    """Whether `every=K` in the name of a plan is for its own groups alone: parameters that it does not apply to are
+    then synchronized in each step."""
 
     def fidelity(self, options: Options) -> Fidelity:
         """The label of what the strategy promises with these options: `exact`, `rounded`, `compressed`, `stale` or

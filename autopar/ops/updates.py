@@ -187,7 +187,7 @@ class Step(nn.Module):
                 fragment.read()
             if self.sent_as is None:  # else what is sent makes replicas equal
                 note_update()
-            self.part.step(views)
+            self.update(views)
             if self.sent_as is None:
                 note_update()
             for fragment in parts:
@@ -199,6 +199,10 @@ class Step(nn.Module):
         if len(parts) == 1 and parts[0].tensor.is_contiguous():
             return parts[0].tensor.detach().view(-1)
         return pack([f.tensor.detach() for f in parts], self.sent_as)
+
+    def update(self, gradients: Sequence[Formed]) -> None:
+        """Runs the optimizer on the gradients that it is to be run on."""
+        self.part.step(gradients)
 
 
 def _show(observer: Observer, parts: Sequence[Fragment], views: Sequence[Formed]) -> None:

@@ -27,6 +27,8 @@ Groups = tuple[SyncGroup, ...]
 
 PERIODS = (4, 16)
 """Steps from one average of parameters to the next."""
+ADAM_PERIODS = (4, 8, 16)
+"""The same of replicas whose Adam takes steps as long as exact training's: what they lose grows with these alone."""
 DELAY = 1
 WORTH = 0.95
 """A plan that loses something must take at most so much of the time of one that does not."""
@@ -107,8 +109,8 @@ def predicted_s(plan: Plan) -> float:
 
 def names(context: Context, steps: int) -> Iterator[str]:
     """Plans by name: each strategy that compresses with each rate that it offers, behind the exact steps that it cannot
-    do without, unless the training's `steps` are too few for it; all-reduces from time to time; and all-reduces that
-    are late."""
+    do without, unless the training's `steps` are too few for it; averages from time to time; and all-reduces that are
+    late."""
     for name, strategy in STRATEGIES.items():
         begins = f"{FROM_STEP}{strategy.first_step}" if strategy.first_step else ""
         for options in strategy.options(context):
@@ -118,6 +120,7 @@ def names(context: Context, steps: int) -> Iterator[str]:
     for bucket in ("ddp", "all_reduce_one_bucket"):
         yield from (f"{bucket}+every={k}" for k in PERIODS)
         yield f"{bucket}+delay={DELAY}"
+    yield from (f"local_adam+every={k}" for k in ADAM_PERIODS)
 
 
 def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:

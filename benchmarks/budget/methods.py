@@ -31,8 +31,8 @@ class Method:
     """Whether it trains on other batches than the rest."""
     of_adam: bool = False
     """Whether it goes on from the variance that exact steps of Adam or AdamW leave; a probe of it has one, too."""
-    averages_moments: bool = False
-    """Whether it averages the moments of Adam or AdamW."""
+    needs_moments: bool = False
+    """Whether it averages, or corrects, the moments of Adam or AdamW."""
     of_layers: bool = False
     """Whether what it does depends on the model's layers: its lessons are called by what its plan does on each task."""
 
@@ -57,7 +57,7 @@ class Method:
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether the method is defined for the optimizer."""
         return (not self.own_momentum or isinstance(optimizer, torch.optim.SGD)) and (
-            not (self.of_adam or self.averages_moments) or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            not (self.of_adam or self.needs_moments) or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
         )
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -97,7 +97,8 @@ METHODS: dict[str, Method] = {
         Method("post-local 16", "ddp+every=16", "local", warm_up=0.5),
         Method("post-local 16 at 25%", "ddp+every=16", "local", warm_up=0.25),
         Method("diloco 16", "diloco+every=16", "local"),
-        Method("des_loc 16", "des_loc+every=16", "local", averages_moments=True),
+        Method("des_loc 16", "des_loc+every=16", "local", needs_moments=True),
+        *(Method(f"local_adam {k}", f"local_adam+every={k}", "local", WARM_UP, needs_moments=True) for k in (4, 8, 16)),
         Method("delayed", "ddp+delay=1", "stale"),
     )
 }

@@ -111,8 +111,10 @@ def builder_named(name: str) -> Builder:
             f"neither a plan builder nor a strategy is called '{name}'{among(word, [*BUILDERS, *STRATEGIES])}, each "
             f"also with suffixes: {', '.join((*SUFFIXES, *NUMBERED))}"
         )
+    own = "" if plain in BUILDERS else strategy_and_options(plain)[0]
+    only = own if own in STRATEGIES and STRATEGIES[own].only_own_period else None
     for suffix in suffixes:
-        builder = _changed(builder, _change(name, suffix))
+        builder = _changed(builder, _change(name, suffix), only)
     return builder
 
 
@@ -154,15 +156,16 @@ Change = Callable[[SyncGroup, Parameter, int], SyncGroup]
 """What a suffix makes of a group, with its first parameter and its place among the groups."""
 
 
-def _changed(builder: Builder, change: Change) -> Builder:
-    """The same groups, each changed, where there are several ranks."""
+def _changed(builder: Builder, change: Change, only: str | None = None) -> Builder:
+    """The same groups, each changed, where there are several ranks. `only`: those of this strategy."""
 
     def build(parameters: Sequence[Parameter], context: Context, cluster: ClusterSpec) -> tuple[SyncGroup, ...]:
         groups = builder(parameters, context, cluster)
         if context.world_size == 1:
             return groups
         table = {p.name: p for p in parameters}
-        return tuple(change(g, table[g.members[0].name], i) for i, g in enumerate(groups))
+        each = ((g, table[g.members[0].name], i) for i, g in enumerate(groups))
+        return tuple(change(*of) if only in (None, of[0].strategy) else of[0] for of in each)
 
     return build
 

@@ -1,0 +1,186 @@
+"""The second moment that Adam would have of the mean gradient, where each rank has only its own.
+
+A rank's own gradient is the mean gradient and noise, of which the mean over n ranks keeps an n-th. So its square is up
+to n times as large, and Adam, which divides by its root, takes steps that are up to sqrt(n) times too short (the square
+root rule of Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022, arXiv
+2205.10287). How much of the own square the mean's is, the common part, ranks find out when they synchronize: from the
+squared norms of their own gradients, and from that of the mean of short sketches of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from autopar.ir.dtypes import DTYPE_BYTES, wide_dtype
+from autopar.ops.base import Call, Emission, Operation, Site
+from autopar.ops.collectives import copied
+from autopar.ops.fragments import Fragment, fragments
+from autopar.ops.frozen_adam import decoupled
+from autopar.ops.group import Group
+from autopar.ops.layouts import unsummed
+from autopar.ops.step_count import generator_of
+from autopar.ops.updates import Step, Update
+from autopar.ops.values import Bytes, Setting, Value, Work
+
+SECOND = "exp_avg_sq"
+"""What Adam calls its second moment."""
+SKETCH = 128
+"""Numbers of a sketch. Its squared norm is off by a part of sqrt(2 / SKETCH), an eighth, and by nothing in the mean;
+the second moment is an average over many synchronizations."""
+LEAST = 0.25
+"""The least common part, in units of that of noise alone, 1 / ranks: less is what a sketch is off by."""
+SKETCHED = 1 + SKETCH
+"""Numbers that a rank sends of each parameter: the squared norm of its gradient, and the sketch."""
+
+
+class OptimizerPart(Protocol):
+    """The optimizer over the fragments of a sync group: Adam, or AdamW."""
+
+    fragments: tuple[Fragment, ...]
+
+    def step(self, gradients: Any) -> None:
+        """Updates the fragments."""
+
+    def state(self) -> list[tuple[Fragment, dict[str, Any]]]:
+        """What it keeps of each fragment."""
+
+    def settings(self) -> list[Mapping[str, Any]]:
+        """Of each fragment: those of its parameter group."""
+
+
+def gradients_of(group: Group) -> int:
+    """How many of a group's parameters have elements, and so a gradient."""
+    return sum(member.elements > 0 for member in group.members)
+
+
+@dataclass(frozen=True, slots=True)
+class SketchGradients(Operation):
+    """Of each of the group's gradients on this rank, the squared norm and a sketch, divided by the number of ranks:
+    summed over these, the mean of the squared norms, and a sketch of the mean gradient. Inputs: the gradients, and how
+    often the group has synchronized, by which signs are drawn, the same on all ranks."""
+
+    name = "sketch_gradients"
+    reads_members = False
+
+    def value(self, at: Emission) -> Value:
+        return Value(gradients_of(at.group) * SKETCHED, wide_dtype(at.group.dtype), unsummed(at.world_size))
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        gradients = call.inputs[0]
+        wide = gradients.elements * DTYPE_BYTES[call.dtype]
+        return copied(2 * gradients.bytes + 4 * wide + 2 * gradients.elements, 8 * gradients_of(call.owner_group))
+
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """The signs, and the gradients with these, of the largest parameter."""
+        largest = max(member.elements for member in call.members)
+        return largest * (1 + 2 * DTYPE_BYTES[call.dtype])
+
+    def write(self, site: Site, call: Call) -> Any:
+        gradients, count = map(site.value_of, call.inputs)
+        stream = call.owner_group.index
+        return site.call(sketches, (gradients, count, stream, site.world_size, call.torch_dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCommonParts(Operation):
+    """Overwrites a state, its first input, with the common part of each gradient: the square of the mean one, over the
+    mean of the squares. What had no gradient on any rank, or one that is not finite, keeps what it had. Inputs: the
+    state; the sum over ranks; further ones read the state before."""
+
+    name = "take_common_parts"
+    reads_members = False
+    in_place = True
+    needs_only_inputs = True
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        return copied(3 * call.inputs[1].bytes, 10)
+
+    def write(self, site: Site, call: Call) -> Any:
+        return site.call(take_common_parts, (*map(site.value_of, call.inputs[:2]), site.world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOfMean(Update):
+    """Runs Adam with this rank's own gradients; its second moment takes the common part of their squares, and no more.
+    Inputs: the gradients; the common parts; where gradients are clipped, the coefficient."""
+
+    name = "update_of_mean"
+
+    def work(self, call: Call, rank: int, setting: Setting) -> Work:
+        own = Update.work(self, call, rank, setting)
+        moved, kernels = own.moved_bytes + 6 * call.bytes, own.kernels + 4 * gradients_of(call.owner_group)
+        return own._replace(moved_bytes=moved, kernels=kernels)
+
+    def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
+        """A part of the gradient of the largest parameter; and clipped gradients."""
+        largest = max(m.elements for m in call.members) * DTYPE_BYTES[call.owner_group.dtype]
+        return largest + (len(call.inputs) > 2) * call.bytes
+
+    def write(self, site: Site, call: Call) -> Any:
+        group = call.owner_group
+        module = MeanStep(site.part(group.index, fragments(group, site.parameters)), None, site.device)
+        return site.call_module(f"update_{group.index}", module, tuple(map(site.value_of, call.inputs)))
+
+
+class MeanStep(Step):
+    """Updates with a second moment, v, that grows by (1 - beta2) f g^2, f being the common part, and no more."""
+
+    part: OptimizerPart
+    common: torch.Tensor
+
+    def forward(  # type: ignore[override]
+        self, gradients: Sequence[torch.Tensor], common: torch.Tensor, clip: torch.Tensor | None = None
+    ) -> None:
+        """`common`: of each fragment; 0 where it is not known yet, and all is taken."""
+        self.common = torch.where(common > 0, common, 1)
+        super().forward(gradients, clip)
+
+    def update(self, gradients: Sequence[Any]) -> None:
+        """What v is not to take is taken off before, so that Adam divides by no root of it."""
+        taken = []
+        each = zip(self.part.fragments, self.part.state(), self.part.settings(), gradients, self.common, strict=True)
+        for fragment, (_, state), settings, gradient, part in each:
+            if SECOND not in state:  # it begins with this square
+                continue
+            if settings["weight_decay"] and not decoupled(settings):  # of which Adam's gradients are a part
+                gradient = gradient.add(fragment.tensor.detach(), alpha=settings["weight_decay"])
+            beta = float(settings["betas"][1])
+            factor = ((1 - part) * ((1 - beta) / beta)).to(gradient.dtype)
+            state[SECOND].addcmul_(gradient * factor, gradient, value=-1)
+            taken.append((state, state["step"].clone(), gradient, factor))
+        self.part.step(gradients)
+        for state, count, gradient, factor in taken:
+            not_updated = state["step"] == count  # where a parameter has no gradient in this step
+            if not (not_updated.is_cpu and not not_updated):
+                state[SECOND].addcmul_(gradient * (factor * not_updated), gradient)
+
+
+def sketches(
+    gradients: Sequence[torch.Tensor], count: torch.Tensor, stream: int, ranks: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[gradients * SKETCHED]: of each, its squared norm, and a count sketch: sums of its elements with random signs, or
+    the elements themselves where these are no more (Charikar, Chen and Farach-Colton, "Finding frequent items in data
+    streams", ICALP 2002). All divided by `ranks`. `count`, `stream`: signs differ between these."""
+    generator = generator_of(count, stream, gradients[0].device)
+    found = []
+    for gradient in gradients:
+        flat = gradient.reshape(-1).to(dtype)
+        found.append(flat.dot(flat)[None])
+        if len(flat) > SKETCH:
+            signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device=flat.device)
+            flat = flat * signs.mul_(2).sub_(1)
+        found.append(F.pad(flat, (0, -len(flat) % SKETCH)).view(-1, SKETCH).sum(0))
+    return torch.cat(found).div_(ranks)
+
+
+def take_common_parts(state: torch.Tensor, summed: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Changes the state in place."""
+    rows = summed.view(-1, SKETCHED)
+    parts = rows[:, 1:].square().sum(1) / rows[:, 0]
+    is_known = parts.isfinite() & (rows[:, 0] > 0)
+    return state.copy_(torch.where(is_known, parts.clamp(LEAST / ranks, 1), state))

@@ -1,0 +1,63 @@
+"""Local Adam on real ranks is Local Adam as it is written down, and its second moment that of exact training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.errors import PlanError
+from autopar.ops.context import Context
+from autopar.ops.mean_variance import SKETCH, SKETCHED, sketches, take_common_parts
+from autopar.spec.plan import ParameterSlice, SyncGroup
+from autopar.strategies.lowering import lower_plan
+from tests.gloo import local_adam
+from tests.gloo.ranks import run_worlds
+from tests.tiers import sizes
+from tests.unit.synthetic import MLP, training_graph
+
+PINNED = 0.0057232584
+"""The last loss of a tiny training on two ranks."""
+
+
+def test_programs_do_what_the_definition_says(tmp_path: Path) -> None:
+    worlds = dict.fromkeys(sizes(2, also=(1, 3, 4)), (str(tmp_path),))
+    for n, of_ranks in run_worlds(local_adam.everything, worlds).items():
+        for found in of_ranks:
+            assert max(found["off"].values()) < 1e-10, (n, found)
+            if n == 2:
+                assert found["goes on"] == 0.0 and found["unused"] < 1e-12, found
+                first, exact, same, local = found["losses"]
+                assert same == pytest.approx(first, rel=1e-12) and local < first / 20
+                assert local == pytest.approx(PINNED, abs=1e-6), (exact, local)
+
+
+def test_the_common_part_of_noise_is_that_of_its_mean() -> None:
+    """Of gradients with a mean and noise, on 8 ranks: the mean of many sketches."""
+    torch.manual_seed(0)
+    ranks, elements, mean = 8, 5_000, 0.5
+    found = torch.zeros(3, dtype=torch.float64)
+    for count in range(50):
+        own = [[mean + torch.randn(elements), torch.ones(7), torch.zeros(9)] for _ in range(ranks)]
+        summed = sum(sketches(g, torch.tensor(count), 1, ranks, torch.float64) for g in own)
+        assert isinstance(summed, torch.Tensor) and len(summed) == 3 * SKETCHED
+        found += take_common_parts(torch.full((3,), 0.3, dtype=torch.float64), summed, ranks) / 50
+    expected = (mean**2 + 1 / ranks) / (mean**2 + 1)
+    assert float(found[0]) == pytest.approx(expected, rel=4 * (2 / SKETCH / 50) ** 0.5)
+    assert float(found[1]) == pytest.approx(1.0)
+    assert float(found[2]) == pytest.approx(0.3), "without a gradient, it is what it was"
+
+
+def test_what_is_not_finite_is_not_taken() -> None:
+    state = torch.tensor([0.3], dtype=torch.float32)
+    for broken in (torch.inf, torch.nan):
+        summed = sketches([torch.tensor([1.0, broken])], torch.tensor(1), 0, 2, torch.float32)
+        assert float(take_common_parts(state, summed, 2)) == pytest.approx(0.3)
+
+
+def test_it_needs_adam_in_32_bits() -> None:
+    group = SyncGroup(strategy="local_adam", members=tuple(ParameterSlice(name=n) for n, _ in MLP), every=2)
+    with pytest.raises(PlanError, match="the optimizer must be torch"):
+        lower_plan([group], training_graph(MLP), Context(4, plain_adam=False))
+    assert lower_plan([group], training_graph(MLP), Context(4, plain_adam=True))
