@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import autopar
 from autopar.errors import PlanError
 from autopar.ops.context import Context
 from autopar.ops.mean_variance import SKETCH, SKETCHED, sketches, take_common_parts
@@ -61,3 +64,22 @@ def test_it_needs_adam_in_32_bits() -> None:
     with pytest.raises(PlanError, match="the optimizer must be torch"):
         lower_plan([group], training_graph(MLP), Context(4, plain_adam=False))
     assert lower_plan([group], training_graph(MLP), Context(4, plain_adam=True))
+
+
+@pytest.mark.parametrize(("rows", "beta"), [(40, 0.999), (4_000, 0.999), (40, 0.9)])
+def test_rows_that_are_rarely_looked_up_are_synchronized_in_each_step(rows: int, beta: float) -> None:
+    """Their newest square would make steps too short, as it does under LocalSGD: the period is not theirs."""
+    model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, 4))
+    plan = autopar.plan(
+        model,
+        autopar.ClusterSpec.local(4),
+        example_inputs=(torch.arange(8), torch.ones(8, 4)),
+        loss_fn=F.mse_loss,
+        optimizer=torch.optim.AdamW(model.parameters(), betas=(0.9, beta)),
+        strategy="local_adam+every=4",
+        fidelity="local",
+    )
+    found = {str(m): (g.strategy, g.every) for g in plan.groups for m in g.members}
+    assert found["1.weight"] == ("local_adam", 4)
+    often = 8 / rows / (1 - beta) > 50
+    assert found["0.weight"] == (("local_adam", 4) if often else ("all_reduce", 1))
