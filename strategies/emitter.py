@@ -13,11 +13,10 @@ from autopar.ops.context import Context
 from autopar.ops.exchanges import AllGather, ReduceScatter
 from autopar.ops.gradients import Clip, Deliver, Pack
 from autopar.ops.group import Group, Member
-from autopar.ops.layouts import REPLICATE, Layout, Partial, Replicate, Varying, own_parts
+from autopar.ops.layouts import Layout, Partial, Replicate, Varying, own_parts
 from autopar.ops.parts import CountParts, FormGradients, PackParts, touched_elements
 from autopar.ops.servers import ServerReduce
 from autopar.ops.state import Keep, State
-from autopar.ops.step_count import STEP_COUNT, CountSteps
 from autopar.ops.subgroups import Subgroups
 from autopar.ops.updates import Free, Store, Update
 from autopar.ops.waits import Wait
@@ -183,11 +182,6 @@ class Emitter:
     def own_gradients(self, group: Group) -> Call:
         """This rank's own gradients, to update with as if all ranks had such."""
         return self.emit(OwnGradients(), group)
-
-    def step_count(self, group: Group) -> Call:
-        """How often the group has synchronized, this step included."""
-        state = self.state(group, STEP_COUNT, layout=REPLICATE, elements=1, dtype="int64")
-        return self.emit(CountSteps(), group, [state])
 
     def store(self, value: Call, group: Group, *, deferred: bool = False) -> None:
         """Writes updated parameters that are being received into the parameters of every rank. `deferred`: in the next

@@ -9,8 +9,8 @@ training would have (`autopar.ops.mean_variance`):
 1. In every step each rank updates its replica by Adam, with its own gradient g; the second moment is
    v = beta2 v + (1 - beta2) f g^2. f is a number for each parameter, and 1 until ranks have synchronized.
 2. In every k-th step, `every` of the plan's groups, parameters are averaged behind that step's update; and from the
-   next step on, f = |mean of g|^2 / mean of |g|^2 over the ranks, from 1/4n to 1, of that step's gradients. The norm of
-   their mean is that of the mean of sketches of 128 numbers.
+   next step on, f = |mean of g|^2 / mean of |g|^2 over the ranks, from 1/4n to 1, of that step's gradients; the norms
+   are those of sketches of 128 numbers.
 
 So exact steps before `from_step`, and a checkpoint's state under any other plan, have a second moment that fits. The
 first moment is each rank's own.
@@ -93,7 +93,7 @@ class LocalAdam(Strategy):
         if group.moment.doing == "alone":
             emit.update_alone(group, own, common, op=UpdateOfMean())
             return
-        summed = emit.all_reduce(emit.emit(SketchGradients(), group, [own, emit.step_count(group)]))
+        summed = emit.all_reduce(emit.emit(SketchGradients(), group, [own]))
         updated = emit.update_alone(group, own, common, op=UpdateOfMean())
         averaged = emit.wait(emit.all_reduce(emit.emit(PackParameters(), group, [updated])))
         emit.emit(StoreAverage(), group, [averaged])

@@ -16,9 +16,10 @@ from pydantic import AfterValidator
 from autopar.ir.dtypes import wide_dtype
 from autopar.ops.base import Call
 from autopar.ops.group import Group
-from autopar.ops.layouts import Shard
+from autopar.ops.layouts import REPLICATE, Shard
 from autopar.ops.quantized import DecodeSum, EncodeGradients, SumAndEncode, part_elements
 from autopar.ops.quantizers import Quantizer
+from autopar.ops.step_count import STEP_COUNT, CountSteps
 from autopar.strategies.base import Options, Remainder
 from autopar.strategies.compressed import Compressed
 from autopar.strategies.emitter import Emitter
@@ -68,7 +69,7 @@ def quantized_sum(
     group = packed.owner_group
     wide, kept = wide_dtype(group.dtype), quantizer.is_contractive
     also, some = [] if left_out is None else [left_out], left_out is not None
-    also += [emit.step_count(group)] if quantizer.stochastic else []
+    also += [_step_count(group, emit)] if quantizer.stochastic else []
     residual = [emit.state(group, f"{of}residual", dtype=wide)] if kept else []
     messages = emit.emit(EncodeGradients(quantizer, kept, some, in_parts), group, [packed, *also, *residual])
     if in_parts:
@@ -78,3 +79,9 @@ def quantized_sum(
         messages = emit.emit(SumAndEncode(quantizer, kept, some, wide), group, [received, *also, *of_parts])
     gathered = emit.wait(emit.all_gather(messages))
     return emit.emit(DecodeSum(quantizer, in_parts, wide), group, [gathered])
+
+
+def _step_count(group: Group, emit: Emitter) -> Call:
+    """How often the group has synchronized."""
+    state = emit.state(group, STEP_COUNT, layout=REPLICATE, elements=1, dtype="int64")
+    return emit.emit(CountSteps(), group, [state])

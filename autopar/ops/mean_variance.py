@@ -4,7 +4,7 @@ A rank's own gradient is the mean gradient and noise, of which the mean over n r
 to n times as large, and Adam, which divides by its root, takes steps that are up to sqrt(n) times too short (the square
 root rule of Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022, arXiv
 2205.10287). How much of the own square the mean's is, the common part, ranks find out when they synchronize: from the
-squared norms of their own gradients, and from that of the mean of short sketches of them.
+squared norms of short sketches of their gradients, and from that of the mean of these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from autopar.ir.dtypes import DTYPE_BYTES, wide_dtype
 from autopar.ops.base import Call, Emission, Operation, Site
@@ -23,7 +24,6 @@ from autopar.ops.fragments import Fragment, fragments
 from autopar.ops.frozen_adam import decoupled
 from autopar.ops.group import Group
 from autopar.ops.layouts import unsummed
-from autopar.ops.step_count import generator_of
 from autopar.ops.updates import Step, Update
 from autopar.ops.values import Bytes, Setting, Value, Work
 
@@ -31,11 +31,14 @@ SECOND = "exp_avg_sq"
 """What Adam calls its second moment."""
 SKETCH = 128
 """Numbers of a sketch. Its squared norm is off by a part of sqrt(2 / SKETCH), an eighth, and by nothing in the mean;
-the second moment is an average over many synchronizations."""
+the second moment is an average over many synchronizations. Of gradients that are alike, so are sketches."""
+SIGNS = (65_537, 65_539)
+"""An element's sign is a product of two, which come again after so many elements, and together after four thousand
+million."""
 LEAST = 0.25
 """The least common part, in units of that of noise alone, 1 / ranks: less is what a sketch is off by."""
 SKETCHED = 1 + SKETCH
-"""Numbers that a rank sends of each parameter: the squared norm of its gradient, and the sketch."""
+"""Numbers that a rank sends of each parameter: the sketch, and its squared norm."""
 
 
 class OptimizerPart(Protocol):
@@ -60,9 +63,8 @@ def gradients_of(group: Group) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SketchGradients(Operation):
-    """Of each of the group's gradients on this rank, the squared norm and a sketch, divided by the number of ranks:
-    summed over these, the mean of the squared norms, and a sketch of the mean gradient. Inputs: the gradients, and how
-    often the group has synchronized, by which signs are drawn, the same on all ranks."""
+    """Of each of the group's gradients on this rank, its input, a sketch and the squared norm of that, divided by the
+    number of ranks: summed over these, the sketch of the mean gradient, and the mean of the squared norms."""
 
     name = "sketch_gradients"
     reads_members = False
@@ -73,17 +75,17 @@ class SketchGradients(Operation):
     def work(self, call: Call, rank: int, setting: Setting) -> Work:
         gradients = call.inputs[0]
         wide = gradients.elements * DTYPE_BYTES[call.dtype]
-        return copied(2 * gradients.bytes + 4 * wide + 2 * gradients.elements, 8 * gradients_of(call.owner_group))
+        return copied(gradients.bytes + 4 * wide + 7 * gradients.elements, 9 * gradients_of(call.owner_group))
 
     def passing_bytes(self, call: Call, setting: Setting) -> Bytes:
         """The signs, and the gradients with these, of the largest parameter."""
         largest = max(member.elements for member in call.members)
-        return largest * (1 + 2 * DTYPE_BYTES[call.dtype])
+        return largest * (3 + 2 * DTYPE_BYTES[call.dtype])
 
     def write(self, site: Site, call: Call) -> Any:
-        gradients, count = map(site.value_of, call.inputs)
-        stream = call.owner_group.index
-        return site.call(sketches, (gradients, count, stream, site.world_size, call.torch_dtype))
+        index = call.owner_group.index
+        module = Sketches(index, site.world_size, call.torch_dtype, site.device)
+        return site.call_module(f"sketched_{index}", module, (site.value_of(call.inputs[0]),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,27 +162,39 @@ class MeanStep(Step):
                 state[SECOND].addcmul_(gradient * (factor * not_updated), gradient)
 
 
-def sketches(
-    gradients: Sequence[torch.Tensor], count: torch.Tensor, stream: int, ranks: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """[gradients * SKETCHED]: of each, its squared norm, and a count sketch: sums of its elements with random signs, or
-    the elements themselves where these are no more (Charikar, Chen and Farach-Colton, "Finding frequent items in data
-    streams", ICALP 2002). All divided by `ranks`. `count`, `stream`: signs differ between these."""
-    generator = generator_of(count, stream, gradients[0].device)
-    found = []
-    for gradient in gradients:
-        flat = gradient.reshape(-1).to(dtype)
-        found.append(flat.dot(flat)[None])
-        if len(flat) > SKETCH:
-            signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device=flat.device)
-            flat = flat * signs.mul_(2).sub_(1)
-        found.append(F.pad(flat, (0, -len(flat) % SKETCH)).view(-1, SKETCH).sum(0))
-    return torch.cat(found).div_(ranks)
+class Sketches(nn.Module):
+    """Sketches gradients, each divided by the number of ranks: sums of their elements with random signs, a count sketch
+    (Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", ICALP 2002), or the elements themselves
+    where these are no more than its numbers."""
+
+    def __init__(self, stream: int, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`stream`: of which the signs are, the same on all ranks."""
+        super().__init__()
+        self.ranks = ranks
+        self.dtype = dtype
+        draws = torch.Generator().manual_seed(stream)
+        tables = (torch.randint(0, 2, (period,), generator=draws, dtype=torch.int8) for period in SIGNS)
+        self.tables = tuple(table.mul_(2).sub_(1).to(device) for table in tables)
+
+    def forward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[gradients * SKETCHED]: of each, the sketch, and its squared norm."""
+        found = []
+        for gradient in gradients:
+            flat = gradient.reshape(-1).to(self.dtype)
+            if len(flat) > SKETCH:
+                flat = flat * self._signs(len(flat))
+            sketch = F.pad(flat, (0, -len(flat) % SKETCH)).view(-1, SKETCH).sum(0)
+            found += [sketch, sketch.dot(sketch)[None]]
+        return torch.cat(found).div_(self.ranks)
+
+    def _signs(self, count: int) -> torch.Tensor:
+        one, other = (table.repeat(-(-count // len(table)))[:count] for table in self.tables)
+        return one * other
 
 
 def take_common_parts(state: torch.Tensor, summed: torch.Tensor, ranks: int) -> torch.Tensor:
     """Changes the state in place."""
     rows = summed.view(-1, SKETCHED)
-    parts = rows[:, 1:].square().sum(1) / rows[:, 0]
-    is_known = parts.isfinite() & (rows[:, 0] > 0)
+    parts = rows[:, :-1].square().sum(1) / rows[:, -1]
+    is_known = parts.isfinite() & (rows[:, -1] > 0)
     return state.copy_(torch.where(is_known, parts.clamp(LEAST / ranks, 1), state))

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.ops.step_count import generator_of
 from tests.gloo.captures import traced_once
-from tests.gloo.compressed import GROUPS, HOWS, How, net
+from tests.gloo.compressed import HOWS, How, net
 from tests.gloo.diloco import Case, distance, program_of, take_step
 from tests.gloo.diloco import Reference as Apart
 
@@ -29,7 +28,6 @@ class Reference(Apart):
     def __init__(self, case: Case, n: int) -> None:
         super().__init__(case, n)
         self.common: dict[str, float] = {}
-        self.counts = [0 for _ in GROUPS]
         self.unclipped: list[dict[str, torch.Tensor]] = [{} for _ in range(n)]
 
     def _update(self, rank: int, gradients: dict[str, torch.Tensor], apart: bool) -> None:
@@ -63,21 +61,20 @@ class Reference(Apart):
     def _synchronize(self, index: int, names: Sequence[str]) -> None:
         if self.n == 1:
             return
-        self.counts[index] += 1
-        draws = generator_of(torch.tensor(self.counts[index]), index, torch.device("cpu"))
+        draws = torch.Generator().manual_seed(index)
+        one, other = (2.0 * torch.randint(0, 2, (n,), generator=draws, dtype=torch.int8) - 1 for n in (65_537, 65_539))
         for name in names:
             values = [named[name].data for named in self.named]
             mean = torch.stack(values).mean(0)
             for value in values:
                 value.copy_(mean)
-            own = torch.stack([g[name].reshape(-1) for g in self.unclipped])
-            squares = float(own.square().sum(1).mean())
-            flat = own.mean(0)
-            if len(flat) > SKETCH:
-                flat = flat * (2 * torch.randint(0, 2, flat.shape, generator=draws, dtype=torch.int8) - 1)
-            sketch = [float(flat[i::SKETCH].sum()) for i in range(SKETCH)]
+            signs = (one[: mean.numel()] * other[: mean.numel()]).double()
+            own = [signs * g[name].reshape(-1) for g in self.unclipped]
+            sketches = torch.stack([torch.stack([g[i::SKETCH].sum() for i in range(SKETCH)]) for g in own])
+            squares = float(sketches.square().sum(1).mean())
             if squares > 0:
-                self.common[name] = min(1.0, max(0.25 / self.n, sum(s * s for s in sketch) / squares))
+                part = float(sketches.mean(0).square().sum()) / squares
+                self.common[name] = min(1.0, max(0.25 / self.n, part))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
