@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from autopar.spec.plan import Fidelity
+from autopar.strategies import local_adam
 
 WARM_UP = 0.1
 """Part of the steps that is exact before a compressed method begins, as PowerSGD's manual in torch advises."""
