@@ -99,7 +99,10 @@ METHODS: dict[str, Method] = {
         Method("post-local 16 at 25%", "ddp+every=16", "local", warm_up=0.25),
         Method("diloco 16", "diloco+every=16", "local"),
         Method("des_loc 16", "des_loc+every=16", "local", needs_moments=True),
-        *(Method(f"local_adam {k}", f"local_adam+every={k}", "local", WARM_UP, needs_moments=True) for k in (4, 8, 16)),
+        *(
+            Method(f"local_adam {k}", f"local_adam+every={k}", "local", local_adam.WARM_UP, needs_moments=True)
+            for k in (4, 8, 16)
+        ),
         Method("delayed", "ddp+delay=1", "stale"),
     )
 }
