@@ -23,7 +23,6 @@ optimizer steps in each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from pydantic import Field
 
@@ -33,16 +32,12 @@ from autopar.ops.base import Call
 from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import REPLICATE
-from autopar.ops.outer import KeepParameters, OuterGradient, OuterStep
-from autopar.ops.quantizers import Quantizer
+from autopar.ops.outer import KeepParameters, OuterStep
 from autopar.spec.plan import Fidelity
 from autopar.strategies.base import HELD, Options, Strategy
 from autopar.strategies.emitter import Emitter
-from autopar.strategies.quantized_exchange import Block, quantized_sum
-
-OUTER = "outer_"
-"""What the names of its states begin with that are in units of parameters."""
-BITS: dict[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
+from autopar.strategies.moved import OUTER, MovedWire, mean_moved
+from autopar.strategies.quantized_exchange import Block
 
 
 class DiLoCoOptions(Options):
@@ -50,7 +45,7 @@ class DiLoCoOptions(Options):
     """Learning rate of the outer optimizer."""
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Coefficient of the outer optimizer's Nesterov momentum, from 0 to below 1; with 0, none is kept."""
-    wire: Literal["same", "bfloat16", "float16", "int8", "int4"] = "same"
+    wire: MovedWire = "same"
     """Number format of the differences on the wire; `int8` and `int4` are whole numbers, times a scale for each block.
     What a rank loses by a narrower one than is kept joins its next difference."""
     block: Block = 256
@@ -89,7 +84,7 @@ class DiLoCo(Strategy):
         updated = self._update(group, emit)
         if moment.doing == "alone":
             return
-        summed = self._mean(anchor, updated, options, emit)
+        summed = mean_moved(anchor, updated, options.wire, options.block, emit)
         inputs = [anchor, summed]
         if options.outer_momentum:
             inputs.append(emit.state(group, f"{OUTER}momentum", layout=REPLICATE, dtype=wide))
@@ -99,17 +94,3 @@ class DiLoCo(Strategy):
     def _update(self, group: Group, emit: Emitter) -> Call:
         """By this rank's own gradients."""
         return emit.update(emit.pack(group), group) if emit.world_size == 1 else emit.update_alone(group)
-
-    def _mean(self, anchor: Call, updated: Call, options: DiLoCoOptions, emit: Emitter) -> Call:
-        """Of what ranks have moved, on all of them."""
-        group, wide = anchor.owner_group, anchor.dtype
-        if emit.world_size == 1:
-            return emit.emit(OuterGradient(wide), group, [anchor, updated])
-        if options.wire in BITS and group.elements:
-            own = emit.emit(OuterGradient(wide), group, [anchor, updated])
-            quantizer = Quantizer(BITS[options.wire], options.block)
-            return quantized_sum(own, quantizer, emit.world_size > 2, emit, of=OUTER)
-        sent = group.dtype if options.wire in ("same", *BITS) else options.wire
-        residual = [emit.state(group, f"{OUTER}residual", dtype=wide)] if sent != wide else []
-        own = emit.emit(OuterGradient(sent), group, [anchor, updated, *residual])
-        return emit.wait(emit.all_reduce(own))

@@ -15,9 +15,12 @@ training would have (`autopar.ops.mean_variance`):
 So exact steps before `from_step`, and a checkpoint's state under any other plan, have a second moment that fits. The
 first moment is each rank's own.
 
-Each rank sends 2 (n-1)/n (w E + 129 w P) / k bytes a step, in the mean, of E elements of w bytes in P parameters: what
-LocalSGD sends, but for the sketches. It wins where LocalSGD would, under Adam or AdamW. What remains of the loss is
-that replicas drift apart, which grows with the period.
+With a narrower `wire`, what replicas have moved since the last synchronization is sent in 16, 8 or 4 bits, as `diloco`
+sends it, and what a rank's own rounding loses joins its next difference.
+
+Each rank sends 2 (n-1)/n (w E + 129 v P) / k bytes a step, in the mean, of E elements of w bytes on the wire, and v in
+memory, in P parameters: what LocalSGD sends, but for the sketches. It wins where LocalSGD would, under Adam or AdamW.
+What remains of the loss is that replicas drift apart, which grows with the period.
 """
 
 from __future__ import annotations
@@ -30,9 +33,12 @@ from autopar.ops.context import Context
 from autopar.ops.group import Group, Member
 from autopar.ops.layouts import REPLICATE
 from autopar.ops.mean_variance import SketchGradients, TakeCommonParts, UpdateOfMean, gradients_of
+from autopar.ops.outer import KeepParameters, OuterStep
 from autopar.spec.plan import Fidelity
-from autopar.strategies.base import Options, Strategy
+from autopar.strategies.base import HELD, Options, Strategy
 from autopar.strategies.emitter import Emitter
+from autopar.strategies.moved import MovedWire, mean_moved
+from autopar.strategies.quantized_exchange import Block
 
 WARM_UP = 0.05
 """Part of a training's steps that is exact before: while the learning rate rises, gradients change too fast for one
@@ -44,14 +50,27 @@ an average over. The newest square counts n times as much as that of exact train
 often; at 50, that is a fiftieth of the moment, and steps are 1 % shorter for it, and for rarer rows much more."""
 
 
+class LocalAdamOptions(Options):
+    wire: MovedWire = "same"
+    """Number format of what is averaged, on the wire: parameters as they are, or what they have moved, in a narrower
+    one; `int8` and `int4` are whole numbers, times a scale for each block."""
+    block: Block = 256
+    """Numbers that share a scale, of `int8` and `int4`: 16, 64, 256, 1024 or 4096."""
+
+
 class LocalAdam(Strategy):
     name = "local_adam"
     summary = "average replicas from time to time, whose Adam takes steps as long as with the mean gradient"
+    options_type = LocalAdamOptions
     trains_apart = True
     only_own_period = True  # what is averaged instead has the steps that are too short
 
     def fidelity(self, options: Options) -> Fidelity:
         return "local"
+
+    def moves_frozen(self, options: Options) -> bool:
+        assert isinstance(options, LocalAdamOptions)
+        return options.wire != "same"  # by what was not sent yet
 
     def applies(self, member: Member, context: Context) -> str | None:
         if not context.has_optimizer:
@@ -84,10 +103,11 @@ class LocalAdam(Strategy):
     def exact_steps(self, options: Options, steps: int, context: Context) -> int | None:
         return int(WARM_UP * steps)
 
-    def options(self, context: Context) -> Sequence[Options]:
-        return [Options()]
+    def options(self, context: Context) -> Sequence[LocalAdamOptions]:
+        return [LocalAdamOptions(), LocalAdamOptions(wire="int8"), LocalAdamOptions(wire="int4")]
 
     def lower(self, group: Group, options: Options, emit: Emitter) -> None:
+        assert isinstance(options, LocalAdamOptions)
         if emit.world_size == 1:
             emit.update(emit.pack(group), group)
             return
@@ -95,13 +115,22 @@ class LocalAdam(Strategy):
         if not count:
             emit.update_alone(group)
             return
-        own = emit.own_gradients(group)
-        common = emit.state(group, "common_part", layout=REPLICATE, elements=count, dtype=wide_dtype(group.dtype))
+        own, wide = emit.own_gradients(group), wide_dtype(group.dtype)
+        common = emit.state(group, "common_part", layout=REPLICATE, elements=count, dtype=wide)
+        anchor = None
+        if options.wire != "same":
+            anchor = emit.state(group, f"{HELD}anchor", layout=REPLICATE, dtype=wide)
+            if group.moment.begins:
+                anchor = emit.emit(KeepParameters(), group, [anchor])
         if group.moment.doing == "alone":
             emit.update_alone(group, own, common, op=UpdateOfMean())
             return
         summed = emit.all_reduce(emit.emit(SketchGradients(), group, [own]))
         updated = emit.update_alone(group, own, common, op=UpdateOfMean())
-        averaged = emit.wait(emit.all_reduce(emit.emit(PackParameters(), group, [updated])))
+        if anchor is None:
+            averaged = emit.wait(emit.all_reduce(emit.emit(PackParameters(), group, [updated])))
+        else:
+            moved = mean_moved(anchor, updated, options.wire, options.block, emit)
+            averaged = emit.emit(OuterStep(1.0, 0.0), group, [anchor, moved])
         emit.emit(StoreAverage(), group, [averaged])
         emit.emit(TakeCommonParts(), group, [common, emit.wait(summed), updated])

@@ -7,6 +7,7 @@ for, as the rows of tables, go that way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ Groups = tuple[SyncGroup, ...]
 PERIODS = (4, 16)
 """Steps from one average of parameters to the next."""
 ADAM_PERIODS = (4, 8, 16)
-"""The same of replicas whose Adam takes steps as long as exact training's: what they lose grows with these alone."""
+"""The same of replicas whose Adam takes steps as long as exact training's: what they lose grows with these alone. In
+few bits, the shortest."""
 DELAY = 1
 WORTH = 0.95
 """A plan that loses something must take at most so much of the time of one that does not."""
@@ -121,6 +123,8 @@ def names(context: Context, steps: int) -> Iterator[str]:
         yield from (f"{bucket}+every={k}" for k in PERIODS)
         yield f"{bucket}+delay={DELAY}"
     yield from (f"local_adam+every={k}" for k in ADAM_PERIODS)
+    for wire in ("int8", "int4"):
+        yield f"local_adam(wire={wire})+every={ADAM_PERIODS[0]}"
 
 
 def priced(context: Context, plans: Plans, steps: int) -> list[Candidate]:
@@ -234,11 +238,11 @@ def exactly(plan: Plan, context: Context) -> tuple[str, ...]:
 
 
 def fastest(found: Sequence[Candidate], most: int) -> list[Candidate]:
-    """At most so many, but of each strategy or period at least the fastest, as quality differs more between them than
+    """At most so many, but of each strategy and period at least the fastest, as quality differs more between them than
     between rates."""
     first: dict[str, Candidate] = {}
     for one in found:
-        first.setdefault(one.name.partition("(")[0], one)
+        first.setdefault(re.sub(r"\(.*\)", "", one.name), one)
     kept = list(first.values())[:most]
     rest = [one for one in found if one not in kept]
     return sorted((*kept, *rest[: most - len(kept)]), key=lambda c: c.training_step_s)

@@ -103,6 +103,12 @@ METHODS: dict[str, Method] = {
             Method(f"local_adam {k}", f"local_adam+every={k}", "local", local_adam.WARM_UP, needs_moments=True)
             for k in (4, 8, 16)
         ),
+        *(
+            Method(
+                f"local_adam 4 {w}", f"local_adam(wire={w})+every=4", "local", local_adam.WARM_UP, needs_moments=True
+            )
+            for w in ("int8", "int4")
+        ),
         Method("delayed", "ddp+delay=1", "stale"),
     )
 }

@@ -41,6 +41,8 @@ class Reference(Apart):
                 b1, b2 = group["betas"]
                 for p in group["params"]:
                     name = next(n for n, q in named.items() if q is p)
+                    if apart and rank == 0:
+                        self.anchors.setdefault(name, p.detach().clone())
                     state = optimizer.state[p]
                     g = factor * gradients[name]
                     if coupled:
@@ -63,9 +65,10 @@ class Reference(Apart):
             return
         draws = torch.Generator().manual_seed(index)
         one, other = (2.0 * torch.randint(0, 2, (n,), generator=draws, dtype=torch.int8) - 1 for n in (65_537, 65_539))
+        moved = self._outer_gradients(index, names)
         for name in names:
             values = [named[name].data for named in self.named]
-            mean = torch.stack(values).mean(0)
+            self.anchors[name] = mean = self.anchors[name] - moved[name]
             for value in values:
                 value.copy_(mean)
             signs = (one[: mean.numel()] * other[: mean.numel()]).double()
@@ -89,6 +92,8 @@ CASES = {
     "adam, clipped, of a decay": replace(APART, every=(2, 2), how=How(adam, clip=0.05), size=3),
     "of two periods, accumulated": replace(APART, every=(2, 3), how=HOWS["accumulated"]),
     "later, in fragments": replace(APART, offset=(0, 2), from_step=2, how=How(adam)),
+    "int8": replace(APART, every=(2, 2), how=How(adam), options={"wire": "int8", "block": 16}),
+    "int4, later": replace(APART, from_step=1, options={"wire": "int4", "block": 64}),
     "scheduled, eager": replace(APART, every=(1, 1), how=How(adam, schedules=True), settings={"capture": "never"}),
 }
 
@@ -105,7 +110,7 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
         for name, case in CASES.items():
             found["off"][name] = followed(rank, n, case)
         if n == 2:
-            found["goes on"] = goes_on(rank, n, folder)
+            found["goes on"] = max(goes_on(rank, n, folder, case) for case in ("later, in fragments", "int4, later"))
     finally:
         mean_variance.SKETCH, mean_variance.SKETCHED = before
     if n == 2:
@@ -129,15 +134,15 @@ def followed(rank: int, n: int, case: Case) -> float:
     return worst
 
 
-def goes_on(rank: int, n: int, folder: str) -> float:
+def goes_on(rank: int, n: int, folder: str, name: str) -> float:
     """How far a run that is saved and loaded between averages is from the one that is not: not at all."""
-    case, models = CASES["later, in fragments"], (net(), net())
+    case, models = CASES[name], (net(), net())
     programs = [program_of(rank, n, case, m) for m in models]
-    for step in range(6):
+    for step in range(7):
         take_step(programs[0], case, step, rank)
-    programs[0].save(Path(folder) / "saved")
-    programs[1].load(Path(folder) / "saved")
-    for step in range(6, STEPS + 3):
+    programs[0].save(Path(folder) / name)
+    programs[1].load(Path(folder) / name)
+    for step in range(7, STEPS + 3):
         for program in programs:
             take_step(program, case, step, rank)
     return distance(*models)
