@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.errors import OptimizerError
 from autopar.ir.dtypes import DTYPE_BYTES, wide_dtype
 from autopar.ops.base import Call, Emission, Operation, Site
 from autopar.ops.collectives import copied
@@ -151,7 +152,11 @@ class MeanStep(Step):
                 continue
             if settings["weight_decay"] and not decoupled(settings):  # of which Adam's gradients are a part
                 gradient = gradient.add(fragment.tensor.detach(), alpha=settings["weight_decay"])
-            beta = float(settings["betas"][1])
+            if not (beta := float(settings["betas"][1])):
+                raise OptimizerError(
+                    f"local_adam corrects Adam's second moment, of which beta2 = 0 keeps nothing for '{fragment.name}': "
+                    "set a greater one, or use all_reduce with every=K"
+                )
             factor = ((1 - part) * ((1 - beta) / beta)).to(gradient.dtype)
             state[SECOND].addcmul_(gradient * factor, gradient, value=-1)
             taken.append((state, state["step"].clone(), gradient, factor))
