@@ -154,7 +154,7 @@ class MeanStep(Step):
                 gradient = gradient.add(fragment.tensor.detach(), alpha=settings["weight_decay"])
             if not (beta := float(settings["betas"][1])):
                 raise OptimizerError(
-                    f"local_adam corrects Adam's second moment, of which beta2 = 0 keeps nothing for '{fragment.name}': "
+                    f"local_adam corrects Adam's second moment, of which beta2=0 keeps nothing for '{fragment.name}': "
                     "set a greater one, or use all_reduce with every=K"
                 )
             factor = ((1 - part) * ((1 - beta) / beta)).to(gradient.dtype)
