@@ -144,11 +144,13 @@ class MeanStep(Step):
         super().forward(gradients, clip)
 
     def update(self, gradients: Sequence[Any]) -> None:
-        """What v is not to take is taken off before, so that Adam divides by no root of it."""
-        taken = []
-        each = zip(self.part.fragments, self.part.state(), self.part.settings(), gradients, self.common, strict=True)
-        for fragment, (_, state), settings, gradient, part in each:
-            if SECOND not in state:  # it begins with this square
+        """What v is not to take is taken off before, so that Adam divides by no root of it; where there is no v yet,
+        behind the step."""
+        taken, begins = [], []
+        each = zip(self.part.state(), self.part.settings(), gradients, self.common, strict=True)
+        for place, ((fragment, state), settings, gradient, part) in enumerate(each):
+            if SECOND not in state:
+                begins.append(place)
                 continue
             if settings["weight_decay"] and not decoupled(settings):  # of which Adam's gradients are a part
                 gradient = gradient.add(fragment.tensor.detach(), alpha=settings["weight_decay"])
@@ -165,6 +167,10 @@ class MeanStep(Step):
             not_updated = state["step"] == count  # where a parameter has no gradient in this step
             if not (not_updated.is_cpu and not not_updated):
                 state[SECOND].addcmul_(gradient * (factor * not_updated), gradient)
+        states = self.part.state() if begins else []
+        for moment, part in [(states[i][1].get(SECOND), self.common[i]) for i in begins]:
+            if moment is not None:
+                moment.mul_(part.to(moment.dtype))
 
 
 class Sketches(nn.Module):

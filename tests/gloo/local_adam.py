@@ -116,6 +116,7 @@ def everything(rank: int, n: int, folder: str) -> dict[str, Any]:
     if n == 2:
         found["losses"] = [*losses(rank, n, "ddp"), *losses(rank, n, "local_adam+every=4")]
         found["unused"] = unused(rank, n)
+        found["begun anew"] = begun_anew(rank, n)
     return found
 
 
@@ -199,3 +200,21 @@ def unused(rank: int, n: int) -> float:
     before = state["exp_avg_sq"].clone()
     program.step(((x, False), x))
     return float((state["exp_avg_sq"] - before).abs().max() / before.max())
+
+
+def begun_anew(rank: int, n: int) -> float:
+    """How far second moments that begin anew, as the user has cleared the optimizer's state, are from the common part
+    of the first squares."""
+    model = net()
+    program = program_of(rank, n, APART, model)
+    for step in range(4):
+        take_step(program, APART, step, rank)
+    program.optimizer.state.clear()
+    take_step(program, APART, 4, rank)
+    worst, named = 0.0, dict(model.named_parameters())
+    for members, parts in program.state_dict()["state"]["common_part"].items():
+        for name, part in zip(members.strip("[]").split(", "), parts.tolist(), strict=True):
+            state = program.optimizer.state[named[name]]
+            square = (state["exp_avg"] / 0.1) ** 2
+            worst = max(worst, float((state["exp_avg_sq"] - 0.001 * (part or 1.0) * square).abs().max()))
+    return worst

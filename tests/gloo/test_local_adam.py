@@ -32,6 +32,7 @@ def test_programs_do_what_the_definition_says(tmp_path: Path) -> None:
             assert max(found["off"].values()) < 1e-10, (n, found)
             if n == 2:
                 assert found["goes on"] == 0.0 and found["unused"] < 1e-12, found
+                assert found["begun anew"] < 1e-12, found
                 first, exact, same, local = found["losses"]
                 assert same == pytest.approx(first, rel=1e-12) and local < first / 20
                 assert local == pytest.approx(PINNED, abs=1e-6), (exact, local)
